@@ -1,4 +1,4 @@
-"""Analyse a profile or simulation: imbalance degrees, time by category and causes of waits.
+"""Analyze a profile or simulation: imbalance degrees, time by category and causes of waits.
 
 `profiles/definitions.md` defines every number. The analysis reads the rows in batches.
 """
@@ -38,7 +38,7 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 class Estimate:
     """Mean and standard deviation of n samples.
 
-    error: standard error of the mean. NaN if there is only one iteration.
+    error: standard error of the mean; NaN with only one iteration.
     """
 
     mean: float
@@ -52,8 +52,9 @@ class Estimate:
 
         Args:
             values: the samples, in any shape.
-            iterations: the iteration of each sample. If given, `error` is the standard error of the
-                iterations' means, because the layers of one iteration are correlated.
+            iterations: number of the iteration of each sample. `error` is then the standard error
+                over iteration means, because the layers of one iteration are correlated. None
+                treats all samples as independent.
         """
         values = np.asarray(values, np.float64).reshape(-1)
         if not len(values):
@@ -93,9 +94,9 @@ def _estimates(degrees: np.ndarray, ratios: np.ndarray, owners: np.ndarray) -> d
     """Return the fields time, work and computation of an analysis.
 
     Args:
-        degrees: imbalance degrees, first of times, then of pairs: [2, 4 degrees, samples].
-        ratios: [2 ratios, samples].
-        owners: the iteration of each sample.
+        degrees: imbalance degrees of (time, number of pairs), [2, 4 degrees, samples].
+        ratios: computation ratios, [2 ratios, samples].
+        owners: number of the iteration of each sample.
     """
     time, work = (Degrees(*(Estimate.of(v, owners) for v in kind)) for kind in degrees)
     computation = Ratios(*(Estimate.of(v, owners) for v in ratios))
@@ -104,28 +105,28 @@ def _estimates(degrees: np.ndarray, ratios: np.ndarray, owners: np.ndarray) -> d
 
 @dataclass(frozen=True)
 class PassAnalysis:
-    """One direction (forward, recompute or backward) of a case. Times are milliseconds.
+    """One direction (forward, recompute or backward) of a case. Times are in milliseconds.
 
     A worker is a position in a context group. Arrays are means over samples.
 
     attention: time of attention kernels, [workers, steps].
     elapsed: time of whole steps, [workers, steps].
     late: the part of waits before the peer started to send, [workers, steps].
-    exposed: exposed communication, [workers, steps].
-    pairs: computed query-key pairs, [workers, steps].
-    blocks: block pairs with computed pairs, [workers, steps].
-    columns: time of attention to single columns, [workers]. It belongs to no step, because a ring
-        gathers these columns once per pass.
-    column_pairs: query-key pairs of the single columns, [workers].
-    time: imbalance degrees of the times.
-    work: imbalance degrees of the query-key pairs.
+    exposed: time of exposed communication, [workers, steps].
+    pairs: number of computed query-key pairs, [workers, steps].
+    blocks: number of block pairs with computed pairs, [workers, steps].
+    columns: time of attention to gathered single columns, [workers]. This time belongs to no step,
+        because a ring gathers these columns once per pass.
+    column_pairs: number of query-key pairs of these columns, [workers].
+    time: imbalance degrees of attention time.
+    work: imbalance degrees of the number of query-key pairs.
     computation: computation ratios.
-    duration: time of one layer's pass on the slowest worker, an estimate over iterations.
-    p50, p95, longest: 50th and 95th percentile and maximum of the time of one worker's step.
-    layers: per layer, the ms of the slowest worker's pass, and the mean ms over workers of
-        attention, late waits and exposed communication.
-    across_workers: quantiles (`QUANTILES`) of attention time over workers, [steps, 5].
-    across_steps: quantiles of attention time over steps, [workers, 5].
+    duration: time of one layer's pass on the slowest worker, as an estimate over iterations.
+    p50, p95, longest: 50th and 95th percentiles and maximum of the time of one worker's step.
+    layers: for each layer, the time of the slowest worker's pass, and the times of attention, late
+        waits and exposed communication, averaged over workers.
+    across_workers: quantiles (`QUANTILES`) over workers of the attention time, [steps, 5].
+    across_steps: quantiles over steps of the attention time, [workers, 5].
     """
 
     direction: str
@@ -176,18 +177,19 @@ class CaseAnalysis:
     label: name of the case in the summary.
     facts: entry of the case in the summary.
     passes: one analysis per direction.
-    time, work, computation: as in `PassAnalysis`; means of forward and backward.
-    bins: milliseconds per iteration by category, [directions, ranks, BINS].
-    passes_ms: milliseconds of all passes per iteration, [directions, ranks]; the sum of the bins.
-    iteration_ms: milliseconds of a whole iteration on the slowest rank.
-    tokens: tokens per iteration, over all context groups; None if unknown.
+    time, work, computation: as in `PassAnalysis`, averaged over forward and backward.
+    bins: time per iteration by category in milliseconds, [directions, ranks, BINS].
+    passes_ms: time of all passes per iteration in milliseconds, [directions, ranks]. It is the sum
+        of ``bins``.
+    iteration_ms: time of a whole iteration on the slowest rank, in milliseconds.
+    tokens: number of tokens per iteration, over all context groups; None if unknown.
     iterations: number of recorded iterations.
     wanted: number of requested iterations.
     samples: number of samples. A sample is one layer of one micro-batch in one context group.
-    workers: ranks of a context group.
+    workers: number of ranks in a context group.
     groups: number of context groups.
     typical: number of the iteration whose passes took the median time.
-    missing: ranks without rows.
+    missing: the ranks without rows.
     partial: whether iterations or ranks are missing.
     causes: causes of waits, the costliest first.
     """
@@ -224,28 +226,28 @@ class CaseAnalysis:
         return [rank for rank in range(self.workers * self.groups) if rank not in self.missing]
 
     def bare_ms(self, direction: str) -> float | None:
-        """Return ms of one layer's pass on the slowest worker, without the cost of recording.
+        """Return the time of one layer's pass on the slowest worker, without recording, in ms.
 
-        This is the median over iterations without recording. Recorded iterations take a little
-        longer (`PassAnalysis.duration`). Return None if the profile lacks this value, or if the
-        case has several layers.
+        The time is the median over iterations without recording. Recorded iterations take a little
+        longer (`PassAnalysis.duration`). Return None if the profile lacks this time, or if the case
+        has several layers.
         """
         ms = self.facts.get(f"{direction}_ms")
         return float(ms) if ms is not None and len(self.layers) == 1 else None
 
     def bin_ms(self, name: str, direction: str | None = None) -> float:
-        """Return the ms per iteration of one category (`BINS`), mean over ranks.
+        """Return the time of one category (`BINS`) per iteration in ms, averaged over ranks.
 
-        direction: None for the sum of all directions.
+        direction: name of a pass; None for the sum over all passes.
         """
         chosen = slice(None) if direction is None else [self.directions.index(direction)]
         return float(self.bins[chosen][:, self.present, BINS.index(name)].sum(0).mean())
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Return ms of exposed communication per iteration by link class, mean over ranks.
+        """Return the time of exposed communication by link class, averaged over ranks.
 
-        Omit links without exposed communication.
+        The time is in ms per iteration. Omit link classes without exposed communication.
         """
         by_bin = {name: self.bin_ms(name) for name in BINS if name.startswith(EXPOSED)}
         return {
@@ -302,7 +304,7 @@ def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
 
 
 class _CaseTotals:
-    """Sums and samples of a case, collected iteration by iteration."""
+    """Sums and samples of one case, collected from one iteration after another."""
 
     def __init__(self, shape: RecordedShape, waits: WaitAttribution) -> None:
         self.shape, self.waits = shape, waits
@@ -376,7 +378,15 @@ class _CaseTotals:
     def _add_samples(
         self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray
     ) -> None:
-        """Add samples of one direction; spent is [SPENT, samples, workers, slots]."""
+        """Add the samples of one direction.
+
+        Args:
+            d: index of the direction.
+            steps: number of steps of the schedule.
+            spent: time by category in ms, [SPENT, samples, workers, slots].
+            pairs: number of query-key pairs, [samples, workers, slots].
+            slowest: time of the slowest worker's pass in ms, [samples].
+        """
         attention, columns = spent[SPENT.index(ATTENTION)], spent[SPENT.index(COLUMNS), ..., 0]
         in_steps = attention[..., 1 : steps + 1]
         elapsed = spent[..., 1 : steps + 1].sum(0)
@@ -493,12 +503,12 @@ class _CaseTotals:
 def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return imbalance degrees, [4, samples], in the order of `Imbalance`.
 
-    Single columns count as one more step in the degrees that compare workers. They do not count in
-    the degree that compares the steps of a worker.
+    Gathered single columns count as one more step in the degrees that compare workers. The degree
+    that compares the steps of a worker ignores these columns.
 
     Args:
-        tables: time or work of the steps, [samples, workers, steps].
-        columns: time or work of single columns, [samples, workers].
+        tables: time or number of pairs of the steps, [samples, workers, steps].
+        columns: time or number of pairs of single columns, [samples, workers].
     """
     values = degrees(tables)
     if columns.any():

@@ -1,8 +1,8 @@
 """Imbalance degrees and computation ratios of a matrix of times or work (MTraining, 3.3 and D.4).
 
-The matrix entry T[r, t] is what worker r computes in step t of a schedule: seconds of attention, or
-query-key pairs. Steps in which no worker computes do not count. `profiles/definitions.md` has the
-formulas.
+The matrix entry T[r, t] is the attention time, or the number of query-key pairs, of worker r in
+step t of a schedule. Steps in which no worker computes do not count. `profiles/definitions.md` has
+the formulas.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Imbalance degrees. Each is a maximum divided by a mean; 1 is perfect balance.
+    """Imbalance degrees. Each degree is a maximum divided by a mean; 1 is perfect balance.
 
-    worker: in each step, maximum / mean over workers; averaged over steps.
-    step: for each worker, maximum / mean over steps; averaged over workers.
-    total: sum over steps of each worker; then maximum / mean over workers.
-    critical: the time if every step lasted as long as its slowest worker, divided by the time with
-        perfect balance in every step.
+    worker: maximum / mean over the workers of a step, averaged over steps.
+    step: maximum / mean over the steps of a worker, averaged over workers.
+    total: maximum / mean over workers of the sum over all steps.
+    critical: the time if every step lasted as long as its slowest worker, divided by the time if
+        every step were perfectly balanced.
     """
 
     worker: float
@@ -73,9 +73,9 @@ def ratios(
     - second row: share of the whole pass, averaged over workers
 
     Args:
-        attention: time of attention kernels in steps, [samples, workers, steps].
-        elapsed: duration of the steps, [samples, workers, steps].
-        computed: time of attention kernels in the pass, inside and outside of steps,
+        attention: time of attention kernels in each step, [samples, workers, steps].
+        elapsed: duration of each step, [samples, workers, steps].
+        computed: time of all attention kernels of the pass, including gathered single columns,
             [samples, workers].
         wall: duration of the pass, [samples]. A duration of 0 gives the ratio 0.
 
@@ -105,16 +105,16 @@ def _checked(table: ArrayLike, dimensions: int) -> np.ndarray:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Return part / whole, or 1 (perfect balance) if the whole is 0."""
+    """Return part / whole, or 1 where the whole is 0."""
     return np.divide(part, whole, out=np.ones_like(part), where=whole > 0)
 
 
 def _mean_where(values: np.ndarray, counts: np.ndarray, empty: float = 1.0) -> np.ndarray:
-    """Average over all axes but the first.
+    """Average the chosen entries over all axes except the first.
 
     Args:
-        counts: bool, whether an entry counts.
-        empty: result if no entry counts.
+        counts: bool, whether an entry is chosen.
+        empty: result if no entry is chosen.
     """
     axes = tuple(range(1, values.ndim))
     number = counts.sum(axes)

@@ -1,11 +1,11 @@
-"""`index.npz`: the dynamic indices of one profiled iteration, to replay under other settings.
+"""`index.npz`: the dynamic indices of one profiled iteration, to replay with other settings.
 
 The file is an archive of NumPy arrays, written layer by layer:
 - ``about``: JSON with the schema, the recorded setup and the list of entries
-- ``lengths``: tokens of each sequence, without padding
-- ``padded``: tokens of each sequence, with padding
-- ``mask<i>``: the mask of sequence i, `SequenceMask.first` in run-length encoding: int64 [2, runs],
-  the starts and the values of the runs
+- ``lengths``: number of tokens of each sequence, without padding
+- ``padded``: number of tokens of each sequence, with padding
+- ``mask<i>``: `SequenceMask.first` of sequence i in run-length encoding, int64 [2, runs]: row 0 has
+  the start of each run, row 1 its value
 - If entry i is a vertical-slash index:
   - ``<i>.slashes``: uint8, one bit per diagonal, 8 bits packed into a byte
   - ``<i>.columns``: int32, positions of the single columns
@@ -49,16 +49,16 @@ _FOREIGN = (
 class RecordedSetup:
     """Settings of the recorded run that a replay needs.
 
-    seq: tokens of a sequence before padding.
-    heads, kv_heads, head_dim: sizes of the model.
-    dtype_bytes: bytes per number in the compute dtype.
-    workers: ranks of the context group.
-    per_node: ranks of a node.
+    seq: number of tokens of a sequence before padding.
+    heads, kv_heads, head_dim: shape of the model's attention.
+    dtype_bytes: size of a number of the compute dtype in bytes.
+    workers: number of ranks in the context group.
+    per_node: number of ranks in a node.
     layout, exchange, block_size: settings of the topology.
     needs_out: whether the kernel's backward pass needs the output (`lowering.Traits`).
-    columns: by pattern label, the most single columns that a head can have; None if there is no
-        bound (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the
-        columns of the index.
+    columns: largest number of single columns per head, by pattern label; None without a bound
+        (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
+        the index.
     iteration: number of the training step.
     """
 
@@ -82,7 +82,7 @@ class RecordedIndices:
     """An open index file.
 
     masks: one mask per sequence of the batch, padded as in the recorded run.
-    entries: (pattern label, layer) of each index, in recorded order.
+    entries: a (pattern label, layer) pair for each index, in recorded order.
     """
 
     path: Path
@@ -96,7 +96,7 @@ class RecordedIndices:
         return tuple(dict.fromkeys(label for label, _ in self.entries))
 
     def layers(self, pattern: str) -> tuple[int, ...]:
-        """Return the layers of a pattern in ascending order."""
+        """Return the numbers of the layers with an index of a pattern, in ascending order."""
         return tuple(sorted(layer for label, layer in self.entries if label == pattern))
 
     def block(self, pattern: str) -> int | None:
@@ -108,7 +108,7 @@ class RecordedIndices:
     def index(self, pattern: str, layer: int) -> Index | None:
         """Read one index; None for dense attention.
 
-        If every worker wrote its part of a bitmap, join the parts.
+        If the file holds each worker's part of a bitmap, join the parts.
 
         Raises:
             ConfigError: the file is damaged.
@@ -135,9 +135,9 @@ def save_indices(
     """Write an index file atomically.
 
     Args:
-        indices: (pattern label, layer, index or None for dense attention). If it is an iterator,
-            only one index is in memory at a time. A bitmap whose rows are spread over the workers
-            has one entry per worker.
+        indices: (pattern label, layer, index) of each index. The index is None for dense attention.
+            An iterator needs memory for only one index at a time. If each worker has only a part
+            of a bitmap's query blocks, give one index per worker.
     """
     draft = Path(path).with_suffix(".part")
     entries: list[dict[str, Any]] = []
@@ -173,7 +173,7 @@ def load_indices(path: Path) -> RecordedIndices:
     """Open an index file. `RecordedIndices.index` reads the indices on demand.
 
     Raises:
-        ConfigError: the file is absent, damaged, not an index file, or has another schema.
+        ConfigError: the file is missing, damaged, not an index file, or has another schema.
     """
     path = Path(path)
     if not path.is_file():

@@ -24,31 +24,33 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one optimizer step. A metric covers the whole job unless its line says otherwise.
+    """Metrics of one optimizer step. They cover all workers, unless a line says otherwise.
 
     step: number of the optimizer step, from 1.
-    loss: mean loss of the tokens with a label, in nats; None if no token has one.
-    grad_norm: global L2 norm before clipping; None if the run does not compute it.
+    loss: mean loss of the tokens with a label, in nats; None if no token has a label.
+    grad_norm: global L2 norm of the gradients before clipping; None if not computed.
     lr: learning rate of this step.
-    tokens: tokens trained on since the start, without padding, including this step.
-    tokens_per_second_per_gpu: tokens of this step / seconds / workers.
+    tokens: number of tokens trained on since the start, without padding, including this step.
+    tokens_per_second_per_gpu: number of tokens of this step / seconds / workers.
     mfu_model: MFU, a share of the GPU's peak FLOP/s (`flops.FlopsPerToken`). None on a CPU, on an
         unknown GPU, and for a sparse step, which skips pairs that the mask allows.
     mfu_executed: HFU, a share of the GPU's peak FLOP/s. None on a CPU and on an unknown GPU.
-    density: computed pairs / causal pairs of the whole sequence. For a dense step this is 1.0, or
-        with packed documents the share of causal pairs inside one document.
+    density: number of computed pairs / number of causal pairs of the whole sequence. A dense step
+        has density 1.0. With packed documents, its density is the share of causal pairs that lie
+        inside one document.
     peak_memory_gib: peak allocated memory of the first worker in this step; None on a CPU.
     seconds: wall-clock time of the step, including data loading.
-    epoch: passes over the data so far, with a fraction.
-    consumed: sequences read since the start.
-    data_seconds: longest time that a worker waited until data were read and on the device. It is
-        part of `seconds`.
-    slashes: slashes per head, mean over heads and layers; None for a dense step.
-    columns: single columns per head, mean over heads and layers; None for a dense step.
+    epoch: number of passes over the data so far, with a fraction.
+    consumed: number of sequences read since the start.
+    data_seconds: longest time that a worker waited until its data were read and on the device. This
+        time is a part of `seconds`.
+    slashes: number of slashes per head, averaged over heads and layers; None for a dense step.
+    columns: number of single columns per head, averaged over heads and layers; None for a dense
+        step.
     index_seconds: time that the first worker spent on index estimates; None for a dense step.
     density_by_layer: density of each layer; None for a dense step.
     skipped: whether the optimizer skipped the update, because of a spike (optim.skip_spikes) or
-        because no token has a label. Without optim.skip_spikes, None stands for false.
+        because no token has a label. None also means that no update was skipped.
     """
 
     step: int
@@ -81,12 +83,12 @@ class StepMetrics:
 
 
 def steady_steps(metrics: Sequence[StepMetrics], restarts: Sequence[int] = ()) -> list[StepMetrics]:
-    """Return the steps of a run without the first `WARM_UP_STEPS` of each start.
+    """Return the steps of a run except the first `WARM_UP_STEPS` steps after each start.
 
-    If no others exist, return the last step.
+    If no step remains, return the last step.
 
     Args:
-        restarts: steps of the checkpoints from which the run restarted.
+        restarts: step numbers of the checkpoints from which the run restarted.
     """
     starts = (metrics[0].step - 1 if metrics else 0, *restarts)
     warm_up = {start + number for start in starts for number in range(1, WARM_UP_STEPS + 1)}
@@ -94,22 +96,23 @@ def steady_steps(metrics: Sequence[StepMetrics], restarts: Sequence[int] = ()) -
 
 
 def median_rate(steps: Sequence[StepMetrics]) -> float:
-    """Return the tokens/s of one worker, the median of the steps."""
+    """Return the throughput of one worker in tokens/s, as the median over the steps."""
     return statistics.median(step.tokens_per_second_per_gpu for step in steps)
 
 
 def rate_unit(steps: Sequence[StepMetrics]) -> str:
-    """Return the unit of `tokens_per_second_per_gpu`: it is per worker if any step ran on a CPU."""
+    """Return the unit of `tokens_per_second_per_gpu`: per worker if any step ran on a CPU."""
     on_cpu = any(step.peak_memory_gib is None for step in steps)
     return "tokens/s/worker" if on_cpu else "tokens/s/GPU"
 
 
 class MetricsWriter:
-    """Append steps to `metrics.jsonl` of a run, and to TensorBoard if requested.
+    """Appends steps to `metrics.jsonl` of a run, and to TensorBoard if requested.
 
-    `start_step` is the step from which the run resumes, 0 for a new run. Opening the file removes
-    - later steps, which an earlier attempt trained after its last checkpoint
-    - a last line that a crash cut short
+    `start_step` is the step from which the run resumes, or 0 for a new run. Opening the file
+    removes two kinds of lines:
+    - steps after `start_step`, which an earlier attempt trained after its last checkpoint
+    - an incomplete last line, which a crash cut short
 
     Raises:
         ConfigError: TensorBoard is requested but not installed.
@@ -127,8 +130,8 @@ class MetricsWriter:
         """Append one step and flush it to the operating system.
 
         Returns:
-            A warning if the write fails, for example because the disk is full. Of several failures
-            in a row, only the first returns a warning.
+            A warning if the write fails, for example because the disk is full; else None. If
+            several writes in a row fail, only the first returns a warning.
         """
         problem = None
         before = os.fstat(self._file.fileno()).st_size
@@ -156,7 +159,7 @@ class MetricsWriter:
         return problem
 
     def close(self) -> None:
-        """Close the files. Do not write afterwards."""
+        """Close the files. Later calls of `write` are not allowed."""
         self._file.close()
         if self._events is not None:
             self._events.close()
@@ -169,13 +172,15 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Read the steps of a `metrics.jsonl`, or of the run folder that holds it, in file order.
+    """Read the steps of a `metrics.jsonl` in file order.
 
-    A last line that was cut short is skipped. Unknown keys are ignored and missing keys are null,
-    so that files of other versions can be read.
+    Skip an incomplete last line. Ignore unknown keys and replace missing values by None, so files
+    of other versions can be read.
+
+    path: the file, or the run folder that holds the file.
 
     Raises:
-        ConfigError: no such file, or a line before the last is not a step.
+        ConfigError: the file is missing, or a line before the last line is not a step.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
@@ -195,13 +200,13 @@ def _from_row(row: dict[str, Any]) -> StepMetrics:
 def sound_mfu(mfu: float | None, hfu: float | None) -> float | None:
     """Return `mfu`, or None if it exceeds HFU.
 
-    Earlier versions wrote such values, because they counted pairs that a sparse step skips.
+    Earlier versions wrote an MFU above HFU, because they counted pairs that a sparse step skips.
     """
     return None if mfu is not None and hfu is not None and mfu > hfu else mfu
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (line, parsed line) of every step in the file."""
+    """Return a (line, parsed line) pair for every step in the file."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -219,7 +224,7 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _drop_later_steps(path: Path, last: int) -> None:
-    """Drop the steps after `last` from the file. The file is replaced atomically."""
+    """Remove the steps after `last` from the file. Replace the file atomically."""
     kept = "".join(f"{line}\n" for line, row in _rows(path) if row["step"] <= last)
     draft = path.with_suffix(".jsonl.new")
     with draft.open("w", encoding="utf-8") as file:
@@ -232,7 +237,7 @@ def _drop_later_steps(path: Path, last: int) -> None:
 def _summary_writer(run_dir: Path, start_step: int) -> Any:
     """Open TensorBoard's files in `run_dir/tensorboard`.
 
-    TensorBoard then hides the steps after `start_step` that an earlier attempt wrote.
+    TensorBoard then hides steps after `start_step` that an earlier attempt wrote.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter

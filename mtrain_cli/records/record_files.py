@@ -1,8 +1,8 @@
 """Records: one row per timed span of a worker, in a file that pandas can read.
 
 `profiles/definitions.md` documents the columns. A profile writes one file of rows (a part) after
-each sample, so a killed run keeps its samples. At the end, it joins the parts. A simulation writes
-rows of the same kind.
+each sample, so a killed run keeps its samples. At the end, the profile joins its parts. A
+simulation writes rows with the same columns.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class RecordedFolder:
     parts: tuple[Path, ...]
 
     def batches(self, columns: Iterable[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the rows in batches: one array per column, with words as codes of `WORDS`.
+        """Yield the rows in batches, as arrays by column name. A code of `WORDS` replaces a word.
 
-        columns: columns to read; None for all columns.
+        columns: names of the columns to read; None for all columns.
 
         Raises:
             ConfigError: a file is damaged or has another schema.
@@ -114,7 +114,7 @@ class RecordedFolder:
         """Check the schema of every file of rows.
 
         Raises:
-            ConfigError: a file's schema differs from the summary's, or it is not a parquet file.
+            ConfigError: a file has another schema than the summary, or is not a parquet file.
         """
         import pyarrow.parquet as pq
 
@@ -128,7 +128,7 @@ class RecordedFolder:
                     )
 
     def frame(self) -> pandas.DataFrame:
-        """Return all rows as a pandas frame with categorical text columns."""
+        """Return all rows as a pandas DataFrame with categorical text columns."""
         none = {name: np.empty(0, ROW[name]) for name in ROW.names or ()}
         batches = [none, *self.batches()]
         return as_frame({name: np.concatenate([b[name] for b in batches]) for name in none})
@@ -147,7 +147,7 @@ def _reading(part: Path) -> Iterator[None]:
 
 
 def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
-    """Return the columns as a pandas frame. Codes of `WORDS` become categories."""
+    """Return the columns as a pandas DataFrame. Codes of `WORDS` become categories."""
     import pandas
 
     frame = pandas.DataFrame(values)
@@ -193,7 +193,7 @@ def write_part(rows: np.ndarray, folder: Path, number: int) -> None:
 
 
 def delete_parts_after(folder: Path, last: int) -> int:
-    """Delete the parts with a number above ``last``. Return how many parts remain."""
+    """Delete the parts whose number is above ``last``. Return the number of remaining parts."""
     parts = sorted((folder / PARTS).glob("*.parquet"))
     for part in parts:
         if int(part.stem) > last:

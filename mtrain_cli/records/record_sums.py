@@ -39,15 +39,15 @@ _SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank")
 
 @dataclass(frozen=True)
 class RecordedShape:
-    """The range of a case's rows: iterations, layers, ranks and steps.
+    """The iterations, layers, ranks and steps that a case's rows cover.
 
     case: number of the case.
     facts: entry of the case in the summary.
-    iterations, micros, layers: the iterations, micro-batches and layers that have rows.
+    iterations, micros, layers: numbers of the iterations, micro-batches and layers with rows.
     workers: number of ranks in a context group.
     ranks: number of ranks in all context groups.
     present: whether a rank has rows, [groups, workers].
-    steps: number of steps of the schedule, by direction. Directions without rows are absent.
+    steps: number of steps of the schedule, for each direction with rows.
     """
 
     case: int
@@ -70,7 +70,7 @@ class RecordedShape:
 
     @property
     def slots(self) -> int:
-        """Number of slots of a pass: slot 0 is the time before all steps, slot t + 1 is step t."""
+        """The number of slots of a pass. Slot 0 is the time before all steps, slot t + 1 step t."""
         return max(self.steps.values(), default=0) + 1
 
     @property
@@ -80,23 +80,23 @@ class RecordedShape:
 
 @dataclass(frozen=True)
 class Iteration:
-    """Sums over one iteration of a case. Times are milliseconds.
+    """Sums over one iteration of a case. Times are in milliseconds.
 
     A sample is one layer of one micro-batch. `RecordedShape.slots` explains slots. Single columns
-    belong to no step, so their time and pairs are in slot 0.
+    belong to no step, so slot 0 holds their time and their number of pairs.
 
     number: number of the iteration.
     spent: time by category, [SPENT, direction, sample, group, worker, slot].
-    pairs: computed query-key pairs, [direction, sample, group, worker, slot].
-    blocks: block pairs with computed pairs, shape of `pairs`.
-    link: exposed time by link class, sum over samples, [direction, LINKS, group, worker, slot].
-    behind: code of the peer and the link of the wait with the longest late part, shape of `pairs`;
-        -1 if there is no wait. The code is ((peer + 1) * len(LINKS) + link) * 2 + gradients.
-        `gradients` is 1 if the message holds gradients. A peer computes its step before it sends
-        gradients.
-    start: start of the pass, [direction, sample, group, worker]; NaN if it was not recorded.
-    length: duration of the pass, shape of `start`; NaN if it was not recorded.
-    whole: duration of the iteration, [group, worker]; NaN if it was not recorded.
+    pairs: number of computed query-key pairs, [direction, sample, group, worker, slot].
+    blocks: number of block pairs with computed pairs, in the shape of ``pairs``.
+    link: time of exposed communication by link class, as a sum over samples, [direction, LINKS,
+        group, worker, slot].
+    behind: peer and link of the wait with the longest late part, in the shape of ``pairs``, as the
+        code ((peer + 1) * len(LINKS) + link) * 2 + gradients; -1 without a wait. ``gradients`` is 1
+        if the message holds gradients, which a peer sends after it has computed its step; else 0.
+    start: start of the pass, [direction, sample, group, worker]; NaN if not recorded.
+    length: duration of the pass, in the shape of ``start``; NaN if not recorded.
+    whole: duration of the iteration, [group, worker]; NaN if not recorded.
     """
 
     number: int
@@ -111,11 +111,11 @@ class Iteration:
 
 
 def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tuple[int, int], int]]:
-    """Scan all rows once to find the cases, iterations, layers, ranks and steps that they cover.
+    """Scan all rows once to find their cases, iterations, layers, ranks and steps.
 
     Returns:
-        The shape of each case by its number, and for each (case, iteration) the number of the last
-        batch with its rows.
+        Two dictionaries: the shape of each case by case number, and the number of the last batch
+        with rows of a (case, iteration).
 
     Raises:
         ConfigError: the rows do not match the summary.
@@ -182,9 +182,9 @@ def _shape(
 def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
-    """Yield the iterations of all cases, each as soon as its last row has been read.
+    """Yield each iteration of all cases as soon as its last row has been read.
 
-    Only incomplete iterations are in memory.
+    Only incomplete iterations stay in memory.
 
     shapes, last: results of `survey`.
     """
@@ -276,7 +276,7 @@ class _RecordSums:
 
 
 def _places(codes: Sequence[int], size: int) -> np.ndarray:
-    """Return an array that maps a code below ``size`` to its place in ``codes``, or to -1."""
+    """Return an array that maps a code below ``size`` to its index in ``codes``, or to -1."""
     # The code -1 (no layer) reads the last entry, which stays -1.
     table = np.full(size + 1, -1, np.int64)
     table[list(codes)] = np.arange(len(codes))
@@ -284,7 +284,7 @@ def _places(codes: Sequence[int], size: int) -> np.ndarray:
 
 
 def _split(rows: dict[str, np.ndarray], column: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield each number that occurs in a column, with the rows that have it."""
+    """Yield each number that occurs in a column, with the rows that contain this number."""
     numbers = _unique(rows[column])
     for number in numbers:
         yield number, rows if len(numbers) == 1 else select(rows, rows[column] == number)
@@ -295,7 +295,7 @@ def select(batch: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarr
 
 
 def _unique(values: np.ndarray) -> list[int]:
-    """Return the distinct integers of an array. This is fast if they lie close together."""
+    """Return the distinct integers of an array. Integers that lie close together are fast."""
     if not len(values):
         return []
     low = int(values.min())

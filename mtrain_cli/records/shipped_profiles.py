@@ -1,4 +1,4 @@
-"""Find profiles, predictions and calibrations that ship with mtrain by their names."""
+"""Find the profiles, predictions and calibrations that ship with mtrain, by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mtrain_cli import resource_dir
 
 
 def find_shipped(path: Path) -> Path:
-    """Return the path if it exists, else the shipped folder or .json file of this name.
+    """Return the shipped folder or .json file with this name.
 
-    If neither exists, return the path.
+    If the path itself exists, or nothing with this name ships, return the path.
     """
     path = path.expanduser()
     if path.is_absolute() or path.exists():
@@ -21,6 +21,6 @@ def find_shipped(path: Path) -> Path:
 
 
 def shipped_with(pattern: str) -> list[str]:
-    """Return the names of the shipped folders that hold a file of this pattern."""
+    """Return the names of the shipped folders that hold a file whose name fits a glob pattern."""
     root = resource_dir("profiles")
     return sorted({str(file.parent.relative_to(root)) for file in root.glob(pattern)})

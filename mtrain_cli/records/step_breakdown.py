@@ -6,10 +6,12 @@ On a GPU, each instant counts for the first entry of this list that is active:
 3. an NCCL transfer
 4. an NCCL wait for other ranks
 5. idle
-An NCCL kernel runs from the moment its rank arrives until the message is complete. So the rank that
-arrives last has the shortest kernel of a message. The duration of that kernel counts as transfer on
-all ranks. The rest of a kernel counts as a wait for other ranks, whether a link or computation
-delayed them. Only durations are compared, so the clocks of the ranks need not agree.
+
+An NCCL kernel runs from the moment its rank arrives until the message is complete. The rank that
+arrives last therefore has the shortest kernel of a message. On all ranks, the duration of this
+shortest kernel counts as transfer. The rest of a rank's kernel counts as a wait for other ranks,
+whether a link or computation delayed those ranks. Only durations are compared, so the clocks of the
+ranks need not agree.
 
 On a CPU, each instant counts for the first entry of this list that is active:
 1. the innermost operator of the training thread
@@ -89,10 +91,10 @@ _SYNCHRONISING = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
 class OperationTotals:
     """Totals of the GPU kernels or CPU operators with one name.
 
-    part: part of the step to which they belong.
+    part: part of the step to which these kernels or operators belong.
     calls: number of calls.
-    ns: nanoseconds in these calls. Nested operators do not count. Time that overlaps with other
-        kernels counts.
+    ns: time in these calls, in nanoseconds. The time of nested operators does not count. Time that
+        overlaps with other kernels counts.
     """
 
     name: str
@@ -103,23 +105,24 @@ class OperationTotals:
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """Sums over all recorded steps of one rank. Times are nanoseconds.
+    """Sums over all recorded steps of one rank. Times are in nanoseconds.
 
     steps: number of steps.
-    step: wall-clock time of the steps.
-    parts: wall-clock time by part; the sum is `step`.
-    hidden: overlapped communication. `parts` has exposed communication as links and waits.
+    step: wall-clock time of all steps.
+    parts: wall-clock time by part. The sum of the parts is `step`.
+    hidden: time of communication that overlaps with computation. The parts for links and waits hold
+        the exposed communication.
     kinds: totals by name of kernel or operator, the longest first.
 
-    The fields below are for GPUs. On a CPU they keep their defaults:
+    The fields below are for GPUs. On a CPU, these fields keep their defaults:
 
     launches: number of launched kernels.
     launching: host time in launch calls.
     syncs: number of calls that wait for the device.
     syncing: host time in calls that wait for the device.
-    ahead: median time from the launch of a kernel to its start.
-    unmatched: number of NCCL messages that were not found on other ranks. Their whole time counts
-        as transfer.
+    ahead: median time from the launch of a kernel to its start; None without kernels.
+    unmatched: number of NCCL messages that were not found on other ranks. The whole time of these
+        messages counts as transfer.
     """
 
     steps: int
@@ -143,8 +146,8 @@ def find_parts(
     Args:
         events: `traceEvents` of the trace. Each step is an annotation named `profiler_labels.STEP`.
         gpu: whether the steps ran on a GPU.
-        least: result of `shortest`. The whole time of a message that is not in it counts as
-            transfer.
+        least: result of `shortest`. If a message is missing from it, the whole time of the message
+            counts as transfer.
 
     Raises:
         ValueError: the trace holds no step.
@@ -154,9 +157,9 @@ def find_parts(
 
 
 def messages(events: Iterable[Event]) -> dict[Message, int]:
-    """Return the nanoseconds of each NCCL message in the steps of one rank.
+    """Return the duration of each NCCL message in the steps of one rank, in nanoseconds.
 
-    Skip messages without a group and a size in the trace.
+    Skip a message if the trace does not give its group and size.
 
     Raises:
         ValueError: the trace holds no step.
@@ -171,11 +174,11 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
 
 
 def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
-    """Return the nanoseconds of each message on the rank where it was shortest.
+    """Return the duration of each message on the rank where it was shortest, in nanoseconds.
 
-    Messages of one kind have the same group, operation and size. Their order identifies them. Skip
-    a message if a rank of its group lacks it, or if ranks have different numbers of messages of its
-    kind.
+    Messages of one kind have the same group, operation and size. Among messages of one kind, the
+    order identifies a message. Skip a message if a rank of its group lacks this message, or if
+    ranks have different numbers of messages of this kind.
 
     everyone: results of `messages` on all ranks.
     """
@@ -192,7 +195,7 @@ def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
 
 
 def _kept(events: Iterable[Event]) -> tuple[list[_Span], list[_Span]]:
-    """Return the spans of known categories, and the steps."""
+    """Return the spans of known categories, and the spans of the steps."""
     kept = [_Span.of(e) for e in events if e.get("ph") == "X" and e.get("cat") in _CATEGORIES]
     steps = sorted(
         (s for s in kept if s.category == "user_annotation" and s.name == _STEP),
@@ -213,8 +216,8 @@ def kernel_part(name: str) -> str:
 def operator_part(name: str) -> str | None:
     """Return the part to which a CPU operator of this name belongs.
 
-    Return None for Python, autograd nodes and requests to gloo: their time counts for the operators
-    inside them.
+    Return None for Python functions, autograd nodes and requests to gloo: their time counts for the
+    operators that they call.
     """
     if name.startswith(_FUSED_OPERATOR):
         return ELEMENTWISE
@@ -227,9 +230,9 @@ def operator_part(name: str) -> str | None:
 
 
 def range_part(name: str) -> str | None:
-    """Return the part of all work that runs inside an annotation of this name.
+    """Return the part to which all work inside an annotation of this name belongs.
 
-    Return None if the annotation does not determine a part.
+    Return None if the name does not determine a part.
     """
     if name.startswith(PREFIX):
         own = name.removeprefix(PREFIX)
@@ -276,7 +279,7 @@ class _Span:
 
 
 def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
-    """Return the spans that begin in a step, ordered by start."""
+    """Return the spans that begin inside a step, ordered by start."""
     return sorted(
         (s for s in spans if any(step.begin <= s.begin < step.end for step in steps)),
         key=lambda s: (s.begin, -s.end),
@@ -286,11 +289,11 @@ def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
 def _innermost(
     ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[Thread, int]]
 ) -> list[str | None]:
-    """Return the part of the innermost range around each place, or None.
+    """Return the part of the innermost range around each instant; None outside all ranges.
 
     Args:
-        ranges: spans, each with its part.
-        at: places, as (thread, nanoseconds).
+        ranges: a (span, part) pair for each range.
+        at: instants as (thread, time in nanoseconds).
     """
     by_thread: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
     for labelled in ranges:
@@ -320,9 +323,9 @@ def _claim(
     """Assign the free time inside each interval of ``wanted`` to the part of this interval.
 
     Args:
-        free: free intervals, sorted.
-        wanted: (begin, end, part), sorted by begin.
-        parts: nanoseconds by part, to which the assigned time is added.
+        free: intervals that belong to no part yet, sorted.
+        wanted: (begin, end, part) of each interval, sorted by begin.
+        parts: time by part in nanoseconds. The call adds the assigned time.
 
     Returns:
         The intervals that remain free.
@@ -363,7 +366,7 @@ def _length(intervals: Iterable[Interval]) -> int:
 def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
     """Sum calls by name and part, the longest sum first.
 
-    calls: (name, part, nanoseconds) of each call.
+    calls: (name, part, time in nanoseconds) of each call.
     """
     totals: dict[tuple[str, str], list[int]] = defaultdict(list)
     for name, part, ns in calls:
@@ -376,10 +379,10 @@ def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
 
 
 def _messages(device: Iterable[_Span]) -> list[Message | None]:
-    """Return the message of each span; None for a span that is no NCCL message.
+    """Return the message of each span; None for a span that is not an NCCL message.
 
     Messages of one kind (see `shortest`) are numbered by their start. Ranks agree on these numbers,
-    because all ranks of a group send its messages in the same order.
+    because all ranks of a group send the group's messages in the same order.
     """
     numbers: dict[tuple[Any, ...], int] = defaultdict(int)
     numbered: list[Message | None] = []
@@ -443,7 +446,8 @@ def _device_parts(
     """Divide the steps among the parts.
 
     Returns:
-        Nanoseconds of each part, nanoseconds of overlapped messages, number of unmatched messages.
+        (time of each part, time of overlapped messages, number of unmatched messages). Times are in
+        nanoseconds.
     """
     computing, copying, moving, waiting, under_way = (
         list[tuple[int, int, str]]() for _ in range(5)
@@ -474,7 +478,7 @@ def _device_parts(
 def _launched_in(
     device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]
 ) -> list[str | None]:
-    """Return for each device span the part of the host range that launched it, or None."""
+    """Return the part of the host range that launched each device span, or None."""
     host = [s for s in spans if s.category in ("cpu_op", "user_annotation")]
     known = {s.thread for s in host}
     operators = {s.external: s for s in host if s.external is not None}
@@ -496,7 +500,7 @@ def _launched_in(
 def _device_part(span: _Span, word: str | None) -> str:
     """Return the part of a device span.
 
-    word: part of the range that launched the span, or None.
+    word: part of the host range that launched the span; None if unknown.
     """
     if span.category == "kernel" and _NCCL.search(span.name):
         return LINKS
@@ -530,10 +534,10 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
 
 
 def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[Interval]]]:
-    """Return (span, part, self time) of the spans of one thread, ordered by start.
+    """Return (span, part, self time) of each span of one thread, ordered by start.
 
-    Self time is the time of a span outside all spans nested in it. The part is None if the span's
-    own time counts for no part.
+    Self time is the list of intervals of a span that lie outside all nested spans. The part is None
+    if the self time counts for no part.
     """
     times: list[tuple[_Span, str | None, list[Interval]]] = []
     # Open spans: index in times, end, part of the range around the span, begin of the self time

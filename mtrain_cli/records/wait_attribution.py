@@ -1,8 +1,9 @@
 """Attribute waits to the ranks, steps and links that cause them.
 
-Delays propagate: in a ring, a rank waits for its neighbour, and that neighbour may have waited for
-another rank one step before. So each wait is traced back to its origin: the rank and step whose own
-work caused it. The wait counts as time that others lose because of this origin.
+Delays propagate: in a ring, a rank waits for its neighbor, and the neighbor may have waited for
+another rank one step before. This module traces each wait back to its origin: the rank and step
+that caused the wait with their own work. The wait counts as time that other ranks lose because of
+this origin.
 
 A slot is a step of a pass, or the time before all steps (`RecordedShape.slots`).
 """
@@ -28,16 +29,16 @@ _WORK = (ATTENTION, "pairs", "blocks")
 
 @dataclass
 class LostTime:
-    """Time that other ranks lose because of a rank's slot in one direction.
+    """Time that other ranks lose because of each rank and slot, in one direction.
 
-    Arrays are [groups, workers, slots]. All except `lost` are sums over waits, weighted by the lost
-    time of each wait. Divide them by `lost` to get means.
+    Arrays are [groups, workers, slots]. All arrays except ``lost`` are sums over waits, weighted by
+    the lost time of each wait. Divide such a sum by ``lost`` to get a mean. Times are in ms.
 
-    lost: milliseconds that the other ranks wait.
-    own: ms of the rank minus the mean ms of the other ranks, by category,
+    lost: time that the other ranks wait.
+    own: time of the rank minus the mean time of the other ranks, by category,
         [OWN, groups, workers, slots].
-    work: attention ms, pairs and blocks of the rank.
-    of_others: mean attention ms, pairs and blocks of the other ranks.
+    work: attention time, number of pairs and number of blocks of the rank, by name.
+    of_others: the same quantities, averaged over the other ranks.
     """
 
     lost: np.ndarray
@@ -60,7 +61,7 @@ class LostTime:
 
 @dataclass(frozen=True)
 class _Times:
-    """Times in ms of one direction and context group of an iteration.
+    """Times of one direction of an iteration in one context group, in ms.
 
     Arrays are [samples, workers, slots] unless stated otherwise.
 
@@ -68,16 +69,16 @@ class _Times:
     weight: number of samples of the iteration that each kept sample represents.
     own: busy time by category, [BUSY, samples, workers, slots].
     busy: busy time of each slot.
-    late: late part of the waits. An extra last slot has the wait for the last rank at the end of
+    late: late part of the waits. An extra last slot holds the wait for the last rank at the end of
         the pass.
     exposed: exposed part of the waits.
     begin: start of the pass, [samples, workers].
     offset: start of the pass minus the mean start of the other ranks, [samples, workers].
-    excess: busy time minus the mean of the other ranks. Slot 0 includes the offset.
-    starts: start of each slot. An extra last slot has the end of the pass.
+    excess: busy time minus the mean busy time of the other ranks. Slot 0 includes ``offset``.
+    starts: start of each slot. An extra last slot holds the end of the pass.
     middle: midpoint of the busy time of each slot.
-    behind: code of the peer and the link of each slot's wait (`Iteration.behind`). In an extra last
-        slot, the peer is the rank that ends the pass last.
+    behind: code for peer and link of each slot's wait (`Iteration.behind`). In an extra last slot,
+        the peer is the rank that ends the pass last.
     """
 
     kept: np.ndarray
@@ -95,7 +96,7 @@ class _Times:
 
     @staticmethod
     def of(iteration: Iteration, d: int, group: int, present: np.ndarray) -> _Times:
-        """Return the times of direction ``d`` and a group.
+        """Return the times of direction ``d`` in one context group.
 
         present: whether a rank has rows, [workers].
         """
@@ -140,19 +141,20 @@ class _Times:
 
 
 class WaitAttribution:
-    """Collect the waits of a case's iterations and attribute them to ranks, steps and links.
+    """Collects the waits of a case and attributes them to ranks, steps and links. Times are in ms.
 
-    uncertainty: largest difference in ms between the clocks of two ranks.
-    ends_together: whether all ranks wait for the last rank at the end of a pass. In training they
-        do not: a rank goes on and waits in the next pass.
+    uncertainty: largest difference between the clocks of two ranks.
+    ends_together: whether all ranks wait for the last rank at the end of a pass. In training, a
+        rank continues and waits in the next pass instead.
     iterations: number of iterations so far.
-    layers: samples (layers of all micro-batches) of an iteration.
-    passes: ms of all passes of all ranks, including the waits at their ends.
-    charges: lost time, per direction.
-    victims: which rank waits for which, per direction: (codes, ms). `victim` decodes the codes.
-    link: exposed ms by link class (`Iteration.link`), sum over iterations.
-    pairs: computed query-key pairs, [directions, groups, workers].
-    attention: ms of attention, [directions, groups, workers].
+    layers: number of samples of an iteration: layers times micro-batches.
+    passes: time of all passes of all ranks, including the waits at the end of a pass.
+    charges: lost time by direction.
+    victims: lost time for each pair of a waiting rank and the rank it waits for, by direction, as
+        (codes, times). `victim` decodes the codes.
+    link: time of exposed communication by link class (`Iteration.link`), as a sum over iterations.
+    pairs: number of computed query-key pairs, [directions, groups, workers].
+    attention: time of attention, [directions, groups, workers].
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class WaitAttribution:
                 self._add(iteration, d, int(group))
 
     def _add(self, iteration: Iteration, d: int, group: int) -> None:
-        """Trace the waits of direction ``d`` and a group to their origins, slot by slot."""
+        """Trace the waits of direction ``d`` in one context group to their origins."""
         s = self.shape
         times = _Times.of(iteration, d, group, s.present[group])
         late, behind = times.late, times.behind
@@ -216,11 +218,12 @@ class WaitAttribution:
         victim: np.ndarray,
         came: np.ndarray,
     ) -> None:
-        """Add the waits of slot ``t`` to the lost time of their origins, with the origins' work.
+        """Add the waits of slot ``t`` to the lost time of their origins, and record origins' work.
 
         Args:
-            at, victim: sample and waiting worker of each wait.
-            came: origin of each wait, as in `_origins`.
+            at: sample of each wait.
+            victim: waiting worker of each wait.
+            came: origin of each wait, as `_origins` returns it.
         """
         s, charge = self.shape, self.charges[d]
         worker, slot = np.divmod(came, s.slots)
@@ -255,9 +258,9 @@ class WaitAttribution:
     def _peers(
         self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int
     ) -> np.ndarray:
-        """Return the peer of each wait: the worker that causes it directly.
+        """Return the peer of each wait: the worker that directly causes the wait.
 
-        In a collective, this is the worker that arrived last: the one that waited least.
+        In a collective, the peer is the worker that arrived last and therefore waited least.
         """
         s = self.shape
         code, link = np.divmod(behind >> 1, len(LINKS))
@@ -277,8 +280,8 @@ class WaitAttribution:
         """Find the rank that waits longest because of ``rank``'s work in ``slot``.
 
         Returns:
-            The waiting rank, the slot in which it waits, and the ms per layer for which it waits.
-            If it waits at the end of the pass, the slot is `RecordedShape.slots`.
+            The waiting rank, the slot of the wait, and the duration of the wait in ms per layer.
+            For a wait at the end of the pass, the slot is `RecordedShape.slots`.
         """
         codes, ms = self._join_victims(d)
         s = self.shape
@@ -307,14 +310,15 @@ def _origins(
     """Return the origin of each wait in slot t: worker * slots + slot, or -1 for a link.
 
     A worker, the victim, waits for another worker, its peer. If recent waits of the peer explain at
-    least half of the lost time, the wait has the origin of the peer's wait. Otherwise the largest
-    of three explanations counts: the peer waited, the peer computed for longer, or a link was slow.
+    least half of the lost time, the wait has the same origin as the peer's longest recent wait.
+    Otherwise the largest of three explanations counts: the peer waited, the peer computed for
+    longer, or a link was slow.
 
     Args:
         at, victim, peer: sample, waiting worker and peer of each wait.
         origin: origins of the waits in earlier slots, [samples, workers, slots].
-        last: the slot in which each worker last waited, [samples, workers].
-        first: the origin code of slot 0 of each wait's peer.
+        last: the latest slot in which each worker waited, [samples, workers].
+        first: peer * slots for each wait, which is the origin that stands for the peer's slot 0.
     """
     busy, begin, exposed = times.busy, times.begin, times.exposed
     lost = times.late[at, victim, t]

@@ -32,12 +32,13 @@ class WaitCause:
     """One cause of lost time.
 
     text: sentence that explains the cause to a user.
-    ms: milliseconds that all ranks together lose per iteration.
+    ms: time that all ranks together lose per iteration, in milliseconds.
     kind: ``work`` (the rank has more work), ``slow`` (a straggler), ``start`` (a late start),
-        ``link`` (exposed communication), or the phase that takes longer than on other ranks.
+        ``link`` (exposed communication), or the name of a phase that takes longer on this rank than
+        on other ranks.
     direction: pass in which the cause is costliest.
-    rank: rank that others wait for; None for a link.
-    step: step of the schedule in which the cause lies; -1 before the first step.
+    rank: the rank for which other ranks wait; None for a link.
+    step: step of the schedule in which the cause is costliest; -1 before the first step.
     """
 
     text: str
@@ -52,7 +53,7 @@ Place = tuple[float, int, int]  # (lost ms, direction, slot) of a cause
 
 
 def causes_of(waits: WaitAttribution) -> list[WaitCause]:
-    """Return the costliest causes, at most `MOST_LINES`, the costliest first."""
+    """Return at most `MOST_LINES` causes of waits, the costliest first."""
     if not waits.iterations or not waits.passes:
         return []
     causes = [*_links(waits), *_ranks(waits)]
@@ -81,7 +82,7 @@ def _links(waits: WaitAttribution) -> list[WaitCause]:
 
 
 def _ranks(waits: WaitAttribution) -> list[WaitCause]:
-    """Return the causes that lie with a rank: more work, a slow device, or a late start.
+    """Return the causes for which a rank is responsible: more work, a slow device, a late start.
 
     More work is a separate cause in each direction.
     """
@@ -105,8 +106,9 @@ def _kind(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
     """Return why a rank's slot delays other ranks.
 
     - work: the rank has more work
-    - slow: the rank is slow for its work
-    - otherwise the phase that took longer than on other ranks, or `START`
+    - slow: the rank takes longer than its work explains
+    - `START`: the rank starts late
+    - the name of a phase: this phase took longer than on other ranks
     """
     charge, at = waits.charges[d], (*divmod(rank, waits.shape.workers), slot)
     own = charge.own[(slice(None), *at)]
@@ -126,9 +128,10 @@ def _kind(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
 
 
 def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) -> WaitCause:
-    """Return a cause, with its sentence.
+    """Return a cause with its sentence.
 
-    places: the slots in which the rank makes others lose time, the costliest first.
+    places: (lost ms, direction, slot) of each slot of the rank that costs other ranks time, the
+        costliest first.
     """
     ms, (_, d, slot) = sum(p[0] for p in places), places[0]
     slots, names = waits.shape.slots, waits.shape.directions
@@ -160,9 +163,9 @@ def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) ->
 
 
 def _more_work(waits: WaitAttribution, rank: int, places: list[Place], step: int) -> str:
-    """Say how much more work a rank has than the others.
+    """Say how much more work a rank has than other ranks.
 
-    step: slot in which the other rank waits.
+    step: slot in which the waiting rank waits.
     """
     ms, (most, d, slot) = sum(p[0] for p in places), places[0]
     charge, at = waits.charges[d], (*divmod(rank, waits.shape.workers), slot)
@@ -200,7 +203,7 @@ def _slow(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
 
 
 def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
-    """Return by how many ms per layer a rank's attention exceeds the mean of the other ranks."""
+    """Return a rank's attention time minus the mean of the other ranks, in ms per layer."""
     group, worker = divmod(rank, waits.shape.workers)
     computed = waits.attention[d, group] / (waits.iterations * waits.layers)
     others = max(1, int((computed > 0).sum()) - 1)
@@ -208,7 +211,9 @@ def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
 
 
 def _against(waits: WaitAttribution, name: str, d: int, rank: int) -> float:
-    """Return a rank's total divided by the mean over the other ranks, without ranks of total 0.
+    """Return a rank's total divided by the mean total of the other ranks.
+
+    The mean leaves out ranks whose total is 0.
 
     name: `attention` or `pairs`.
     """
