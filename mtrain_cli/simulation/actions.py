@@ -1,4 +1,4 @@
-"""Turn the program of an attention pass into actions with prices, in the order of the program.
+"""Turn the program of an attention pass into actions and price them, in program order.
 
 All ranks run the same program, so one action stands for the same operation on every rank. The times
 of an action are arrays with one entry per rank.
@@ -39,7 +39,7 @@ class Spend:
     """Work that keeps the compute stream busy.
 
     kind: kind of the work, as in profiles (`recording.COMPUTING`).
-    us: [workers], microseconds; 0 for an idle rank.
+    us: [workers], duration in microseconds; 0 for an idle rank.
     slowed: whether messages in flight slow this work down.
     pairs, blocks, columns: [workers], numbers of computed pairs, blocks and columns, for records.
     """
@@ -65,11 +65,11 @@ class Dispatch:
 class PricedMessage:
     """A transfer of all ranks with its price. Arrays are [workers].
 
-    busy: microseconds for which the message occupies the link into the receiving rank.
-    latency: microseconds from then until the message has arrived.
+    busy: time for which the message occupies the link into the receiving rank, in microseconds.
+    latency: time between the end of ``busy`` and the arrival of the message, in microseconds.
     outer: bool, whether the message that a rank receives crosses nodes.
     share: share of a rank's computing power, 0 to 1, that is lost while the message is in flight.
-    size: bytes that each rank sends and receives, as a profile records them.
+    size: number of bytes that a profile records for each rank, sent and received alike.
     """
 
     move: SpmdTransfer
@@ -113,26 +113,29 @@ class Prices(ABC):
         """Price a transfer. post: rank 0's operation; all ranks send the same number of bytes."""
 
     def work(self, step: int) -> tuple[IntArray | None, IntArray | None]:  # noqa: ARG002
-        """Return the pairs and blocks of a step, for records; None if unknown."""
+        """Return each rank's numbers of pairs and blocks in a step; None if unknown."""
         return None, None
 
     def copy(self, op: Copy) -> float:  # noqa: ARG002
-        """Return the microseconds that a copy or addition takes on a rank."""
+        """Return the time of a copy or an addition on one rank, in microseconds."""
         return 0.0
 
     def index(self) -> float:
         return 0.0
 
     def dispatch(self, what: str) -> float:  # noqa: ARG002
-        """Return the microseconds that the host spends on launches.
+        """Return the time that the host spends on launches, in microseconds.
 
-        what: ``begin`` of a pass, ``step`` with a kernel call, or ``moves`` (a step that only sends
-            messages).
+        what: what the host launches: ``begin`` (the start of a pass), ``step`` (a step with a
+            kernel call), or ``moves`` (a step that only sends messages).
         """
         return 0.0
 
     def column_times(self) -> tuple[FloatArray, IntArray | None, IntArray | None]:
-        """Return the time, the number and the pairs of gathered columns, [workers] each."""
+        """Return the kernel time of gathered columns, their number, and their number of pairs.
+
+        Each is [workers]. A number is None if it is unknown.
+        """
         raise NotImplementedError
 
 

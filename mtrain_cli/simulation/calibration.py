@@ -1,8 +1,8 @@
 """Fit times of attention kernels to measurements.
 
 The model: a call takes a fixed time, plus its work divided by a rate. Slashes and single columns
-have separate rates, and so do forward and backward. A kernel's efficiency therefore grows with the
-work w of a call as w / (w + w0), where w0 is the work that takes the fixed time at full speed.
+have separate rates. Forward and backward are fitted separately. A kernel's efficiency therefore
+grows with the work w of a call as w / (w + w0). At full speed, the work w0 takes the fixed time.
 
 The error of a fit is a leave-one-out error: each point is predicted from a fit to the other points.
 """
@@ -72,9 +72,9 @@ class Curve:
 
     error: mean absolute relative leave-one-out error.
     points: number of measured points.
-    low, high: factors on the time that give its bounds.
-    fixed_bounds: bounds of fixed_ms, if it is less certain than the rest.
-    scaled: the measured device, if the curve is scaled to another device.
+    low, high: factors that turn the time into its lower and upper bound.
+    fixed_bounds: values that replace fixed_ms in the (lower, upper) bound; None to keep fixed_ms.
+    scaled: name of the measured device if the curve is scaled to another device; else None.
     skips: whether the kernel skips the pairs that an index leaves out. If not, it computes all
         pairs that the mask allows.
     """
@@ -96,7 +96,7 @@ class Curve:
     def us(
         self, flop: np.ndarray, column_flop: np.ndarray | float = 0.0, bound: str = VALUE
     ) -> FloatArray:
-        """Return the microseconds of each call; 0 for a call without work.
+        """Return the time of each call in microseconds; 0 for a call without work.
 
         flop: FLOP of each call, without single columns.
         column_flop: FLOP of each call's single columns.
@@ -112,7 +112,7 @@ class Curve:
 
 
 def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
-    """Fit one form of calls: minimise the sum of squared relative errors.
+    """Fit the calls of one form: minimize the sum of squared relative errors.
 
     Return the fixed ms, the ms per 1e12 FLOP, and the ms per 1e12 FLOP of single columns. None of
     them is negative.
@@ -123,9 +123,9 @@ def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
 def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
     """Fit several forms of calls to one kernel together; see `fit`.
 
-    Each form has its own fixed time, and all forms share the two rates. One form alone may not
-    determine both rates: its calls may all have the same ratio of slashes to columns, or all be
-    small. Then the other forms determine them.
+    Each form has its own fixed time, and all forms share the two rates. The calls of one form may
+    not suffice to fit both rates, because they all have the same ratio of slashes to columns or
+    are all small.
     """
     rows = [(number, point) for number, points in enumerate(forms) for point in points]
     table = np.zeros((len(rows), len(forms) + 2))
@@ -163,11 +163,11 @@ def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
 
 @dataclass(frozen=True)
 class NonAttentionPoint:
-    """One measured time of a part of a step other than attention.
+    """The measured time of one part of a step. Attention is not a part.
 
     part: FORWARD, BACKWARD, INDEX or LOSS.
     size: number of tokens. For a layer (FORWARD, BACKWARD), number of rows in a tile of its MLP.
-    flop, moved: FLOP and bytes of this part, as `simulation.non_attention_cost` counts them.
+    flop, moved: number of FLOP and of bytes, as `simulation.non_attention_cost` counts them.
     heads: number of query heads.
     """
 
@@ -201,7 +201,7 @@ class NonAttentionTimes:
     ) -> dict[float, float]:
         """Return the median of ``of(point)`` for each value of ``at(point)``, ascending.
 
-        Only points of the part count.
+        Only points of ``part`` count.
         """
         found: dict[float, list[float]] = {}
         for point in self.points:
@@ -212,7 +212,7 @@ class NonAttentionTimes:
     def share(
         self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]
     ) -> tuple[float, bool]:
-        """Return a part's measured time / expected time, and whether a measured size is near.
+        """Return a part's measured time / expected time, and whether it lies near measured sizes.
 
         The ratio is interpolated over the logarithm of the expected time. If the smallest measured
         size is launch-bound, smaller sizes take the same time.
@@ -230,10 +230,10 @@ class NonAttentionTimes:
         return share, least * (1 - _NEAR) <= expected <= most * (1 + _NEAR)
 
     def index(self, tokens: float, heads: int, each: float) -> float | None:
-        """Return the microseconds of an index estimate; None if none was measured.
+        """Return the time to estimate an index, in microseconds; None if it was not measured.
 
-        each: microseconds per token beyond the largest measured size. Measurements do not give it,
-            because short estimates are launch-bound.
+        each: time for each token beyond the largest measured size, in microseconds. The measured
+            sizes are launch-bound, so they do not show this time.
         """
         by_size = self._medians(INDEX, lambda point: point.size, lambda point: point.us)
         if not by_size:
@@ -347,7 +347,11 @@ def load_user_calibration(files: str | None) -> Calibration | None:
 
 
 def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
-    """Append a file's GPU or dtype. Raise ConfigError if it differs from the first file's."""
+    """Append a file's GPU or dtype to ``values``. Refuse it if the first file has another one.
+
+    Raises:
+        ConfigError: the value differs from the first one.
+    """
     values.append(value)
     if value != values[0]:
         raise ConfigError(
@@ -383,10 +387,10 @@ def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
 def _group_by_kernels(
     measured: Iterable[tuple[str, str, str]],
 ) -> list[tuple[tuple[str, str], list[str]]]:
-    """Return groups of forms to fit together, as ((kernel, direction), forms).
+    """Group the measured forms of kernel calls: `fit_together` fits each group.
 
-    The forms under an index (SPARSE, DIAGONALS, ALONE_COLUMNS) are one group. Each other form is a
-    group of its own.
+    Return a list of ((kernel, direction), forms). The three forms of calls with an index (SPARSE,
+    DIAGONALS, ALONE_COLUMNS) are one group. Each other form is a group of its own.
     """
     groups: dict[tuple[str, str, str], list[str]] = {}
     for kernel, form, direction in measured:
@@ -441,8 +445,8 @@ class KernelCurves:
 
     whole: by direction, the curve of calls that compute all pairs of a step.
     remarks: sentences for the user.
-    alone: by form and direction, the curve of calls with slashes or columns only, if measured.
-    non_attention: times of the other parts of a step, if measured on this GPU model.
+    alone: by form and direction, the measured curve of calls with only slashes or only columns.
+    non_attention: times of the other parts of a step; None if not measured on this GPU model.
     """
 
     whole: dict[str, Curve]
@@ -451,10 +455,12 @@ class KernelCurves:
     non_attention: NonAttentionTimes | None = None
 
     def part(self, direction: str, form: str) -> Curve:
-        """Return the curve of calls with slashes or columns only (`DIAGONALS`, `ALONE_COLUMNS`).
+        """Return the curve of calls with only slashes or only columns.
 
-        If such calls were not measured, only the fixed time of a call with slashes and columns is
-        known. Then each form gets half of this time, with bounds of 0 and the whole time.
+        If such calls were not measured, each form gets half of the fixed time of a call with both.
+        The bounds are then 0 and the whole fixed time.
+
+        form: `DIAGONALS` or `ALONE_COLUMNS`.
         """
         if (form, direction) in self.alone:
             return self.alone[form, direction]
@@ -520,7 +526,7 @@ def kernels_for(
 def _scaled(curve: Curve, factor: float, low: float, high: float, device: str | None) -> Curve:
     """Scale a curve's times and widen its bounds.
 
-    device: the measured device, if it is not the one to predict.
+    device: name of the measured device; None if predictions are for this device.
     """
     # The fixed time is mostly launch overhead: a slower GPU need not make it longer.
     fixed_bounds = min(1.0, factor) * curve.fixed_ms, max(1.0, factor) * curve.fixed_ms
@@ -536,14 +542,17 @@ def _scaled(curve: Curve, factor: float, low: float, high: float, device: str | 
 
 
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
-    """Return the calibration that prices a GPU's kernels, and whether it was measured there."""
+    """Return the calibration for a GPU's kernels, and whether it was measured on this GPU model."""
     known = (calibration,) if calibration is not None and calibration.curves else shipped()
     same = [c for c in known if c.device == gpu] or [c for c in known if same_device(c.device, gpu)]
     return (same or known)[0], bool(same)
 
 
 def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
-    """Return times other than attention for a GPU: the user's, else shipped ones, else None."""
+    """Return a GPU's times of the parts of a step except attention; None if not measured.
+
+    The user's times come before those that ship with mtrain.
+    """
     for known in (*([calibration] if calibration is not None else []), *shipped()):
         if known.non_attention is not None and same_device(known.device, gpu):
             return known.non_attention
@@ -551,9 +560,9 @@ def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttention
 
 
 def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
-    """Describe the calibration in use, for files.
+    """Describe the calibration in use, for a summary file.
 
-    ``scaled`` says whether the times come from another device.
+    ``scaled`` says whether the times are scaled from another device.
     """
     source, measured = _source(gpu, calibration)
     # The user's file may hold other times of this GPU but no kernel times.
@@ -569,9 +578,10 @@ def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
-    """Return the curve of a kernel and form, or the curve of a similar kernel or form.
+    """Return the curve of a kernel and form, and None.
 
-    The second value names the similar kernel and form. It is None if no substitute was needed.
+    If the calibration lacks this curve, return a similar curve, and the name of its kernel and
+    form.
     """
     curve = source.find(kernel, form, direction)
     if curve is not None:
@@ -588,8 +598,8 @@ def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple
 def same_device(device: str, gpu: str) -> bool:
     """Return whether compute-bound kernels take equally long on both devices.
 
-    They do if chip (H200, A100, ...), form factor (SXM, NVL, PCIe) and peak FLOP/s are the same.
-    Memory may differ (A100 with 40 or 80 GB).
+    Chip (H200, A100, ...), form factor (SXM, NVL, PCIe) and peak FLOP/s must be the same. Memory
+    may differ (A100 with 40 or 80 GB).
     """
     if device == gpu:
         return True

@@ -1,12 +1,13 @@
 """Price the operations of one layer's pass on a cluster.
 
-Each price has an expected value (`VALUE`), a best case (`LOW`) and a worst case (`HIGH`).
+Each price has an expected value (`VALUE`), a best case (`LOW`) and a worst case (`HIGH`). These
+three are the bounds.
 
 - Kernels: calibrated curves (`simulation.calibration`).
 - Copies: bytes / memory bandwidth.
 - A message between two GPUs: latency + bytes / bandwidth (BurstEngine, table 1).
 - A collective: like a ring. Each link carries the bytes that one rank receives. Between nodes, the
-  network cards of a node share these bytes. Several GPUs may share a card.
+  network cards of a node divide these bytes among themselves. Several GPUs may share a card.
 
 "Node" means a node of the cluster, not a virtual node of a schedule (`topology.gpus_per_node`).
 """
@@ -61,13 +62,13 @@ def index_scale(gpu: Gpu, heads: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices on one cluster, under one bound.
+    """Prices of operations on one cluster, for one bound.
 
-    sizes: the numbers that determine a shard's bytes.
+    sizes: the numbers that determine the size of a shard in bytes.
     sparse: whether there is an index.
-    estimated: number of tokens over which an index is estimated. 0 if there is no index or if
-        estimating it takes no time.
-    measured: whether estimating this kind of index was measured on this kind of GPU.
+    estimated: number of tokens over which an index is estimated; 0 if there is no index or if
+        the prediction leaves out the time of the estimate.
+    measured: whether estimating this kind of index was measured on this GPU model.
     bound: `LOW` (the shortest time), `VALUE` or `HIGH` (the longest time).
     """
 
@@ -83,18 +84,21 @@ class Costs:
     _messages: dict[tuple, LinkPrice] = field(default_factory=dict, repr=False, compare=False)
 
     def rate(self, constant: Constant) -> float:
-        """Return a bandwidth or another rate under the bound. The best case is its high value."""
+        """Return a bandwidth or another rate for `bound`. The best case uses its high value."""
         return getattr(constant, {LOW: HIGH, HIGH: LOW}.get(self.bound, VALUE))
 
     def burden(self, constant: Constant) -> float:
-        """Return a latency or another cost under the bound. The best case is its low value."""
+        """Return a latency or another cost for `bound`. The best case uses its low value."""
         return getattr(constant, self.bound)
 
     def bytes_of(self, size: Size) -> int:
         return int(size.of(self.sizes, self.lockstep.grid.heads))
 
     def copied(self, size: float) -> float:
-        """Return the microseconds to move ``size`` bytes in memory, at least `LEAST_COPY_US`."""
+        """Return the time to read and write ``size`` bytes in memory, in microseconds.
+
+        This time is at least `LEAST_COPY_US`, or 0 if ``size`` is 0.
+        """
         if not size:
             return 0.0
         return max(size / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, LEAST_COPY_US)
@@ -119,8 +123,8 @@ class Costs:
     def message(self, move: SpmdTransfer, size: int, recorded: int | None = None) -> PricedMessage:
         """Price a transfer.
 
-        size: bytes that each rank sends.
-        recorded: bytes that a profile records, if they differ.
+        size: number of bytes that each rank sends.
+        recorded: number of bytes that a profile records; None if it is ``size``.
         """
         t = move.first
         key = t.channel, t.payload, t.kind, size, id(move.to), id(move.peers)
@@ -154,8 +158,8 @@ class Costs:
     def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
         """Return how many messages between nodes use each rank's network card, [workers].
 
-        ranks: for each message, the rank at one of its ends.
-        crossing: whether the message crosses nodes.
+        ranks: for each message, its sender or its receiver.
+        crossing: for each message, whether it crosses nodes.
         """
         cards = self._cards[ranks]
         messages = np.bincount(cards[crossing], minlength=len(cards))[cards]
@@ -178,10 +182,10 @@ class Costs:
         """Return the duration of a collective and the time for which links are busy, in us.
 
         Args:
-            to_all: whether it is an all-to-all; if not, it counts as a ring.
+            to_all: whether the collective is an all-to-all. Other collectives count as a ring.
             ranks: number of ranks that take part.
             members: largest number of these ranks on one node.
-            size: bytes that each rank sends.
+            size: number of bytes that each rank sends.
         """
         inner = self.cluster.inner
         inner_us = self._moving(inner, size)
@@ -210,7 +214,7 @@ class Costs:
         return max(self.rate(link.capacity_gbps), self.rate(link.collective_bandwidth_gbps)) * 1e3
 
     def host(self, what: str) -> float:
-        """Return the microseconds that the host spends on launches; see `Prices.dispatch`."""
+        """Return the time that the host spends on launches; see `Prices.dispatch`."""
         name = f"{'sparse' if self.sparse else 'dense'} step" if what == "step" else what
         return LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
 
@@ -231,7 +235,10 @@ class Costs:
 
 
 def _longer(link: Link, ranks: int) -> float:
-    """Return the factor, at least 1, on a ring's measured latency for a ring of ``ranks`` ranks."""
+    """Return the factor from the measured latency of a ring to that of ``ranks`` ranks, at least 1.
+
+    Latency grows with the number of hops.
+    """
     return max(1.0, (ranks - 1) / max(1.0, link.collective_ranks.value - 1))
 
 
@@ -247,7 +254,8 @@ class LayerPrices(Prices):
     ) -> None:
         """Price the kernel calls of all steps.
 
-        masked: the work without an index. Kernels that do not skip pairs compute this work.
+        masked: the work of all pairs that the mask allows, for kernels that do not skip the pairs
+            that an index leaves out; None if all kernels skip them.
         """
         self.costs, self.direction = costs, direction
         self._copies: dict[Size, float] = {}

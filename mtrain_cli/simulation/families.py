@@ -1,8 +1,8 @@
 """Draw synthetic indices, for predictions without a recorded index.
 
 Real indices depend on model, data and training step. A prediction from a synthetic index only shows
-how a layout handles indices of its kind. For the numbers of a real training, record an index with
-`mtrain profile imbalance`.
+how a layout handles this kind of index. For the numbers of a real training run, record an index
+with `mtrain profile imbalance`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _DRIFT = 1 / 64
 class IndexFamily:
     """A kind of synthetic index. Every head of every layer draws its own columns and slashes.
 
-    `drifting` is an exception: a head has the same runs of slashes in all layers, and they move
-    from layer to layer.
+    `drifting` is an exception: a head has the same runs of slashes in all layers, and each run
+    moves from layer to layer.
 
     name: one of `FAMILIES`.
     density: share of the causal block pairs that lie on slashes, 0 to 1.
@@ -56,7 +56,7 @@ class IndexFamily:
         )
 
     def index(self, layer: int, seq: int, heads: int) -> VerticalSlash:
-        """Draw the index of a layer for ``seq`` tokens. An incomplete last block is padded."""
+        """Draw the index of a layer for ``seq`` tokens. Padding completes the last block."""
         blocks = -(-seq // self.block)
         area = blocks - np.arange(blocks)
         on = np.zeros((1, heads, blocks), bool)

@@ -1,7 +1,7 @@
 """Fit latency and bandwidth of links to measured messages, and describe the measured cluster.
 
 The model is that of `simulation.costs`: a message or a collective takes
-``latency + bytes / bandwidth``. For a collective, these are the bytes that one rank receives.
+``latency + bytes / bandwidth``. For a collective, count the bytes that one rank receives.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class LinkTime:
 
     link: `INNER` or `OUTER`.
     what: the operation, such as `HOP`.
-    size: bytes that each rank sends. It receives the same number.
+    size: number of bytes that each rank sends. Each rank receives as many bytes.
     ranks: number of ranks that take part.
-    us: microseconds of the slowest rank, median over repeats.
-    low, high: the 10th and the 90th percentile of these microseconds.
-    loaded_us: median microseconds while a matrix product runs; None if not measured.
+    us: time of the slowest rank in microseconds, median over repeats.
+    low, high: the 10th and the 90th percentile of this time over repeats.
+    loaded_us: median time in microseconds while a matrix product runs; None if not measured.
     slowdown: time of this matrix product with messages, divided by its time without messages; None
         if not measured.
     """
@@ -64,9 +64,9 @@ class LinkFit:
 
     gbps: bandwidth in GB/s.
     error, worst: mean and largest relative error of the fit.
-    latency, bandwidth: bounds of the constants, in microseconds and GB/s. They cover all
-        measurements, including repeats and messages during a computation. Small messages bound the
-        latency, large messages the bandwidth.
+    latency, bandwidth: (low, high) bounds of the constants, in microseconds and GB/s. The bounds
+        cover all measurements, including repeats and messages during a computation. Small messages
+        bound the latency, large messages the bandwidth.
     points: number of measurements.
     """
 
@@ -85,7 +85,7 @@ class LinkFit:
 def fit_link(times: Sequence[LinkTime]) -> LinkFit:
     """Fit latency and bandwidth, neither of them negative.
 
-    Minimise the sum of absolute relative errors by iteratively reweighted least squares.
+    Minimize the sum of absolute relative errors by iteratively reweighted least squares.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -127,8 +127,8 @@ def fit_link(times: Sequence[LinkTime]) -> LinkFit:
 def _fit_not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Solve table @ [latency, microseconds per byte] = 1 by weighted least squares.
 
-    A negative latency becomes 0. If large messages are not slower than small ones, latency becomes
-    0 and bandwidth explains the whole time of the largest message.
+    A negative latency becomes 0. If large messages are not slower than small messages, latency
+    becomes 0, and bandwidth alone gives the time of the largest message.
     """
     root = np.sqrt(weights)
     constants = np.linalg.lstsq(table * root[:, None], root, rcond=None)[0]
@@ -149,7 +149,8 @@ class MeasuredMachine:
     matmul_tflops: rate of a large matrix product in 1e12 FLOP/s.
     memory_gib: memory of the device.
     copy_gbps, added_gbps: bandwidth of a copy and of an addition, reads plus writes, in GB/s.
-    launch_us: microseconds of the host for one small operation: 10th, 50th and 90th percentile.
+    launch_us: the host's time for one small operation in microseconds, as the 10th, 50th and 90th
+        percentile.
     device: ``cuda`` or ``cpu``.
     """
 
@@ -165,7 +166,7 @@ class MeasuredMachine:
 
 
 def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
-    """Fit each operation of each link class. ``collectives`` is one fit to all `COLLECTIVES`."""
+    """Fit each operation of each link class, and all `COLLECTIVES` together as ``collectives``."""
     by_link: dict[str, dict[str, LinkFit]] = {}
     for link in dict.fromkeys(t.link for t in times):
         link_times = [t for t in times if t.link == link]
@@ -186,11 +187,12 @@ def slowdowns(times: Sequence[LinkTime], link: str) -> tuple[float, float, float
 
 
 def gpus_per_card(per_node: int, alone: LinkFit, at_once: LinkFit) -> tuple[int, float]:
-    """Return how many GPUs share a network card, and how much all rings at once slow a hop down.
+    """Return how many GPUs share a network card, and how much longer a hop takes with all rings.
 
-    The number of GPUs is the divisor of ``per_node`` that is closest to the slowdown.
+    The number of GPUs is the divisor of ``per_node`` that is closest to this factor.
 
-    alone, at_once: fits of hops of one ring, and of all rings at the same time.
+    alone: fit of hops while only one ring runs.
+    at_once: fit of hops while all rings run.
     """
     slower = alone.gbps / at_once.gbps
     divisors = [n for n in range(1, per_node + 1) if per_node % n == 0]
@@ -212,7 +214,7 @@ def cluster_document(
     Args:
         nodes, per_node: size of the cluster. It may have more GPUs than were measured.
         measured_ranks: number of ranks that took part in the measurement.
-        virtual: whether the nodes of the measurement were parts of one host.
+        virtual: whether all nodes of the measurement were parts of the same host.
     """
     fitted = fit_links(times)
     classes = [link for link in (INNER, OUTER) if link in fitted]

@@ -1,8 +1,8 @@
 """Count a rank's work except attention: FLOP of matrix products, and bytes of other kernels.
 
-`training.flops` counts the FLOP. The bytes are what element-wise kernels read and write, counted
-line by line in `model.decoder`, `model.loss` and FSDP2's copies. Norms, rotary embedding and gates
-count as fused kernels, as under ``torch.compile``.
+`training.flops` counts the FLOP. Element-wise kernels read and write the bytes, counted line by
+line in `model.decoder`, `model.loss` and FSDP2's copies. Norms, rotary embedding and gates count as
+fused kernels, as with ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ComputeCost:
     """The work of one part of a step.
 
     flop: FLOP of matrix products.
-    moved: bytes that element-wise kernels read and write.
+    moved: number of bytes that element-wise kernels read and write.
     launches: number of kernels that the host launches.
     """
 
@@ -67,7 +67,7 @@ class MicroBatchRound:
     """Micro-batches of a step with the same FSDP communication.
 
     times: number of these micro-batches in a step.
-    forward, backward: whether the pass gathers weights.
+    forward, backward: whether this pass gathers weights.
     reduced: whether gradients are reduce-scattered.
     """
 
@@ -80,7 +80,7 @@ class MicroBatchRound:
 def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
     """Group the micro-batches of a step by their communication, which ``train.shard`` determines.
 
-    In a run, `fsdp.begin_micro_batch` decides the same.
+    `fsdp.begin_micro_batch` decides on the same communication in a run.
     """
     if shard == "full":
         return [MicroBatchRound(micro_batches, True, True, True)]
@@ -97,15 +97,15 @@ def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """Bytes that one rank exchanges with its host.
+    """The traffic between one rank and its host. Sizes are in bytes.
 
     layers: number of layers that offload activations.
-    kept: bytes of activations per such layer, in one direction.
-    down, up: bytes of gradients to the host and of weights to the GPU per step. 0 if the optimizer
-        runs on the GPU.
-    stepped: bytes that AdamW reads and writes in host memory.
-    unit: bytes of the first gradients and the last weights, whose transfer overlaps with no
-        optimizer work.
+    kept: size of the activations that one such layer sends to the host, and later fetches.
+    down: size of the gradients that go to the host in a step; 0 if the optimizer runs on the GPU.
+    up: size of the weights that return to the GPU in a step; 0 if the optimizer runs on the GPU.
+    stepped: number of bytes that AdamW reads and writes in host memory in a step.
+    unit: size of the first gradients and the last weights together. Their transfer overlaps with
+        no optimizer work.
     leave: whether gradients go to the host during the backward pass.
     """
 
@@ -123,15 +123,16 @@ class NonAttentionCost:
     """The work of one rank, by part of a step.
 
     forward, recomputed, backward: work of a layer per micro-batch.
-    loss: work per micro-batch of the LM head and the loss in both directions, the embedding and the
-        last norm.
-    gathered: copies around the all-gather of a layer's weights.
-    reduced: copies around the reduce-scatter of a layer's gradients.
-    root_gathered, root_reduced: these copies for the weights outside the layers.
+    loss: work of LM head, loss, embedding and last norm per micro-batch, in both directions.
+    gathered: copies before and after the all-gather of a layer's weights.
+    reduced: copies before and after the reduce-scatter of a layer's gradients.
+    root_gathered, root_reduced: the same copies for the weights outside the layers.
     added: accumulation of a layer's unsharded gradients.
-    optimizer: work per step of gradient norm, clipping and AdamW.
-    host: bytes exchanged with the host.
-    gather, reduce, root_gather, root_reduce: bytes that a rank receives in these collectives.
+    optimizer: work of gradient norm, clipping and AdamW per step.
+    host: traffic between the rank and its host.
+    gather, reduce: number of bytes that a rank receives in the all-gather of a layer's weights and
+        in the reduce-scatter of its gradients.
+    root_gather, root_reduce: the same numbers for the weights outside the layers.
     tokens: number of tokens in a micro-batch, with padding.
     rows: number of tokens in a tile of the MLP.
     """
@@ -157,9 +158,9 @@ class NonAttentionCost:
     def size(self, part: str) -> int:
         """Return the number of tokens at which to look up the measured time of a part.
 
-        For a layer with a tiled MLP, this is the number of rows in a tile, but at least
-        `DEVICE_ROWS`. Smaller tiles are launch-bound when measured alone, but not as one of many
-        tiles.
+        For a layer with a tiled MLP, return the number of rows in a tile, but at least
+        `DEVICE_ROWS`. A smaller tile is launch-bound if it is measured alone, but not if many tiles
+        follow each other.
         """
         if part == LOSS or self.rows == self.tokens:
             return self.tokens
@@ -258,7 +259,7 @@ class NonAttentionCost:
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """Microseconds of work, which add up to `us`.
+    """The expected times of one part's work, in microseconds. They add up to `us`.
 
     matrices: matrix products.
     elements: element-wise kernels.
@@ -275,7 +276,7 @@ class ExpectedTime:
 
 
 def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
-    """Return the microseconds that the expected constants of a GPU give for this work."""
+    """Return the time of this work from a GPU's expected constants, in microseconds."""
     return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
 
 
@@ -284,7 +285,7 @@ def longer_than_expected(
 ) -> dict[str, float]:
     """Return measured / expected time of each part of `profiling.non_attention_benchmark`.
 
-    The expected time is `expected_us`. The factors include the bound of ``costs``. The result lacks
+    The expected time is `expected_us`. The ratios are for the bound of ``costs``. The result lacks
     parts that were not measured on this GPU model in this dtype.
     """
     gpu, measured = costs.cluster.gpu, costs.kernels.non_attention
@@ -307,7 +308,7 @@ def longer_than_expected(
 
 
 def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> ExpectedTime:
-    """Return the time that work takes.
+    """Return the predicted time of the work, for the bound of ``costs``.
 
     longer: measured / expected time from `longer_than_expected`; None if not measured.
     """

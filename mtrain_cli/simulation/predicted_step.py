@@ -1,15 +1,15 @@
 """Predict a training step: simulated attention, the rest of a layer, weights and the optimizer.
 
-Order and overlap follow FSDP2. While one layer computes, the next layer's weights are gathered. In
-backward, the previous layer's gradients are reduce-scattered after that gather. All layers are
+Order and overlap follow FSDP2. While one layer computes, FSDP2 gathers the next layer's weights. In
+backward, it then reduce-scatters the gradients of the layer that has just ended. All layers are
 equal, so a layer takes the larger of computation time and communication time. The first gather and
 the last reduce-scatter are exposed.
 
-``train.shard`` determines what each micro-batch communicates. If a run recomputes a part of
-attention, the recomputation takes the same part of the forward pass's time, but sends all its
-messages. While a layer's activations move to or from the host, one layer computes. An optimizer on
-the host takes the largest of three times: its memory traffic, gradients to the host, and weights to
-the GPU.
+``train.shard`` determines what each micro-batch communicates. If a run recomputes a share of
+attention's pairs, recomputation takes this share of the forward pass's attention time, but sends
+all messages of the forward pass. While a layer's activations move to or from the host, one layer
+computes. An optimizer on the host takes the largest of three times: its memory traffic, the
+transfer of gradients to the host, and the transfer of weights to the GPU.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class PredictedStep:
     """The prediction of one optimizer step.
 
     seconds: wall-clock time, with bounds.
-    parts: seconds by `PARTS`. They add up to the expected time.
-    hidden: seconds in which weight gathers and gradient scatters overlap with computation.
-    mfu: share of the peak FLOP/s that the model's FLOP reach. In a sparse step it counts the pairs
-        of dense attention.
-    hfu: share of the peak FLOP/s that the executed FLOP reach.
-    flop: FLOP that one worker executes.
-    sent: bytes of weights and gradients that one worker receives.
-    over_host: bytes between one worker and its host.
+    parts: time of each of `PARTS` in seconds. The parts add up to the expected time.
+    hidden: time in which gathers of weights and reduce-scatters of gradients overlap with
+        computation, in seconds.
+    mfu: model FLOP per second, divided by peak FLOP/s. Model FLOP contain all pairs of dense
+        attention, even if the step is sparse.
+    hfu: executed FLOP per second, divided by peak FLOP/s.
+    flop: number of FLOP that one worker executes.
+    sent: number of bytes of weights and gradients that one worker receives.
+    over_host: number of bytes that move between one worker and its host.
     """
 
     plan: RunPlan
@@ -80,21 +81,21 @@ class PredictedStep:
         return bool(self.plan.fits)
 
     def days(self, tokens: float) -> BoundedTime:
-        """Return the days of a training on this many tokens."""
+        """Return how many days it takes to train on this many tokens."""
         return training_days(self.tokens_per_second_per_gpu, self.plan.dims.workers, tokens)
 
     def dollars(self, tokens: float, price: float) -> BoundedTime:
-        """Return the dollars of a training. price: dollars per GPU hour."""
+        """Return the cost of training on this many tokens. price: dollars per GPU hour."""
         return training_dollars(self.days(tokens), self.plan.dims.workers, price)
 
 
 def training_days(rate: BoundedTime, workers: int, tokens: float) -> BoundedTime:
-    """Return the days of a training on ``tokens``. rate: tokens per second and GPU."""
+    """Return how many days it takes to train on ``tokens``. rate: tokens per second and GPU."""
     return rate.map(lambda each: tokens / (each * workers) / 86400, falling=True)
 
 
 def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTime:
-    """Return the dollars of a training. price: dollars per GPU hour."""
+    """Return the cost of ``days`` of training in dollars. price: dollars per GPU hour."""
     return days.map(lambda each: each * 24 * workers * price)
 
 
@@ -102,10 +103,10 @@ def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTi
 class WeightTransfer:
     """A collective that moves weights or gradients.
 
-    us: microseconds if there are no other messages.
-    busy: microseconds for which it occupies the link.
-    outer: whether it crosses nodes.
-    size: bytes that each rank receives.
+    us: duration in microseconds without other messages.
+    busy: time in microseconds for which the collective occupies the link.
+    outer: whether the collective crosses nodes.
+    size: number of bytes that each rank receives.
     """
 
     us: float
@@ -117,15 +118,15 @@ class WeightTransfer:
 def overlapped_us(
     transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
 ) -> float:
-    """Return the microseconds of successive collectives that run during a computation.
+    """Return the total time of successive collectives that start with a computation.
 
-    Attention's messages use the same links. During the computation, the collectives get the
-    bandwidth that these messages leave; afterwards they get the whole link. The low bound assumes
-    that the collectives never meet attention's messages.
+    All times are in microseconds. Attention's messages use the same links. During the computation,
+    the collectives get the bandwidth that these messages leave; afterwards they get the whole link.
+    The low bound assumes that the collectives never meet attention's messages.
 
     Args:
-        computing: microseconds of the computation.
-        carried: microseconds for which attention's messages occupy the (inner, outer) link.
+        computing: time of the computation.
+        carried: times for which attention's messages occupy the (inner, outer) link.
     """
     alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
     if not alone or not computing or bound == LOW:
@@ -173,7 +174,7 @@ def predict_step(
 
 
 class _StepEstimate:
-    """The times of a step under one bound, in microseconds."""
+    """The times of a step for one bound (`costs.Costs.bound`), in microseconds."""
 
     def __init__(
         self, cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float
@@ -236,7 +237,7 @@ class _StepEstimate:
     def _activations(self, forward: float, backward: float) -> None:
         """Add the waits for offloaded activations.
 
-        forward, backward: microseconds that a layer computes in each pass.
+        forward, backward: compute time of a layer in each pass, in microseconds.
         """
         host = self.non_attention.host
         us = host.kept / self._host_link
@@ -250,11 +251,11 @@ class _StepEstimate:
         return self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3
 
     def _optimizer_on_host(self) -> float:
-        """Return the microseconds that the optimizer takes on the host; 0 if it runs on the GPU.
+        """Return the optimizer's time on the host in microseconds; 0 if it runs on the GPU.
 
-        Gradients arrive and weights leave while the optimizer updates other weights. The first
-        gradients and the last weights overlap with nothing. If gradients leave the GPU during
-        backward, their transfer overlaps with the last backward pass.
+        Gradients arrive and weights leave while the optimizer updates other weights. Only the
+        transfer of the first gradients and of the last weights overlaps with nothing. If gradients
+        leave the GPU during backward, their transfer overlaps with the last backward pass.
         """
         host = self.non_attention.host
         self.over_host += host.down + host.up
@@ -285,13 +286,13 @@ class _StepEstimate:
         *,
         copied: ComputeCost,
     ) -> float:
-        """Add the computation of all layers. Return its microseconds per micro-batch.
+        """Add the computation of all layers. Return its time per micro-batch, in microseconds.
 
         Args:
             passes: the passes of attention.
             work: work of a layer except attention.
-            again: work that a layer recomputes; None if there is none.
-            copied: copies of weights and gradients.
+            again: work that a layer recomputes; None if the pass recomputes nothing.
+            copied: copies of a layer's weights and gradients.
         """
         before = sum(self.us.values())
         for name in passes:
@@ -343,10 +344,10 @@ class _StepEstimate:
 
         Args:
             times: how often a micro-batch does this work.
-            matrices, elements: the parts that get the time of matrix products and of element-wise
-                kernels.
+            matrices: the part of the step that gets the time of matrix products.
+            elements: the part of the step that gets the time of element-wise kernels.
             part: name of the work in `profiling.non_attention_benchmark`; None if the benchmark
-                does not measure it.
+                does not measure this work.
         """
         spent = non_attention_cost.priced(
             work, self.costs, None if part is None else self.longer.get(part)
@@ -375,8 +376,8 @@ class _StepEstimate:
         """Add the exposed time of the collectives that run while layers compute.
 
         Args:
-            times: number of layers. Each of them runs the ``transfers``.
-            computing: microseconds for which the layer computes.
+            times: number of layers. Each layer runs all ``transfers``.
+            computing: compute time of a layer, in microseconds.
             carried: see `overlapped_us`.
         """
         if not times or not transfers:

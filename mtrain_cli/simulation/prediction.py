@@ -1,4 +1,4 @@
-"""Predict attention on a cluster: count the work, price it, simulate it, summarise it.
+"""Predict attention on a cluster: count the work, price it, simulate it, summarize it.
 
 A prediction covers the attention, the index estimates and the messages of each layer. All ranks
 begin a pass at the same time, as in `mtrain profile imbalance --attention-only`. `predicted_step`
@@ -61,10 +61,10 @@ class AttentionWorkload:
     made: shapes, as an index file records them.
     masks: one per sequence.
     layers: numbers of the layers to predict.
-    index: returns the index of a layer, or None for dense attention.
+    index: function that returns the index of a layer, or None for dense attention.
     pattern: name of the pattern or index family that made the indices.
-    columns: see `what_if.make_case`.
-    estimated: whether the time includes estimating indices.
+    columns: largest number of single columns per head, as in `what_if.make_case`.
+    estimated: whether the predicted time includes the time to estimate indices.
     model: name of the model, for files.
     """
 
@@ -88,12 +88,16 @@ class BoundedTime:
 
     @staticmethod
     def around(value: float, low: float | None = None, high: float | None = None) -> BoundedTime:
-        """Make a bounded value. A bound that is missing or on the wrong side becomes the value."""
+        """Make a bounded value.
+
+        The value replaces a bound that is missing, a lower bound above it, and an upper bound below
+        it.
+        """
         least, most = (value if bound is None else bound for bound in (low, high))
         return BoundedTime(min(least, value), value, max(most, value))
 
     def map(self, function: Callable[[float], float], *, falling: bool = False) -> BoundedTime:
-        """Apply a monotonic function. falling: whether larger inputs give smaller results."""
+        """Apply a monotonic function. falling: whether a larger input gives a smaller result."""
         low, value, high = map(function, (self.low, self.value, self.high))
         return BoundedTime(high, value, low) if falling else BoundedTime(low, value, high)
 
@@ -103,12 +107,14 @@ class PredictedPass:
     """One pass of a layer. Times are in ms, averaged over layers.
 
     duration: time of the slowest worker.
-    time, work: imbalance degrees of attention time and of pairs.
+    time: imbalance degrees of attention time.
+    work: imbalance degrees of the number of pairs.
     computed: share of attention in the time of a pass (`records.analysis.Ratios.total`).
-    late: time waiting for slower workers, mean over workers.
-    exposed: exposed communication by link, mean over workers.
-    spent: time by kind (`recording.COMPUTING`), mean over workers.
-    carried: (inner, outer) time for which messages occupy the links of the busiest rank.
+    late: time waiting for slower workers, averaged over workers.
+    exposed: time of exposed communication by link, averaged over workers.
+    spent: time by kind (`recording.COMPUTING`), averaged over workers.
+    carried: times for which messages occupy the (inner, outer) link of the rank with the longest
+        time.
     """
 
     duration: BoundedTime
@@ -127,9 +133,9 @@ class Prediction:
 
     exchange: label of the exchange, with the options that ``auto`` chose.
     passes: the passes by name (`recording.FORWARD`, ...).
-    facts: the case as summary.json describes it.
+    facts: description of the case for summary.json.
     remarks: sentences for the user.
-    rows: records of one iteration, of dtype `record_files.ROW`, if requested.
+    rows: records of one iteration, of dtype `record_files.ROW`; None if not requested.
     costs: prices by bound.
     """
 
@@ -144,7 +150,7 @@ class Prediction:
 
     @property
     def duration(self) -> BoundedTime:
-        """Return the time of a layer: the sum over its passes, in ms."""
+        """Return the time of all passes of a layer, in ms."""
         of_passes = [predicted.duration for predicted in self.passes.values()]
         return BoundedTime(
             *(sum(getattr(d, name) for d in of_passes) for name in (LOW, VALUE, HIGH))
@@ -152,7 +158,7 @@ class Prediction:
 
 
 def default_kernel(gpu: Gpu, dense: bool) -> str:
-    """Return what ``kernel=auto`` chooses for a GPU of this name."""
+    """Return the kernel that ``train.kernel=auto`` stands for on this GPU."""
     if not gpu.is_cpu and any(name in gpu.name for name in _SM90):
         return "flash4"
     return "sdpa" if dense or gpu.is_cpu else "triton"
@@ -178,10 +184,11 @@ def predict(
         recompute: the part of the forward pass that backward runs again, as a pass of its own.
         kernel: name of the kernel; None for the default of the cluster's GPU.
         conditions: slow ranks and jitter.
-        number: number of the case in its file.
+        number: number of the case in the file of records.
         rows: also make records.
-        bounds: also predict the best and the worst case, which takes three times as long.
-        choice: the exchange of ``setup``, if already chosen; None to choose it.
+        bounds: also predict the best and the worst case. The prediction then takes three times as
+            long.
+        choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -263,7 +270,10 @@ def _guesses(name: str, keys: Sequence[str]) -> str:
 
 
 def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
-    """Return a remark if index estimates were measured for another kind of index or GPU."""
+    """Return a remark if the time to estimate an index was measured for other conditions.
+
+    The conditions are the kind of index, the number of heads and the GPU model.
+    """
     heads, here = problem.made.heads, same_device(INDEX_DEVICE, cluster.gpu.name)
     if first is None or not problem.estimated:
         return []
@@ -286,7 +296,7 @@ def _measured(cluster: Cluster, first: Index) -> bool:
 
 
 class _CasePlayer:
-    """Simulates the passes of one case, under each bound of the prices."""
+    """Simulates the passes of one case, for each bound of the prices."""
 
     def __init__(
         self,
@@ -368,7 +378,7 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
     workers, zero = len(likely[0].end), np.zeros(1)
 
     def milliseconds(tables: Iterable[np.ndarray]) -> float:
-        """Return the mean over layers and workers of tables of microseconds."""
+        """Convert tables of microseconds to milliseconds, averaged over layers and workers."""
         return float(np.mean([table.sum() / workers for table in tables])) / 1e3
 
     links = dict.fromkeys(link for times in likely for link in times.exposed)
@@ -382,9 +392,12 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
 
 
 def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:
-    """Return the imbalance degrees of a table [workers, steps] and of gathered columns [workers].
+    """Return the imbalance degrees of a table of steps together with gathered columns.
 
-    As in `records.analysis`, columns count as one more step, except in the step degree.
+    As in `records.analysis`, the columns count as one more step, except in the step degree.
+
+    table: [workers, steps].
+    columns: [workers].
     """
     values = degrees(table[None])[:, 0]
     if columns.any():
@@ -425,7 +438,10 @@ def _facts(
     kernel: str,
     works: Sequence[dict[str, StepWork]],
 ) -> dict[str, Any]:
-    """Describe the case for summary.json, like `profiling.measurement.MeasurementCase.facts`."""
+    """Return the case's entry in summary.json.
+
+    `profiling.measurement.MeasurementCase.facts` has the same keys.
+    """
     made, setup, schedule = problem.made, case.setup, case.schedule
     pairs = {
         name: np.mean([work[name].total_pairs.sum() for work in works])

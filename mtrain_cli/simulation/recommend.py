@@ -1,8 +1,8 @@
 """Recommend the fastest configuration that fits: layout, exchange, context groups, recomputation.
 
-The search also tries each configuration that fits with ``train.keep_mlp`` for as many layers as
-memory allows. If no kind of recomputation fits, it tries the memory settings that
-``train.memory=auto`` chooses.
+For each configuration that fits, the search also tries ``train.keep_mlp`` with the largest number
+of layers that memory allows. If no kind of recomputation fits, the search tries the memory settings
+that ``train.memory=auto`` chooses.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class RejectedSetup:
-    """A configuration that is impossible or does not fit.
+    """A configuration that is impossible or does not fit in memory.
 
-    what: the configuration.
-    why: the reason. Tables group configurations by this reason.
+    what: description of the configuration.
+    why: reason. Tables group configurations by reason.
     """
 
     what: str
@@ -72,10 +72,10 @@ class RejectedSetup:
 class Recommendation:
     """The result of a search.
 
-    ranked: configurations that fit, fastest first; the first two have bounds.
+    ranked: configurations that fit, fastest first. Only the first two have bounds.
     rejected: configurations that are impossible or do not fit.
-    needed: if nothing fits, changes to cluster or settings. Each alone would make the training fit.
-    least: if nothing fits, the plan that needs the least memory with ``train.memory=auto``.
+    needed: changes to cluster or settings, of which one is enough to fit; empty if something fits.
+    least: the plan that needs the least memory with ``train.memory=auto``; None if something fits.
     """
 
     ranked: tuple[PredictedScenario, ...]
@@ -113,7 +113,7 @@ def memory_settings(config: Config) -> dict[str, str]:
 def contexts(config: Config, workers: int, per_node: int) -> list[int]:
     """Return the sizes of context groups to try, the largest first.
 
-    They divide the workers, and they are multiples or divisors of a node's workers. If the user set
+    Each size divides ``workers``, and is a multiple or a divisor of ``per_node``. If the user set
     ``topology.context_parallel``, return only this size.
     """
     if config.topology.context_parallel != "auto":
@@ -134,11 +134,11 @@ def recommend(
 ) -> Recommendation:
     """Search all configurations for the fastest one that fits.
 
-    progress: called with the number of places predicted so far, and with the number of all places.
-        A place is a combination of layout, exchange and context size.
+    progress: called with two counts: combinations of layout, exchange and context size predicted so
+        far, and such combinations in total.
 
     Raises:
-        InvalidSetup, ConfigError: no configuration is possible, whatever the memory.
+        InvalidSetup, ConfigError: no configuration is possible, even with unlimited memory.
     """
     space = _Space(cluster, scenario, workers, layouts, exchanges, recomputations)
     found = _Candidates()
@@ -175,14 +175,14 @@ class _Space:
     recomputations: Sequence[str] = RECOMPUTATIONS
 
     def places(self, context: int) -> list[tuple[str, str]]:
-        """Return the (layout, exchange) to try with context groups of ``context`` workers."""
+        """Return the (layout, exchange) pairs to try with context groups of ``context`` workers."""
         per_node = min(self.cluster.gpus_per_node, self.workers)
         return _distinct(self.layouts, self.exchanges, context, per_node)
 
     def plans(self, context: int, layout: str, exchange: str) -> Iterator[RunPlan]:
-        """Yield the plans of a place: layout, exchange and context size.
+        """Yield plans with this context size, layout and exchange, but other memory settings.
 
-        If no plan fits, the last one recomputes the most.
+        If no plan fits, the last plan recomputes the most.
         """
         scenario, anything = self.scenario, self.recomputations is RECOMPUTATIONS
         check_enough_blocks(scenario.config, layout, self.workers, context)
@@ -221,10 +221,11 @@ class _Space:
 def _outcomes(
     cluster: Cluster, scenario: Scenario, plans: Sequence[RunPlan]
 ) -> Iterator[PredictedScenario]:
-    """Predict plans that differ in recomputation only, without bounds.
+    """Predict plans that differ only in their memory settings. The predictions have no bounds.
 
-    Plans that recompute the same part of attention share the prediction of attention. Plans that
-    recompute nothing can use any of these predictions.
+    Plans that recompute the same part of attention share one prediction of attention. A plan
+    without recomputation uses any of these predictions, because forward and backward are the same
+    in each.
     """
     parts = [plan.recompute for plan in plans]
     first = next((part for part in parts if part is not Recompute.NOTHING), Recompute.NOTHING)
@@ -241,13 +242,13 @@ def _outcomes(
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The plans of a search. A place is a combination of layout, exchange and context size.
+    """The plans of a search, in groups with equal layout, exchange and context size.
 
-    fitting: for each place with plans that fit in memory, these plans.
+    fitting: the plans that fit in memory, one list for each group with such a plan.
     unfit: all plans that do not fit.
-    tight: for each place without a plan that fits, the plan that recomputes the most.
-    rejected: places that are impossible, for tables.
-    mistakes: the errors of these places.
+    tight: the plan that recomputes the most, for each group without a plan that fits.
+    rejected: impossible groups, for tables.
+    mistakes: the error of each impossible group.
     """
 
     fitting: list[list[RunPlan]] = field(default_factory=list)
@@ -296,9 +297,9 @@ def _too_large(plan: RunPlan) -> RejectedSetup:
 def _distinct(
     layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int
 ) -> list[tuple[str, str]]:
-    """Return the combinations of layout and exchange. Of equivalent ones, return only the first.
+    """Return (layout, exchange) pairs. If several pairs are equivalent, return only the first.
 
-    - One worker exchanges nothing, so all combinations are equivalent.
+    - One worker exchanges nothing, so all pairs are equivalent.
     - Inside one node, a hierarchical exchange is equivalent to its flat counterpart.
     - With ulysses alone, every worker computes whole sequences, so all layouts are equivalent.
     """
@@ -314,7 +315,7 @@ def _distinct(
 
 
 def place(outcome: PredictedScenario) -> tuple[str, str, int]:
-    """Return the place of a configuration: layout, exchange and context size."""
+    """Return a configuration's layout, exchange and context size."""
     return outcome.layout, outcome.plan.exchange.label, outcome.context
 
 
@@ -324,14 +325,14 @@ def _why(error: Exception, exchange: str) -> str:
 
 
 def usable(plan: RunPlan) -> float:
-    """Return the usable GiB of a GPU."""
+    """Return how much of a GPU's memory a plan may use, in GiB."""
     return USABLE * (plan.capacity or 0) / GIB
 
 
 def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
     """Return the plan that needs the least memory with ``train.memory=auto``.
 
-    plans: for each place, the plan that recomputes the most.
+    plans: the plan that recomputes the most, for each layout, exchange and context size.
     """
     saving = [
         with_setting(
@@ -343,7 +344,7 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
 
 
 def _needed(space: _Space) -> Iterator[str]:
-    """Yield changes to cluster or settings. Each alone would make the training fit."""
+    """Yield changes to cluster or settings. Each change alone makes the training run fit."""
     cluster, config = space.cluster, space.scenario.config
 
     def smallest(changed: _Space) -> RunPlan | None:
@@ -404,9 +405,8 @@ def _with_memory(plan: RunPlan) -> str:
 def reasons(
     best: PredictedScenario, other: PredictedScenario, words: Sequence[str] = ()
 ) -> list[str]:
-    """Explain with numbers why ``best`` is faster, the largest difference first.
+    """Explain with numbers why ``best`` is faster than ``other``, the largest difference first.
 
-    other: the configuration to compare with.
     words: settings as the user typed them.
     """
     mine, its = best.step, other.step
@@ -417,7 +417,7 @@ def reasons(
         return f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s"
 
     if gap > CLOSE * step:
-        explanation = [f"{gap:.3g} s ({gap / step:.1%}) less a step"]
+        explanation = [f"{gap:.3g} s ({gap / step:.1%}) less per step"]
     else:
         faster = f"{step / mine.seconds.value - 1:.1%} faster"
         explanation = [f"{faster}, less than the prediction can resolve: measure both"]

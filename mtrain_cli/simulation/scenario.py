@@ -1,4 +1,4 @@
-"""Predict a training on a cluster: its query-key pairs, its plan, and the time of a step."""
+"""Predict a training run on a cluster: its query-key pairs, its plan, and the time of a step."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _LEAST_COLUMNS = 8  # the smallest number of columns that vertical_slash allows
 
 @dataclass(frozen=True)
 class PairSource:
-    """The query-key pairs that a training computes.
+    """The query-key pairs that a training run computes.
 
     name: ``dense``, ``fixed`` (indices drawn by the pattern ``fixed``), or an index family.
     density, columns, fewest, most: see `IndexFamily`.
-    layers: number of layers whose indices are drawn. They stand for all layers.
+    layers: number of layers whose indices are drawn. These layers stand for all layers.
     """
 
     name: str
@@ -48,9 +48,9 @@ class PairSource:
     most: int = 0
 
     def sparsity(self) -> list[str]:
-        """Return sparsity settings for a run that computes about this number of query-key pairs.
+        """Return sparsity settings for a plan that computes about as many query-key pairs.
 
-        A plan's memory and its exchange depend on these settings.
+        A plan's memory and exchange depend on these settings.
         """
         if self.name == DENSE:
             return []
@@ -61,7 +61,7 @@ class PairSource:
         return ["sparsity=vertical_slash", f"sparsity.max_columns={self.columns}", *fewest]
 
     def problem(self, config: Config) -> AttentionWorkload:
-        """Return the workload of one micro-batch; each of its sequences is one document."""
+        """Return the workload of one micro-batch. Each sequence is a single document."""
         model, stripe = config.model, config.topology.block_size
         recorded_as = RecordedSetup(
             seq=config.seq,
@@ -111,7 +111,7 @@ class PairSource:
 
 
 def _bytes(config: Config) -> int:
-    """Return the bytes per number of the compute dtype, as in `training.resolution`."""
+    """Return the size of a number of the compute dtype in bytes, as in `training.resolution`."""
     name = config.train.dtype
     return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
 
@@ -121,8 +121,8 @@ class Scenario:
     """A training run to predict.
 
     problem: the attention workload.
-    kernel: replaces ``train.kernel``.
-    words: settings as typed.
+    kernel: replaces ``train.kernel`` unless None.
+    words: settings as the user typed them.
     """
 
     config: Config
@@ -135,7 +135,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class PredictedScenario:
-    """The prediction of one training."""
+    """The prediction of one training run."""
 
     plan: RunPlan
     attention: Prediction
@@ -151,7 +151,10 @@ class PredictedScenario:
 
     @property
     def dense(self) -> bool:
-        """Whether attention computes every pair that the mask allows. If not, MFU is undefined."""
+        """Whether attention computes every pair that the mask allows.
+
+        MFU is defined only for dense attention.
+        """
         return self.attention.facts["pattern"] == DENSE
 
     @property
@@ -189,7 +192,7 @@ class PredictedScenario:
 def plan_on(
     cluster: Cluster, config: Config, *, workers: int, kernel: str | None = None, **topology: Any
 ) -> RunPlan:
-    """Plan a training on ``workers`` GPUs of a cluster.
+    """Plan a training run on ``workers`` GPUs of a cluster.
 
     topology: settings that replace those of ``config.topology``, such as ``layout``.
 
@@ -239,14 +242,13 @@ def evaluate(
     bounds: bool = True,
     recompute: Recompute | None = None,
 ) -> PredictedScenario:
-    """Predict a training.
+    """Predict a training run.
 
-    recompute: the part of attention that the prediction recomputes; None for the part that the plan
-        recomputes.
+    recompute: the part of attention that the prediction recomputes; None for ``plan.recompute``.
 
     Raises:
         InvalidSetup: the configuration is impossible.
-        ConfigError: its kernel has no times, or the index is damaged.
+        ConfigError: the calibration has no times of the kernel, or the index is damaged.
     """
     what = plan.recompute if recompute is None else recompute
 
@@ -279,7 +281,7 @@ def predict_training(
     number: int = 0,
     rows: bool = False,
 ) -> PredictedScenario:
-    """Plan a training with this layout and exchange, and predict it.
+    """Plan a training run with this layout and exchange, and predict it.
 
     Raises:
         InvalidSetup, ConfigError: the configuration is impossible.
@@ -308,9 +310,9 @@ def predict_attention_alone(
     """Predict a layer's attention without its training step.
 
     Args:
-        config: the training that sets topology and kernel; None if there is only a recording.
-        per_node: workers per node; None for the cluster's number.
-        kernel: replaces ``train.kernel``.
+        config: the configuration that sets topology and kernel; None if only a recording is given.
+        per_node: number of workers per node; None for the cluster's number.
+        kernel: replaces ``train.kernel`` unless None.
         details: arguments of `predict`.
 
     Raises:
@@ -350,13 +352,14 @@ def predict_attention_alone(
 def slowest_group(
     conditions: Disturbances, size: int, predict_group: Callable[..., Prediction]
 ) -> Prediction:
-    """Predict attention for the slowest context group, for which the other groups wait.
+    """Predict attention for the slowest context group. The other groups wait for this group.
 
     All groups have the same work, but disturbances slow some GPUs.
 
     Args:
-        size: ranks of a group.
-        predict_group: predicts a group under ``conditions``, whose ranks count from 0 in the group.
+        size: number of ranks in a group.
+        predict_group: function that predicts one group. Its argument ``conditions`` holds the
+            disturbances of this group, with ranks numbered from 0.
     """
     predictions = {
         group: predict_group(conditions=own) for group, own in conditions.of_groups(size).items()
@@ -381,17 +384,17 @@ def with_step(
     *,
     bounds: bool = True,
 ) -> PredictedScenario:
-    """Predict a step of a plan from a prediction of its attention, which other plans may share.
+    """Predict a step of a plan from a prediction of attention.
 
-    attention: if ``plan`` recomputes attention, it must have a pass `RECOMPUTE` that covers
-        ``plan.recompute``.
+    attention: prediction of one layer's attention. Several plans may share it. If ``plan``
+        recomputes attention, the prediction must have a pass `RECOMPUTE` for ``plan.recompute``.
     """
     step = predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
     return PredictedScenario(plan, attention, step)
 
 
 def check_enough_blocks(config: Config, layout: str, workers: int, context: int) -> None:
-    """Raise InvalidSetup if a sequence has fewer blocks than workers that share it."""
+    """Raise InvalidSetup if a sequence has fewer blocks than a context group has workers."""
     setup, stripe = ReplaySetup(layout, "auto", workers, 1), config.topology.block_size
     require_enough_blocks(setup, config.seq, config.sparsity.block, stripe, context)
 
@@ -399,7 +402,7 @@ def check_enough_blocks(config: Config, layout: str, workers: int, context: int)
 def train_line(
     cluster: Cluster, plan: RunPlan, words: Sequence[str], changes: Mapping[str, Any]
 ) -> str:
-    """Return the command that starts a training. With several nodes, each node runs it."""
+    """Return the command that starts a training run. With several nodes, run it on each node."""
     # State the predicted memory settings, because train.memory=auto might choose others.
     # The numbers of GPUs follow from the launch, not from the description of the cluster.
     replaced = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")
@@ -417,9 +420,9 @@ def train_line(
 
 
 def pattern_words(label: str) -> list[str]:
-    """Return settings for a training that estimates indices with the pattern of recorded ones.
+    """Return settings for a training run with the same pattern as recorded indices.
 
-    label: label of the recorded indices, which begins with the name of a pattern.
+    label: label of the recorded indices. A label begins with the name of a pattern.
     """
     name = label.partition(" ")[0]
     return [f"sparsity={name}"] if name in PATTERNS and name != DENSE else []

@@ -1,9 +1,9 @@
-"""Represent the schedules of all ranks by that of rank 0.
+"""Represent the schedules of all ranks by rank 0's schedule.
 
-Ranks form a torus of nodes and local ranks. Each rank does what rank 0 does, translated to its own
-place on the torus. So one schedule stands for a thousand ranks: it has rank 0's steps and
-transfers, and an array over ranks wherever rank 0's schedule names a peer. `SpmdSchedule.of` checks
-some ranks against their own schedules.
+Ranks form a torus of nodes and local ranks. Each rank does what rank 0 does, shifted to the rank's
+own position on the torus. One schedule therefore stands for all ranks. It has rank 0's steps and
+transfers, and an array over ranks wherever rank 0's schedule names a peer. `SpmdSchedule.of`
+compares a few ranks with their own schedules.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class SpmdTransfer:
     """One transfer of all ranks.
 
     first: rank 0's transfer. Fields that are not repeated here are the same on all ranks.
-    to, source: [workers], the receiver of the message that each rank sends, and the sender of the
-        message that it receives. None for a collective.
+    to: [workers], the rank to which each rank sends. None for a collective.
+    source: [workers], the rank from which each rank receives. None for a collective.
     peers: [workers], the lowest rank in each rank's collective. None for a p2p message.
-    arriving, leaving: the groups whose shards rank 0 receives and sends. `RankGrid.groups_of`
-        translates them to other ranks. None for a collective.
+    arriving, leaving: number of the group whose shard rank 0 receives, and of the group whose shard
+        rank 0 sends. `RankGrid.groups_of` gives the groups of other ranks. None for a collective.
     """
 
     first: Transfer
@@ -42,7 +42,10 @@ class SpmdTransfer:
 
     @property
     def queue(self) -> tuple[str, bool]:
-        """The communicator. It carries one message at a time, in posting order."""
+        """The communicator: its name, and whether it carries gradients.
+
+        A communicator carries one message at a time, in posting order.
+        """
         if self.first.kind == SUM:
             return "whole", False
         return self.first.channel, self.first.payload in GRADIENTS
@@ -52,9 +55,11 @@ class SpmdTransfer:
 class SpmdStep:
     """One step of all ranks; see `schedule.ScheduleStep` for the other fields.
 
-    queries, keys: the groups whose queries and keys rank 0 computes; None if the step computes no
-        attention. keys is `EVERYTHING` if the step computes all keys.
-    part: the part of the heads that rank 0 computes (`SpmdSchedule.parts_of`).
+    queries: number of the group whose queries rank 0 computes; None if the step computes no
+        attention.
+    keys: number of the group whose keys rank 0 computes, or `EVERYTHING` for all keys; None if the
+        step computes no attention.
+    part: (i, n): rank 0 computes the i-th of n equal parts of the heads.
     """
 
     queries: int | None
@@ -106,12 +111,12 @@ class RankGrid:
         return np.arange(self.workers) // self.heads % self.size
 
     def groups_of(self, group: int) -> IntArray:
-        """Return the group that each rank has in place of rank 0's ``group``, [workers]."""
+        """Return the group that corresponds to rank 0's ``group`` for each rank, [workers]."""
         node, local = divmod(group, self.size)
         return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
-        """Return the peer that each rank has in place of rank 0's peer ``rank``, [workers]."""
+        """Return the peer that corresponds to rank 0's peer ``rank`` for each rank, [workers]."""
         assert rank % self.heads == 0
         place = np.arange(self.workers) % self.heads
         return self.groups_of(rank // self.heads) * self.heads + place
@@ -143,24 +148,24 @@ class SpmdSchedule:
         return self.backward if direction == "backward" else self.forward
 
     def transfers(self, direction: str) -> dict[int, SpmdTransfer]:
-        """Return the transfers of a pass, by number."""
+        """Return the transfers of a pass by their number."""
         beats = self.beats(direction)
         return {move.number: move for beat in beats for move in (*beat.post, *beat.send)}
 
     def parts_of(self, beat: SpmdStep) -> IntArray:
-        """Return which part of the heads each rank computes: the part's number, [workers]."""
+        """Return the number of the part of the heads that each rank computes, [workers]."""
         own = beat.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
 
     def column_sum(self, first: Transfer) -> SpmdTransfer:
         """Return the all-reduce of gathered columns, which is not part of the schedule.
 
-        first: rank 0's transfer. The ranks with the same heads take part.
+        first: rank 0's transfer. Ranks that compute the same heads take part in one all-reduce.
         """
         return SpmdTransfer(first, None, None, np.arange(self.grid.workers) % self.grid.heads)
 
     def compare(self, rank: int) -> None:
-        """Raise AssertionError if a rank's schedule differs from the translation of rank 0's."""
+        """Raise AssertionError if a rank's schedule differs from rank 0's shifted schedule."""
         for beats, steps in (
             (self.forward, self.schedule.forward[rank]),
             (self.backward, self.schedule.backward[rank]),
@@ -199,7 +204,10 @@ class SpmdSchedule:
 
 
 class _SpmdStepMaker:
-    """Makes the steps of all ranks from rank 0's. Transfers with equal peers share one array."""
+    """Makes the steps of all ranks from those of rank 0.
+
+    Transfers with equal peers share one array.
+    """
 
     def __init__(self, grid: RankGrid) -> None:
         self.grid = grid

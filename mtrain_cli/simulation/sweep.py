@@ -1,8 +1,8 @@
 """Predict every combination of lengths, workers, nodes, settings, layouts and exchanges.
 
 The result of a combination is a row: a plain dictionary. ``summary.json`` lists the rows under
-``sweep``. Each row is written as soon as it is complete, so an interrupted sweep resumes when you
-start it again in the same folder.
+``sweep``. The sweep writes each row as soon as the row is complete. If you start an interrupted
+sweep again in the same folder, it resumes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROW_VERSION = 2  # version of the rows in a journal; rows of version 1 had no r
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One configuration of a sweep. values: the value of each axis, as typed."""
+    """One configuration of a sweep. values: the value of each axis, as the user typed it."""
 
     values: dict[str, str]
     layout: str
@@ -71,10 +71,11 @@ def points(
 class Sweep:
     """The points of a sweep, and the inputs that they share.
 
-    cluster_of: makes the cluster from a number of nodes. None stands for the number in its file.
-    scenario_of: makes the scenario from settings, a density and a number of columns.
-    workers: number of workers if no axis sets it; None for all GPUs of the cluster.
-    about: text that identifies all other inputs of a row.
+    cluster_of: function that makes the cluster from a number of nodes. None stands for the number
+        in the cluster file.
+    scenario_of: function that makes the scenario from settings, a density and a number of columns.
+    workers: number of workers if no axis sets this number; None for all GPUs of the cluster.
+    about: text that identifies all inputs of a row except its point.
     """
 
     points: list[SweepPoint]
@@ -89,8 +90,8 @@ class Sweep:
         """Yield the row of each point.
 
         Args:
-            journal: file with the rows of an earlier attempt. New rows are appended. None writes
-                no file.
+            journal: file with the rows of an earlier attempt, to which new rows are appended; None
+                to write no file.
             report_count: called with the number of complete rows.
 
         Raises:
@@ -133,7 +134,7 @@ class Sweep:
 def shared_remarks(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the remarks that all rows share, and the rows without these remarks.
 
-    Rows of impossible points have no remarks and do not count.
+    Rows of impossible points have no remarks, so they are ignored.
     """
     remarks = [row["remarks"] for row in rows if "cannot" not in row]
     common = [
@@ -170,10 +171,10 @@ def range_as_dict(time: BoundedTime, digits: int = 6) -> dict[str, float]:
 
 
 def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) -> dict[str, Any]:
-    """Return a row with the days and the dollars of a training on ``tokens``.
+    """Return a row with the time and the cost of training, in days and dollars.
 
-    tokens: number of tokens; None leaves the row as it is.
-    price: dollars per GPU and hour; None if unknown.
+    tokens: number of tokens to train on; None leaves the row as it is.
+    price: dollars per GPU hour; None if unknown.
     """
     if tokens is None:
         return row
@@ -185,7 +186,7 @@ def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) ->
 
 
 def row_of(outcome: PredictedScenario) -> dict[str, Any]:
-    """Return the predicted numbers of one training as a row.
+    """Return the predicted numbers of one training run as a row.
 
     ``mfu`` is None for sparse attention. ``mfu_as_dense`` also counts the pairs that sparse
     attention skips, so it may exceed 1.

@@ -19,10 +19,9 @@ _DIGITS = 18
 
 
 def is_axis(word: str) -> bool:
-    """Return whether ``NAME=VALUE,...`` is an axis and not a plain setting.
+    """Return whether a word such as ``seq=128k,512k`` is an axis and not a plain setting.
 
-    It is an axis if it has several values or if its name is in `OWN`. A list in brackets is one
-    value.
+    An axis has several values or a name in `OWN`. A list in brackets is one value.
     """
     name, _, values = word.partition("=")
     return name in OWN or ("," in values and values[0] not in "[{")
@@ -31,7 +30,7 @@ def is_axis(word: str) -> bool:
 def axes(words: Sequence[str]) -> dict[str, list[str]]:
     """Parse words such as ``["seq=128k,512k", "nodes=1,2"]`` into the values of each name.
 
-    The values of settings are checked later, when a configuration is composed from them.
+    The values of settings are checked later, when a configuration is composed.
 
     Raises:
         ConfigError: a word is not NAME=VALUE,..., or its name or a value cannot be swept.
@@ -46,7 +45,7 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
             option = name.rpartition(".")[2]
             raise ConfigError(f"{word}: use --{option} {listed} to compare these")
         if name in ("cluster", "topology.cluster"):
-            raise ConfigError(f"{word}: a sweep predicts for one cluster; start one for each")
+            raise ConfigError(f"{word}: a sweep predicts for one cluster; start a sweep for each")
         if name in found:
             raise ConfigError(f"{word}: {name} is swept twice; give all its values at once")
         known = name in OWN or "." in name or name in all_keys() or name in open_groups().options
@@ -64,7 +63,7 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _expected(name: str, value: str) -> str | None:
-    """Check a value of an axis in `OWN`. Return what is allowed, or None if the value is valid."""
+    """Check a value of an axis in `OWN`. Return None if it is valid, else the allowed values."""
     if name == DENSITY:
         with contextlib.suppress(ValueError):
             if 0 < parse_share(value) <= 1:

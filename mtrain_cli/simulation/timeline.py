@@ -4,20 +4,20 @@ All ranks run the same program (`parallel.program`), and an action on one rank d
 earlier actions of the other ranks. So each action is played for all ranks together, in program
 order, without an event queue:
 
-- A message is ready at a rank when the rank has posted it, the message before it on the same
-  communicator has ended there, and the message that it forwards has arrived.
+- A message is ready at a rank when the rank has posted it, the previous message on the same
+  communicator has ended at this rank, and the message that it forwards has arrived.
 - A p2p message begins when both ranks are ready and the link into the receiver is free. Each rank
   has one incoming link inside its node and one from other nodes. A link carries messages in posting
-  order. In a ring, a rank sends all messages on a link to one neighbour, so its outgoing links are
-  free whenever the neighbour's incoming links are.
-- A p2p message ends at a rank when the message that the rank sends has left, and the one that it
-  receives has arrived.
+  order. In a ring, a rank sends all messages on a link to one neighbor, so the rank's outgoing
+  links are free whenever the neighbor's incoming links are.
+- A p2p message ends at a rank when the message that the rank sends has left, and the message that
+  the rank receives has arrived.
 - A collective begins when all its ranks are ready.
 - A wait stops the compute stream until the message ends at this rank.
 - Messages in flight at a rank slow its attention.
 
-As in profiles (`profiling.record_collector`), `late` is the part of a wait before the peer posts
-its message.
+As in profiles (`profiling.record_collector`), `late` is the part of a wait until the peer posts its
+message.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _KIND, _LINK, _PAYLOAD, _DIRECTION = (
 class Disturbances:
     """Deviations from an ideal run.
 
-    slow: factor on the computation time of a rank, by rank.
-    jitter: standard deviation of the logarithm of a random factor on message times. The factor is
-        drawn for every message and rank.
+    slow: for each slow rank, the factor by which its computation takes longer.
+    jitter: standard deviation of the logarithm of a random factor on message times. Every message
+        and rank draws its own factor.
     seed: seed of these random factors.
     """
 
@@ -63,10 +63,10 @@ class Disturbances:
     seed: int = 0
 
     def of_groups(self, size: int) -> dict[int, Disturbances]:
-        """Return the disturbances of each context group that has a slow rank, by group.
+        """Return the disturbances of each context group with a slow rank, by group.
 
-        If no rank is slow, return those of group 0. Ranks count from 0 in each group of ``size``
-        ranks.
+        Each group has ``size`` ranks, and its ranks count from 0. If no rank is slow, return only
+        group 0.
         """
         slow: dict[int, dict[int, float]] = {}
         for rank, factor in sorted(self.slow.items()):
@@ -79,12 +79,12 @@ class PassTimes:
     """The times of one pass, in microseconds.
 
     start, end: [workers].
-    spent: by kind (`recording.COMPUTING` without waits), [workers, 1 + steps]. Entry 0 holds the
-        time before the first step and the time of gathered single columns.
+    spent: time by kind (`recording.COMPUTING` without waits), [workers, 1 + steps]. Entry 0 holds
+        the time before the first step and the time of gathered single columns.
     late: time waiting for slower workers, [workers, 1 + steps].
-    exposed: exposed communication by link, [workers, 1 + steps] each.
-    carried: [inner or outer, workers], time for which messages occupy a rank's link.
-    rows: records of the pass, if requested.
+    exposed: time of exposed communication by link, [workers, 1 + steps] each.
+    carried: [2, workers], time for which messages occupy a rank's inner and outer link.
+    rows: records of the pass; empty if not requested.
     """
 
     direction: str
@@ -98,7 +98,7 @@ class PassTimes:
 
     @property
     def duration(self) -> float:
-        """Return the microseconds from the first start to the last end."""
+        """Return the time from the first start to the last end, in microseconds."""
         return float(self.end.max() - self.start.min())
 
     def moved(self, by: float) -> PassTimes:
@@ -110,12 +110,12 @@ class PassTimes:
 
     @property
     def attention(self) -> FloatArray:
-        """Return the microseconds of attention, [workers, steps]."""
+        """Return the time of attention in microseconds, [workers, steps]."""
         return self.spent["attention"][:, 1:]
 
     @property
     def elapsed(self) -> FloatArray:
-        """Return the time of whole steps, [workers, 1 + steps]."""
+        """Return the time of whole steps with all waits, [workers, 1 + steps]."""
         return np.sum([*self.spent.values(), self.late, *self.exposed.values()], axis=0)
 
 
@@ -136,8 +136,8 @@ def play(
     Args:
         direction: name of the pass.
         steps: number of steps.
-        start: [workers], microseconds at which each rank starts; default 0.
-        grid: the grid of ranks, which determines the shard numbers in records.
+        start: [workers], time in microseconds at which each rank starts; None for 0.
+        grid: the grid of ranks, which gives the shard numbers in records.
         rows: also make records.
         stream: number of the pass. Passes with different numbers draw different jitter.
     """
@@ -226,7 +226,10 @@ class _Player:
         self.now = self.now + us
 
     def _slowed(self, us: FloatArray) -> FloatArray:
-        """Return how long work of ``us`` microseconds takes from now, with messages in flight."""
+        """Return how long work takes that starts now, while messages in flight slow it down.
+
+        us: [workers], time of the work without messages, in microseconds.
+        """
         self.active = [entry for entry in self.active if (entry[1] > self.now).any()]
         if not self.active:
             return us
@@ -341,19 +344,19 @@ class _Groups:
         self.of = np.searchsorted(ordered[self.begin], peers)
 
     def most(self, values: FloatArray) -> FloatArray:
-        """Return for each rank the largest value in its group, [workers]."""
+        """Return the largest value in each rank's group, [workers]."""
         if self.alone:
             return np.full(len(values), values.max())
         return np.maximum.reduceat(values[self.order], self.begin)[self.of]
 
     def first(self, values: FloatArray) -> FloatArray:
-        """Return for each rank the value of the lowest rank in its group, [workers]."""
+        """Return the value of the lowest rank in each rank's group, [workers]."""
         return values[self.peers]
 
     def latest(self, values: FloatArray) -> IntArray:
-        """Return for each rank which rank of its group has the largest value, [workers].
+        """Return the rank with the largest value in each rank's group, [workers].
 
-        If several have it, this is the lowest of them.
+        If several ranks share the largest value, return the lowest of them.
         """
         largest = values == self.most(values)
         candidates = np.where(largest, np.arange(len(values)), len(values))
@@ -417,9 +420,9 @@ def together(
     """Join the records of passes into the records of one iteration, of dtype `ROW`.
 
     Args:
-        passes: (layer, times) of each pass.
-        case, iteration: numbers for the records.
-        flop: FLOP per pair, forward and backward.
+        passes: a (layer, times) pair for each pass.
+        case, iteration: numbers of case and iteration in the records.
+        flop: FLOP per query-key pair in (forward, backward).
     """
     parts = []
     for layer, times in passes:

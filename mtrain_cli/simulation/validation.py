@@ -1,8 +1,8 @@
 """Compare predictions with measurements, by step, by rank and as a whole.
 
-There are two sources of predictions: a folder that an earlier `mtrain simulate --out FOLDER` wrote,
-or the shapes, indices and configuration that a run recorded (never its times). The analysis of
-profiles reads predictions and measurements, so each number has one definition
+Predictions come from one of two sources: a folder that an earlier `mtrain simulate --out FOLDER`
+wrote, or the shapes, indices and configuration that a run recorded (never its times). The same
+analysis reads predictions and measurements, so each number has one definition
 (`profiles/definitions.md`).
 """
 
@@ -42,7 +42,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A profile with its analysed cases and its recorded indices."""
+    """A profile with its analyzed cases and its recorded indices."""
 
     folder: Path
     recorded: RecordedFolder
@@ -92,7 +92,7 @@ def open_run(folder: Path) -> MeasuredRun:
 
 
 def key_of(facts: dict[str, Any]) -> Key:
-    """Return the facts by which a measured case and its prediction are matched."""
+    """Return the facts that a measured case and its prediction must share."""
     exchange = str(facts.get("exchange"))
     parsed = parse_label(exchange, 1, 1)  # for the name, which does not depend on these sizes
     hierarchical = parsed is not None and EXCHANGE_TRAITS[parsed[0]].hierarchical
@@ -137,8 +137,8 @@ def replay(
         raise ConfigError(f"RUN {run.folder}: {case.label}: {error}") from None
     if prediction.rows is None:
         raise ConfigError(
-            f"RUN {run.folder}: {case.label}: too large for records; give a prediction of "
-            "fewer layers"
+            f"RUN {run.folder}: {case.label}: the prediction has too many records; give a "
+            "prediction of fewer layers"
         )
     return prediction
 
@@ -147,10 +147,10 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
     """Make the setup of a recorded case.
 
     The label of its exchange, such as ``ulysses over 2, then ring (2 hops ahead)``, gives all
-    options except ``topology.columns``. ``config`` gives that one.
+    options except ``topology.columns``, which comes from ``config``.
 
     Raises:
-        ConfigError: this version does not know the label.
+        ConfigError: this version of mtrain does not know the label.
     """
     workers, label = int(facts["cp"]), str(facts["exchange"])
     per_node = int(facts["per_node"]) or workers
@@ -236,11 +236,11 @@ def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str
 class PredictedCase:
     """The prediction of one case.
 
-    analysis: the analysed records of the prediction.
-    bounds: by pass, the ms of a layer as ``low``, ``value`` and ``high``.
+    analysis: the analyzed records of the prediction.
+    bounds: time of a layer in ms by pass, with the keys ``low``, ``value`` and ``high``.
     remarks: sentences for the user.
     folder: the folder that holds the prediction.
-    written: time at which the prediction was written; empty for a new one.
+    written: time at which the prediction was written; empty for a new prediction.
     """
 
     analysis: CaseAnalysis
@@ -296,17 +296,18 @@ def digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class PassComparison:
-    """One pass of a case, measured and predicted. Times are ms of a layer.
+    """One pass of a case, measured and predicted. Times are in ms and for one layer.
 
-    bare: measured time of the slowest worker without recording (`CaseAnalysis.bare_ms`), if known.
+    bare: measured time of the slowest worker without recording (`CaseAnalysis.bare_ms`); None if
+        unknown.
     recorded, std: measured time of the slowest worker with recording, and its standard deviation.
     predicted, low, high: predicted time of the slowest worker, and its bounds.
-    steps: (measured, predicted) time of each step, with waits; mean over ranks.
-    ranks: (measured, predicted) time of all steps and of gathered columns, by rank.
-    mape: mean absolute relative error of the attention time over (rank, step).
+    steps: (measured, predicted) time of each step with waits, averaged over ranks.
+    ranks: (measured, predicted) time of each rank, for all steps and gathered columns.
+    mape: mean absolute relative error of the attention time, over all ranks and steps.
     degrees: (measured, predicted) imbalance degrees of time.
     cells: number of entries of the work table (`_work`).
-    equal: number of entries that are equal in measurement and prediction.
+    equal: number of entries of the work table that are equal in measurement and prediction.
     """
 
     bare: float | None
@@ -459,10 +460,10 @@ def _compare_pass(
 
 
 def _work(analysis: PassAnalysis) -> np.ndarray:
-    """Return the work of each rank, int [ranks, 2 * steps + 1].
+    """Return the work table, whole numbers [ranks, 2 * steps + 1].
 
-    The columns are the pairs of each step, the pairs of gathered columns, and the blocks of each
-    step. A step without pairs has no records in a profile, so its blocks count as 0.
+    A row holds the number of pairs of each step, of pairs of gathered columns, and of blocks of
+    each step. A step without pairs has no records in a profile, so its blocks count as 0.
     """
     blocks = np.where(analysis.pairs > 0, analysis.blocks, 0)
     return np.rint(np.column_stack([analysis.pairs, analysis.column_pairs, blocks]))
@@ -476,17 +477,19 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
 class PredictionAccuracy:
     """Errors over all cases.
 
-    mape, worst: mean absolute and largest relative error of a case's time.
-    passes: mean absolute relative error of each pass.
+    mape: mean absolute relative error of a case's time.
+    worst: relative error of a case's time with the largest absolute value.
+    passes: mean absolute relative error of the time of each pass.
     covered: share of passes whose measured time is within the bounds.
     degree, worst_degree: mean and largest absolute error of the imbalance degrees of time.
     rank: Spearman correlation of measured and predicted times, for each group of three cases or
         more.
-    cells, equal: sums of these fields of `PassComparison`.
-    chosen: by group, whether the case that was predicted as fastest was measured as fastest.
+    cells, equal: sums of the fields of the same name in `PassComparison`.
+    chosen: by group, whether the case with the shortest predicted time also has the shortest
+        measured time.
     common: median over cases of predicted / measured time. It differs from 1 if, for example, the
         whole machine was slower than at calibration.
-    mape_without_common: mean absolute relative error after dividing predictions by ``common``.
+    mape_without_common: mean absolute relative error of all predictions divided by ``common``.
     """
 
     mape: float
@@ -523,7 +526,7 @@ class PredictionAccuracy:
 
 
 def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
-    """Summarise the errors of all cases."""
+    """Summarize the errors of all cases."""
     errors = np.array([case.error for case in cases])
     every = [(name, p) for case in cases for name, p in case.passes.items()]
     degrees = np.abs([p - m for _, one_pass in every for m, p in one_pass.degrees.values()])
@@ -558,7 +561,7 @@ def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the rank correlation. Ties get their mean rank. Return NaN if an input is constant."""
+    """Return the Spearman correlation; NaN if an input is constant. Ties get their mean rank."""
     ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
     if any(np.ptp(r) == 0 for r in ranks):
         return float("nan")

@@ -1,4 +1,4 @@
-"""Count the work and the bytes of recorded indices under other layouts, exchanges and workers."""
+"""Replay recorded indices: count work and bytes for other layouts, exchanges and worker counts."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class ReplaySetup:
 
     exchange: a value of ``topology.exchange``.
     per_node: number of workers per node.
-    options: settings that supply ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and
-        ``columns``. None takes their defaults.
+    options: settings that give ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and
+        ``columns``; None for the defaults of these settings.
     """
 
     layout: str
@@ -56,10 +56,11 @@ class ReplaySetup:
 class ReplayedPass:
     """One pass of a replayed configuration.
 
-    degrees: imbalance degrees of the pairs, mean over layers. Gathered columns count as one more
-        step, except in the step degree.
-    pairs: int64 [workers], sum over all layers.
-    sent: bytes that a worker sends, with gathered columns; mean over layers.
+    degrees: imbalance degrees of the number of pairs, averaged over layers. Gathered columns count
+        as one more step, except in the step degree.
+    pairs: int64 [workers], number of query-key pairs in all layers.
+    sent: number of bytes that a worker sends in a layer, including gathered columns; mean over
+        layers.
     """
 
     degrees: Imbalance
@@ -84,7 +85,7 @@ class ReplayedSetup:
 
     @property
     def flop(self) -> IntArray:
-        """Return the FLOP of both passes, divided by head_dim, int64 [workers]."""
+        """Return the number of FLOP of both passes, divided by head_dim; int64 [workers]."""
         return sum(
             (FLOP_PER_PAIR[name] * found.pairs for name, found in self.passes.items()),
             np.zeros(self.setup.workers, np.int64),
@@ -124,7 +125,7 @@ class ReplayCase:
     )
 
     def program(self, *, backward: bool, columns: bool, copies_parts: bool = False) -> Program:
-        """Return rank 0's program. Every other rank executes the same program with other peers.
+        """Return rank 0's program. All other ranks run the same program with other peers.
 
         columns, copies_parts: see `lowering.Traits`.
         """
@@ -134,13 +135,13 @@ class ReplayCase:
         return self._programs[key]
 
     def sizes_under(self, index: Index | None) -> ShardSizes:
-        """Return the shard sizes with the number of columns that an index has per head."""
+        """Return the shard sizes for the number of columns per head of this index."""
         width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
         tiled = -(-width // COLUMN_TILE) * COLUMN_TILE
         return replace(self.sizes, columns=width, column_width=tiled)
 
     def sent(self, direction: str, index: Index | None) -> float:
-        """Return the bytes that a worker sends in a pass, with gathered columns."""
+        """Return the number of bytes that a worker sends in a pass, including gathered columns."""
         columns = self.counter.gathers_columns and isinstance(index, VerticalSlash)
         program = self.program(backward=direction == BACKWARD, columns=columns)
         return program.sent(self.sizes_under(index))
@@ -155,7 +156,7 @@ def replay(
     """Replay recorded indices under other configurations.
 
     Args:
-        pattern: a label of the file.
+        pattern: label of the indices in the file, such as the name of a pattern.
         layers: numbers of the layers; None for all.
 
     Raises:
@@ -184,7 +185,7 @@ def replay(
 
 
 def degrees(work: StepWork) -> Imbalance:
-    """Return the imbalance degrees of the pairs of one pass; see `ReplayedPass.degrees`."""
+    """Return the imbalance degrees of the number of pairs; see `ReplayedPass.degrees`."""
     across = imbalance(np.column_stack([work.pairs, work.column_pairs]))
     return replace(across, step=imbalance(work.pairs).step)
 
@@ -230,10 +231,10 @@ def make_case(
 
     Args:
         recorded: shapes, as an index file records them.
-        batch_masks: one per sequence of the batch. Their padding is replaced.
+        batch_masks: one mask per sequence of the batch. Their padding is adjusted to the layout.
         index: the index of any layer; None for dense attention.
-        columns: most single columns per head that an index can have; None if unknown.
-        choice: the exchange of ``setup``, if already chosen; None to choose it.
+        columns: largest number of single columns per head that an index can have; None if unknown.
+        choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -282,10 +283,10 @@ def _check(setup: ReplaySetup, recorded: RecordedSetup, block: int | None, per_n
 def require_enough_blocks(
     setup: ReplaySetup, seq: int, block: int | None, stripe: int, sharing: int
 ) -> None:
-    """Refuse a sequence with fewer blocks than workers that share it.
+    """Refuse a sequence with fewer blocks than it has workers.
 
     Args:
-        seq: tokens of the sequence.
+        seq: number of tokens of the sequence.
         block: tokens per block of the index; None if there is no index.
         stripe: tokens per block of a striped layout.
         sharing: number of workers that share a sequence.
@@ -332,7 +333,7 @@ def _accepted(setup: ReplaySetup, needs: ExchangeNeeds) -> bool:
 
 
 def topology_of(setup: ReplaySetup) -> TopologyConfig:
-    """Return topology settings from which `choose_exchange` chooses the exchange of a setup."""
+    """Return a setup's topology settings, for `choose_exchange`."""
     options: dict[str, Any] = {field.name: "auto" for field in fields(TopologyConfig)}
     options |= {"prefetch": 1, "block_size": 0, "timeout_s": 0}
     return replace(
@@ -369,6 +370,6 @@ def resized(index: Index, blocks: int) -> Index:
 def setups_of(
     layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int
 ) -> Iterator[ReplaySetup]:
-    """Yield every combination; worker counts vary slowest."""
+    """Yield every combination of the arguments. Worker counts vary slowest."""
     for n, layout, exchange in itertools.product(workers, layouts, exchanges):
         yield ReplaySetup(layout, exchange, n, per_node)

@@ -1,12 +1,12 @@
 """Count exactly the query-key pairs and block pairs that each worker computes in each step.
 
 The counts follow from layout, masks and index. With Ulysses, the workers that split the heads form
-a group, and each computes its heads for the tokens of the whole group. Otherwise each worker is a
-group of its own. A table holds the pairs for every (query group, key group), and each step reads
-the entries of its groups.
+a group, and each worker computes its heads for the tokens of the whole group. Without Ulysses, each
+worker is a group of its own. A table holds the number of pairs for every (query group, key group),
+and each step reads the entries of its groups.
 
 Slashes are block diagonals. How many pairs a diagonal has between two groups depends only on masks
-and layout, so these numbers are counted once for all layers. Only a bitmap needs a table of
+and layout, so this module counts them once for all layers. Only a bitmap needs a table of
 [blocks, blocks].
 """
 
@@ -38,17 +38,19 @@ _AT_ONCE = 1 << 21  # most entries of a temporary table
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of one pass of a layer: int64, summed over a worker's heads and sequences.
+    """The work of one pass of a layer, in numbers summed over a worker's heads and sequences.
 
-    pairs: [workers, steps], query-key pairs that masks and index allow.
-    blocks: [workers, steps], chosen block pairs with at least one allowed pair. Single columns do
-        not count.
-    columns: [workers], single columns that are gathered once, without padding. 0 if the steps
-        compute the columns.
-    column_pairs: [workers], pairs of the gathered columns that lie on no slash. ``pairs`` does not
-        contain them.
-    of_columns: [workers, steps], pairs of single columns that lie on no slash. ``pairs`` contains
-        them. None if they are not counted separately.
+    All arrays are int64.
+
+    pairs: [workers, steps], number of query-key pairs that masks and index allow.
+    blocks: [workers, steps], number of chosen block pairs with at least one allowed pair. Blocks
+        that only single columns touch do not count.
+    columns: [workers], number of gathered single columns, without padding; 0 if the steps compute
+        the columns.
+    column_pairs: [workers], number of pairs of gathered columns that lie on no slash. ``pairs``
+        does not include these pairs.
+    of_columns: [workers, steps], number of pairs of single columns that lie on no slash. ``pairs``
+        includes these pairs. None if they were not counted separately.
     """
 
     direction: str
@@ -60,7 +62,7 @@ class StepWork:
 
     @property
     def total_pairs(self) -> IntArray:
-        """Return the pairs of all steps and of gathered columns, [workers]."""
+        """Return the number of pairs of all steps and of gathered columns, [workers]."""
         return self.pairs.sum(1) + self.column_pairs
 
 
@@ -70,10 +72,10 @@ class WorkCounter:
 
     heads: number of query heads.
     block: tokens per block.
-    shared_columns: whether rings gather the single columns of an index once.
+    shared_columns: whether a ring gathers the single columns of an index before its steps.
     owner: int64 [padded_seq], the group that holds each position.
     block_owner: int64 [blocks], the group that holds each block. None if groups do not hold whole
-        blocks. Then there can be no index, and blocks are not counted.
+        blocks; an index is then impossible, and blocks are not counted.
     """
 
     schedule: Schedule
@@ -144,12 +146,12 @@ class WorkCounter:
         """Count the work of a layer in both passes.
 
         index: the index of the layer; None for dense attention.
-        rank: count only this worker, in arrays of one row. A bitmap then needs only the query
-            blocks that this worker computes. None counts all workers.
+        rank: count only this worker, in arrays with one row; None to count all workers. For one
+            worker, a bitmap needs only the query blocks that this worker computes.
 
         Raises:
-            ValueError: the index has other blocks, heads or sequences than this batch, it lacks
-                query blocks, or a worker does not hold whole blocks.
+            ValueError: the index has other blocks, heads or sequences than this batch; the index
+                lacks query blocks; or a worker does not hold whole blocks.
         """
         steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
         ranks = range(self.schedule.workers) if rank is None else (rank,)
@@ -169,10 +171,11 @@ class WorkCounter:
 
     @cached_property
     def _places(self) -> dict[str, IntArray]:
-        """Return one row for each rank and step that computes attention, by pass: int64 [rows, 6].
+        """Return a table by pass, with one row for each rank and step that computes attention.
 
-        The columns are rank, step, i, n, query group and key group. The rank computes the i-th of n
-        equal parts of the heads. The key group is ``groups`` if the step computes all keys.
+        A table is int64 [rows, 6]. Its columns are rank, step, i, n, query group and key group. The
+        rank computes the i-th of n equal parts of the heads. The key group is ``groups`` if the
+        step computes all keys.
         """
         lockstep = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
@@ -191,7 +194,7 @@ class WorkCounter:
         return found
 
     def _own_part(self, rank: int) -> Part:
-        """Return (i, n): a worker's gathered columns are for the i-th of n parts of the heads."""
+        """Return (i, n): a worker gathers columns for the i-th of n equal parts of the heads."""
         return rank % self.schedule.heads, self.schedule.heads
 
     def _check(self, index: Index) -> None:
@@ -230,7 +233,7 @@ class WorkCounter:
 
     @cached_property
     def _kinds(self) -> list[_Kind]:
-        """Return the distinct masks of the batch, each with the sequences that have it."""
+        """Return the distinct masks of the batch, each with the sequences that have this mask."""
         found: list[tuple[SequenceMask, list[int]]] = []
         for row, mask in enumerate(self.masks):
             for other, rows in found:
@@ -319,13 +322,15 @@ class WorkCounter:
         held: IntArray,
         allowed: IntArray,
     ) -> NDArray[np.float64]:
-        """Return the allowed pairs, summed over heads and sequences, float [query blocks, blocks].
+        """Return the number of allowed pairs in each block pair, float [query blocks, blocks].
+
+        The number is a sum over ``heads`` and over the sequences with the mask of ``kind``.
 
         Args:
             heads: the query heads to count.
-            rows: numbers of the query blocks.
-            held: place of each of these query blocks in the index.
-            allowed: pairs that the mask allows in each block pair, [query blocks, blocks].
+            rows: query block numbers.
+            held: row of the index that holds each of these query blocks.
+            allowed: number of pairs that the mask allows, [query blocks, blocks].
         """
         block, per_chunk = self.block, index.chunk // self.block
         found = np.zeros(allowed.shape)
@@ -352,7 +357,7 @@ class WorkCounter:
 class _Table:
     """The counts of one part of the heads. Arrays are int64 [query groups, key groups].
 
-    column_pairs: pairs of single columns that lie on no slash.
+    column_pairs: number of pairs of single columns that lie on no slash.
     columns: number of single columns, without padding.
     """
 
@@ -389,7 +394,7 @@ class _Kind:
 
     @cached_property
     def dense(self) -> tuple[IntArray, IntArray]:
-        """Return the pairs and blocks of one head, [groups, groups] each."""
+        """Return the numbers of pairs and of blocks of one head, [groups, groups] each."""
         counter = self.counter
         if counter.block_owner is not None:
             return self.diagonals.between(np.ones(counter.blocks, np.int64))
@@ -407,13 +412,14 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Diagonals:
-    """The pairs and blocks of each block diagonal between each (query group, key group).
+    """The numbers of pairs and blocks of each block diagonal, by (query group, key group).
 
-    An entry holds the counts of one diagonal between one pair of groups. It exists if the mask
-    allows query-key pairs there. Entries are sorted by pair of groups. A run is all entries of one
-    pair of groups.
+    An entry holds the counts of one diagonal for one (query group, key group). Only diagonals with
+    allowed query-key pairs have an entry. Entries are sorted by (query group, key group). A run is
+    all entries of one (query group, key group).
 
-    diagonal, pairs, blocks: [entries].
+    diagonal: [entries], number of the diagonal.
+    pairs, blocks: [entries], number of query-key pairs and of blocks.
     group_pair: [runs], query group * groups + key group.
     start: [runs], the first entry of the run.
     """
@@ -465,7 +471,7 @@ class _Diagonals:
         return _Diagonals(groups, diagonal[order], pairs[order], number[order], pair[start], start)
 
     def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the pairs and blocks of the chosen diagonals, [groups, groups] each.
+        """Return the numbers of pairs and of blocks of the chosen diagonals, [groups, groups] each.
 
         chosen: int64 [blocks], number of heads that choose each diagonal.
         """
@@ -483,8 +489,8 @@ _LATEST: dict[tuple[int, int, int, bytes, bytes], _Diagonals] = {}
 def _latest_diagonals(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
     """Make the diagonals, or take them from a cache if the last call had the same arguments.
 
-    The cache has one entry, because diagonals are large. It serves counters that differ only in
-    their exchange.
+    The cache has one entry, because diagonals are large. Counters that differ only in their
+    exchange use the same diagonals.
     """
     key = mask.length, block, groups, _digest(mask.first), _digest(owner)
     if key not in _LATEST:
@@ -498,7 +504,7 @@ def _digest(values: IntArray) -> bytes:
 
 
 def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
-    """Return distinct values and inverse indices, like `np.unique`, but unsorted and faster.
+    """Return distinct values and inverse indices, like `np.unique`, but faster and unsorted.
 
     place: scratch array with more entries than the largest value.
     """
@@ -514,17 +520,18 @@ class _ColumnCounter:
     """Counts the pairs that single columns add to the slashes, by query group and key group.
 
     All queries from a column to the end of its document see the column. Pairs in blocks on a slash
-    do not count again. The columns of one block and one document form a segment. They differ only
-    in the rows of their own block that see them.
+    do not count again. The columns of one block and one document form a segment. Within a segment,
+    columns differ only in which rows of their own block see them.
 
     The blocks of a group consist of pieces. A piece is a run of adjacent blocks (stride 1) or, in a
-    striped layout, the blocks ``start, start + stride, ...``. The number of blocks of a piece that
-    lie on no slash is a difference of two prefix sums over every stride-th diagonal.
+    striped layout, the blocks ``start, start + stride, ...``. A difference of two prefix sums over
+    every stride-th diagonal gives the number of blocks of a piece that lie on no slash.
 
     owner: int64 [blocks], the group that holds each block.
-    segment: [length], segment of each position without padding.
-    key_block, last: [segments], block of the segment, and the last query that sees it.
-    stride: distance between adjacent blocks of a piece.
+    segment: [length], the segment that contains each position. Padding has no segment.
+    key_block: [segments], the block that contains the segment.
+    last: [segments], the last query that sees the columns of the segment.
+    stride: distance between consecutive blocks of a piece, in blocks.
     start: [pieces], first block of each piece.
     """
 
@@ -546,7 +553,7 @@ class _ColumnCounter:
         return _ColumnCounter(mask.length, block, groups, owner, *segments, *_pieces(owner))
 
     def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
-        """Return the number of columns without padding, and their pairs [groups, groups].
+        """Return the number of columns without padding, and of their pairs [groups, groups].
 
         slashes: [rows, blocks], with one row per head and sequence.
         columns: [rows, width], positions.
@@ -592,8 +599,8 @@ class _ColumnCounter:
     def _sums(self, off: NDArray[np.bool_]) -> IntArray:
         """Return prefix sums over diagonals, [rows, blocks].
 
-        The entry of diagonal d counts how many of d, d - stride, d - 2 * stride, ... (above 0) are
-        not slashes.
+        Entry d counts the diagonals d, d - stride, d - 2 * stride, ... (above 0) that are not
+        slashes.
         """
         rows, blocks = off.shape
         table = np.zeros((rows, -(-blocks // self.stride) * self.stride), np.int32)
@@ -617,7 +624,10 @@ class _ColumnCounter:
 
 
 def _pieces(owner: IntArray) -> tuple[int, IntArray]:
-    """Return the stride and start [pieces] that give the fewest pieces; see `_ColumnCounter`."""
+    """Return the stride and the starts of the pieces [pieces]; see `_ColumnCounter`.
+
+    Choose the stride with the fewest pieces.
+    """
     start = np.flatnonzero(np.diff(owner, prepend=-1))
     repeats = [int(p) for p in start[1:] if owner[p] == owner[0]]
     for period in repeats[:4]:

@@ -1,6 +1,7 @@
 """Memory of one layer's attention: the buffers of its exchange and of its kernel.
 
-The exchange's bytes come from its program (`parallel.program`). The kernel's bytes are formulas.
+The program of the exchange lists the sizes of its buffers (`parallel.program`). Formulas give the
+sizes of the kernel's buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MOST_OF_16_BITS = 32767
 
 
 class AttentionMemory:
-    """Bytes of one layer's attention on context rank 0, for one micro-batch.
+    """Memory of one layer's attention on context rank 0, for one micro-batch, in bytes.
 
     index: sizes of the dynamic index. None for dense attention.
     sizes: sizes of a worker's shards.
@@ -49,27 +50,29 @@ class AttentionMemory:
 
     @property
     def pool(self) -> int:
-        """Bytes of the exchange's pool, which stay allocated from layer to layer."""
+        """Bytes of the exchange's pool, which stays allocated from layer to layer."""
         return _pool(*self._program, self.sizes)
 
     @property
     def ring_kv(self) -> int:
         """Bytes of the KV shard that a ring keeps for backward; 0 for other exchanges.
 
-        It is the shard that arrived last or, if queries circulate in backward, the rank's own.
+        A ring keeps the shard that arrived last. If queries circulate in backward, the ring keeps
+        the rank's own shard.
         """
         circulates = self.exchange.circulates_among(self.layout.workers)
         return _saved(*self._program, self.sizes)["kv"] if circulates else 0
 
     @property
     def gathered_columns(self) -> int:
-        """Bytes of the columns that a ring gathers once and forward keeps for backward."""
+        """Bytes of the columns that a ring gathers in forward and keeps for backward."""
         return _saved(*self._program, self.sizes).get("columns", 0)
 
     def in_backward(self) -> int:
-        """Return the peak bytes of backward, including the pool but not the saved tensors.
+        """Return the peak bytes of backward, without the tensors that forward saved.
 
-        They are the gradients of q, k and v, other workers' KV, and the kernel's buffers.
+        At the peak, backward holds the exchange's pool, the gradients of q, k and v, the KV of
+        other workers, and the kernel's buffers.
         """
         exchange, sizes, n = self.exchange, self.sizes, self.exchange.chunks
         groups = self.layout.workers // exchange.heads
@@ -106,10 +109,10 @@ class AttentionMemory:
 
 @cache
 def _programs(exchange: str, options: ScheduleOptions, columns: bool) -> tuple[Program, Program]:
-    """Return a worker's programs of the forward and of the backward pass.
+    """Return rank 0's program of the forward pass and its program of the backward pass.
 
     Args:
-        columns: whether a ring gathers columns once.
+        columns: whether a ring gathers the columns once.
     """
     schedule, traits = make_schedule(exchange, options), Traits(columns=columns)
     return lower(schedule, 0, traits=traits), lower(schedule, 0, traits=traits, backward=True)
@@ -125,7 +128,7 @@ def _pool(exchange: str, options: ScheduleOptions, columns: bool, sizes: ShardSi
 def _saved(
     exchange: str, options: ScheduleOptions, columns: bool, sizes: ShardSizes
 ) -> dict[str, int]:
-    """Return the bytes of each buffer that forward saves, by first word of its name, such as kv."""
+    """Return the size of each buffer that forward saves, by the first word of the buffer's name."""
     forward, _ = _programs(exchange, options, columns)
     buffers = {name.partition(" ")[0]: forward.buffers[name] for name in forward.saved}
     return {word: int(b.size.of(sizes, forward.sharing)) for word, b in buffers.items()}
@@ -142,18 +145,20 @@ def _peak_of_backward(
     """Return the peak bytes of backward, without the pool.
 
     Args:
-        scratch: (name, bytes) of operations, as in `Program.peak_bytes`.
+        scratch: pairs of an operation's name and the bytes that the operation allocates, as in
+            `Program.peak_bytes`.
     """
     return _programs(exchange, options, columns)[1].peak_bytes(sizes, dict(scratch))
 
 
 class KernelBuffers(NamedTuple):
-    """Bytes of a kernel's backward call.
+    """Bytes that a kernel's backward call allocates.
 
     made: bytes per element of the dk and dv that the call returns.
-    call: buffers of a call that computes blocks and columns.
-    blocks: buffers of a call that computes only blocks, since a ring gathers the columns.
-    columns: buffers of a call that computes only columns.
+    call: size of the buffers of a call that computes blocks and columns.
+    blocks: size of the buffers of a call that computes only blocks. A ring that gathers the
+        columns computes them in a call of their own.
+    columns: size of the buffers of a call that computes only columns.
     """
 
     made: int
@@ -174,18 +179,20 @@ def kernel_backward(
     """Return the bytes that a kernel's backward call allocates.
 
     The buffers of each kernel:
-    - flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta. With
-      an index also the lists of blocks and, after them, buffers for columns and another dq.
-    - sdpa (FlashAttention-2): float32 accumulator of dq; dk and dv for every query head; dq, dk and
-      dv of the current rectangle.
-    - triton: lse and delta; the columns, or the lists of a bitmap. A list takes 2 bytes per pair of
-      blocks and direction (4 beyond 32767 blocks).
-    - reference: three float64 score matrices and more.
+    - flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta; with
+      an index, the lists of blocks. The call computes columns after blocks. It has freed the
+      buffers of the blocks by that time, and holds the buffers of the columns and another dq.
+    - sdpa (FlashAttention-2): float32 accumulator of dq; lse and delta; dk and dv for every query
+      head; dq, dk and dv of the current rectangle.
+    - triton: lse and delta; the buffers of the columns, or the lists of a bitmap. The lists take 4
+      bytes per pair of a query block and a key block, or 8 bytes if a sequence has more than 32767
+      blocks.
+    - reference: three float64 score matrices. Smaller tensors are not counted.
 
     Args:
-        queries, keys: tokens of the call, summed over the micro-batch.
+        queries, keys: number of queries and of keys in the call, summed over the micro-batch.
         e: bytes of the compute dtype.
-        pieces: whether flash4 is called for more than one rectangle.
+        pieces: whether flash4 is called for several rectangles.
         index: sizes of the dynamic index. None for dense attention.
     """
     width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -1,4 +1,4 @@
-"""The start-up banner: which model, kernel, layout and exchange this run uses, and why."""
+"""The start-up banner: the model, kernel, layout and exchange of a run, with reasons."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def _memory(plan: RunPlan) -> str:
 
 
 def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
-    """Return warnings about settings that only a ring reads, if this run has another exchange.
+    """Return warnings about settings that only a ring reads, if the run's exchange is not a ring.
 
-    Only settings on the run's command line count.
+    Warn only about settings on the run's command line.
     """
     try:
         overrides = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""One micro-batch of a worker: the tokens that its layout assigns to it, and their attention."""
+"""One micro-batch of a worker: the tokens that the layout assigns to the worker, and attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mtrain_cli.sparsity.pattern import Pattern
 
 
 class PackedSample(Protocol):
-    """One sequence as arrays [seq]. Labels are already shifted. -100 marks an ignored label."""
+    """One sequence as arrays [seq]. Labels are already shifted. Label -100 is ignored."""
 
     @property
     def tokens(self) -> NDArray[np.int32]: ...
@@ -38,9 +38,9 @@ class HostBatch:
 
     samples: the whole sequences.
     numbers: int64 [3, batch, tokens of this worker]: tokens, positions and labels, in layout order.
-        In pinned memory if the device is a GPU.
+        For a GPU, the tensor is in pinned memory.
     plan: what this worker's attention computes.
-    valid: labels that count towards the loss, summed over the whole sequences.
+    valid: number of labels that count toward the loss, in the whole sequences.
     maker: the `BatchMaker` that made this batch.
     """
 
@@ -57,7 +57,7 @@ class Batch:
 
     tokens, positions, labels: int64 [batch, tokens of this worker], in layout order.
     attend: attention over the whole sequences, shared by all layers.
-    valid: labels that count towards the loss, summed over the whole sequences.
+    valid: number of labels that count toward the loss, in the whole sequences.
     """
 
     tokens: torch.Tensor
@@ -68,12 +68,12 @@ class Batch:
 
     @property
     def masks(self) -> tuple[SequenceMask, ...]:
-        """One mask per sequence."""
+        """The masks, one per sequence."""
         return self.attend.plan.masks
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs that the masks allow, per head, summed over the whole sequences."""
+        """Number of query-key pairs that the masks allow, per head, in the whole sequences."""
         return self.attend.plan.allowed_pairs
 
 
@@ -151,8 +151,8 @@ class BatchMaker:
     def _plan(self, masks: Sequence[SequenceMask]) -> Plan:
         """Return the plan of a batch.
 
-        If one document fills each sequence, all masks are causal. Causal batches with the same
-        number of sequences share one plan.
+        If every sequence is a single document, all masks of the batch are causal. Such batches
+        share one plan if they have the same number of sequences.
         """
         seq = self.exchange.layout.seq
         causal = all(mask.length == seq and not mask.first.any() for mask in masks)
@@ -179,5 +179,5 @@ class BatchMaker:
 
 
 def valid_labels(samples: Sequence[PackedSample]) -> int:
-    """Count the labels of whole sequences that are not ignored."""
+    """Count the labels in whole sequences, without ignored labels."""
     return sum(int((s.labels != IGNORED).sum()) for s in samples)

@@ -19,7 +19,7 @@ class FinishedStep:
 
     result: what the step computed, the same on all workers.
     metrics: the step's line of metrics.jsonl.
-    last: whether this step completes `train.steps`.
+    last: whether this step is the last step of `train.steps`.
     """
 
     result: StepResult
@@ -28,13 +28,13 @@ class FinishedStep:
 
 
 class Callback:
-    """An object that follows a training run. Override the hooks you need.
+    """An object that follows a training run. Override the hooks that you need.
 
-    All workers call the hooks at the same points of a step, and the callbacks in the order of
+    All workers call the hooks at the same points of a step, and in the order of
     `Trainer.callbacks`. Hooks may therefore communicate.
 
-    needs_samples: whether `on_samples` needs the whole sequences. At long lengths they take
-        gigabytes, so the trainer drops them unless a callback needs them. Set it before the first
+    needs_samples: whether `on_samples` needs the whole sequences. Long sequences take gigabytes, so
+        the trainer drops them unless a callback needs them. Set this attribute before the first
         step.
     """
 
@@ -47,20 +47,21 @@ class Callback:
         """Run before a step reads its data."""
 
     def on_samples(self, samples: Sequence[Sequence[PackedSample]]) -> None:
-        """Receive the samples of a step, one group per micro-batch, before training on them.
+        """Receive the samples of a step, one group per micro-batch, before the model sees them.
 
         The hook may run the model, but must leave no gradients behind.
         """
 
     def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002 - a hook
-        """Return the attention that a micro-batch uses. By default, `attend` unchanged.
+        """Return the attention that a micro-batch uses. The default hook returns `attend`.
 
-        The trainer asks the last callback first, so the first callback's wrapper is the outermost.
+        The trainer calls the hook of the last callback first. The wrapper of the first callback is
+        therefore the outermost.
         """
         return attend
 
     def after_step(self, step: FinishedStep) -> None:
-        """Run after the update of a step."""
+        """Run after a step has updated the weights."""
 
     def on_checkpoint(self, step: int) -> None:
         """Run when a background thread starts to write the checkpoint of `step`."""
@@ -68,7 +69,7 @@ class Callback:
     def on_error(self, error: Exception) -> None:
         """Run when a step, a save or another callback fails, before training ends.
 
-        The hook must not communicate, since other workers may be gone.
+        This hook must not communicate, since other workers may be gone.
         """
 
     def close(self) -> None:

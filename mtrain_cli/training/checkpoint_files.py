@@ -49,7 +49,7 @@ class ForeignFileError(ValueError):
 class CheckpointReader(dcp.FileSystemReader):
     """DCP's reader for one checkpoint folder, with the checks of this module.
 
-    `read_metadata` takes no arguments. This tells DCP that there is no metadata file per rank.
+    `read_metadata` takes no arguments. The signature tells DCP that ranks have no metadata files.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -96,7 +96,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
-    """DCP's planner, except that all values, not only tensors, load with `weights_only=True`."""
+    """DCP's planner, except that values other than tensors also load with `weights_only=True`."""
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
@@ -160,8 +160,8 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
     """Return `metadata` if every part has the type that DCP writes.
 
     Raises:
-        ValueError: a part has another type. The message is a verb phrase ("names the file ..."), to
-            which the caller adds the file's name as subject.
+        ValueError: a part has another type. The message starts with a verb ("names the file ...").
+            The caller prepends the name of the metadata file.
     """
     if not isinstance(metadata, Metadata) or not isinstance(
         metadata.__dict__.get("storage_data"), dict

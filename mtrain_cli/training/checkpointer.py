@@ -6,8 +6,8 @@ checkpoints. When the disk is full, a save fails with a warning and training goe
 
     checkpoints/step-50/            complete: DCP's files, .metadata, manifest.json
     checkpoints/step-60.tmp-1/      being written, or left by a crash: never read, removed on start
-    checkpoints/step-50.replaced/   the previous step-50 during its replacement: restored on start
-                                    if a crash prevented the replacement
+    checkpoints/step-50.replaced/   the old step-50 while a new step-50 replaces it. If a crash
+                                    prevents the replacement, the next start restores the folder.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class Checkpointer:
         """Remove what crashed saves left in `directory`.
 
         Args:
-            directory: created if missing; all ranks must see the same one.
+            directory: created if missing. All ranks must see the same directory.
             keep: number of newest checkpoints to keep, at least 1. The disk needs room for one
-                more.
+                checkpoint more than `keep`.
             process_group: the ranks that save together. None means all ranks, or only this process
                 if torch.distributed is not initialized. The checkpointer makes a new gloo group of
                 these ranks, so that a save in the background never mixes with other collectives.
-            report: called on rank 0 with the reason why a checkpoint is skipped. Default: logging.
+            report: called on rank 0 with the reason why a checkpoint is skipped. By default, log
+                the reason.
 
         Raises:
             CheckpointError: the directory cannot be created or cleaned.
@@ -106,19 +107,19 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any], asynchronous: bool = True) -> None:
         """Save `state` as the checkpoint of `step`, replacing an earlier checkpoint of that step.
 
-        First wait for the previous save. Then copy the tensors to the CPU, and write them in the
-        background. With `asynchronous=False`, wait for the write, too.
+        Wait for the previous save, copy the tensors to the CPU, and write them in the background.
+        With `asynchronous=False`, also wait for the write.
 
         Args:
             step: number of completed optimizer steps.
             state: a dict with any of these keys:
                 model, optimizer: state dicts of DTensors or tensors.
-                trainer: JSON-serialisable values, equal on all ranks.
-                rng: tensors of this rank.
+                trainer: values that JSON can represent, equal on all ranks.
+                rng: states of this rank's random generators, as tensors.
 
         Raises:
             CheckpointError: on all ranks, if the previous save failed, or if this save is
-                synchronous and failed. This save runs even if the previous one failed. Committed
+                synchronous and failed. This save runs even if the previous save failed. Committed
                 checkpoints stay intact.
         """
         earlier = self._finish()
@@ -151,7 +152,7 @@ class Checkpointer:
             raise failure
 
     def latest(self) -> int | None:
-        """Return the newest committed step that this rank sees, without verifying it."""
+        """Return the step of the newest committed checkpoint that this rank sees, unverified."""
         return next(iter(committed_steps(self._directory)), None)
 
     def holds_only_weights(self) -> bool:
@@ -172,7 +173,7 @@ class Checkpointer:
         return self._on_all_ranks(found)[0]
 
     def describe_fallback(self) -> str:
-        """Return a clause for messages: whether a checkpoint is left from which to resume."""
+        """Return a clause that says whether an earlier checkpoint is left to resume from."""
         # At the next start, `_clean_up` restores a checkpoint that a save had set aside.
         if self.latest() is not None or any(self._directory.glob("step-*.replaced")):
             return "the previous checkpoint is intact"
@@ -228,21 +229,21 @@ class Checkpointer:
         return None
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what DCP saves: `state` without `trainer`, with `rng` under this rank's name."""
+        """Return the part of `state` that DCP saves, with `rng` under this rank's name."""
         tensors = {key: value for key, value in state.items() if key not in ("trainer", "rng")}
         return tensors | ({"rng": {f"rank-{self._rank}": state["rng"]}} if "rng" in state else {})
 
     def _finish(self) -> CheckpointError | None:
-        """Wait for the save in progress and return its failure, if any."""
+        """Wait for the save in progress. Return its error, or None."""
         if self._saving is not None:
             self._saving.join()
         failure, self._saving, self._failure = self._failure, None, None
         return failure
 
     def _commit(self, step: int, partial: Path, written: Any, trainer: dict[str, Any]) -> None:
-        """Wait for DCP, collect checksums, and let rank 0 rename the folder.
+        """Wait until DCP has written the files. Collect checksums. Let rank 0 rename the folder.
 
-        Runs in a background thread and records a failure for the main thread.
+        Run in a background thread. Record a failure for the main thread.
         """
 
         def own_files() -> dict[str, dict[str, int]]:
@@ -339,7 +340,7 @@ class Checkpointer:
 def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
     """Return the committed checkpoints of a run or of a checkpoints folder, newest first.
 
-    If `path` is another folder, return that folder without reading it.
+    If `path` is any other folder, return a list of only that folder, without reading the folder.
 
     Raises:
         NoCheckpointError: the run or the checkpoints folder holds no checkpoint.
@@ -363,10 +364,10 @@ def load_model_state(
     Args:
         path: a `step-N` folder, or a run or checkpoints folder. From a run or checkpoints folder,
             read the newest intact checkpoint.
-        report: called with the reason why a checkpoint is skipped. Default: logging.
+        report: called with the reason why a checkpoint is skipped. By default, log the reason.
 
-    Raises:
-        NoCheckpointError: there is no intact checkpoint.
+        Raises:
+            NoCheckpointError: there is no intact checkpoint.
     """
     candidates = checkpoints_of(path)
     report = report or logging.getLogger(__name__).warning
@@ -403,7 +404,7 @@ class _Failed(Exception):
 class _CheckpointWriter(dcp.FileSystemWriter):
     """DCP's writer, except that a full disk raises OSError.
 
-    Without this class, the error is torch.save's: it names an unexpected file position.
+    DCP alone raises an error of torch.save about an unexpected file position.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -423,8 +424,9 @@ def _read(
 ) -> str | None:
     """Fill this rank's part of `tensors` from a checkpoint.
 
-    Return the name of a model tensor that the checkpoint holds but `tensors` lacks, or None. Every
-    rank reads on its own, because in DCP's collective load the ranks exchange pickles.
+    Return the name of a model tensor that the checkpoint holds but `tensors` lacks, or None if no
+    such tensor exists. Every rank reads on its own, because ranks exchange pickles in DCP's
+    collective load.
 
     Raises:
         ForeignFileError: a file holds data that DCP does not write.
@@ -477,12 +479,12 @@ def _one_line(error: BaseException) -> str:
 
 
 def _silence_single_process_warning() -> None:
-    """Silence DCP's warning that no process group exists. Its threads warn, too."""
+    """Silence DCP's warning that no process group exists, in all threads."""
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
 
 
 def _remove(folder: Path) -> None:
-    """Rename a checkpoint, then remove it, so that a crash never leaves half of it as `step-N`."""
+    """Rename a checkpoint before removing it. A crash then never leaves an incomplete `step-N`."""
     leftover = folder.with_name(f"{folder.name}.tmp-removed")
     # Failing to remove an old folder wastes space, but must not fail the new checkpoint.
     with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""Time a part of the step in which no worker waits for another, to find stragglers.
+"""Time a part of the step in which no worker waits for another worker, to find stragglers.
 
-The time of whole steps cannot show a straggler: workers wait for one another many times in a step,
-so every worker takes as long as the slowest one. This timer covers the part of a layer after
+The time of whole steps cannot show a straggler. Workers wait for one another many times in a step,
+so every worker takes as long as the straggler. This timer covers the part of a layer after
 attention (output projection, norm, MLP). In that part, every worker computes the same number of
 tokens and does not communicate. The timer measures some layers, in the first forward pass of a
-step. On a GPU it records two events per layer and reads them one step later, so it never
-synchronises.
+step. On a GPU, the timer records two events per layer and reads the events one step later, so that
+the host never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ LAYERS = 8  # number of layers timed, evenly spread
 class ComputeTimer(Callback):
     """Times the part after attention in some layers of one worker, once per step.
 
-    seconds: sum over these layers in the previous step. 0 if not measured.
+    seconds: time of that part in the previous step, summed over the timed layers. 0 if not
+        measured.
     """
 
     seconds = 0.0
@@ -37,8 +38,8 @@ class ComputeTimer(Callback):
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         """Add a forward hook to each timed layer.
 
-        layers: all decoder layers, already sharded. The timer's hooks then run after FSDP's, which
-            communicate.
+        layers: all decoder layers, sharded before. The timer's hooks run after the hooks of FSDP,
+            which communicate.
         """
         self._cuda = device.type == "cuda"
         count = min(LAYERS, len(layers))
@@ -50,7 +51,7 @@ class ComputeTimer(Callback):
             layers[index].register_forward_hook(self._layer_hook(index))
 
     def before_step(self) -> None:
-        """Read what the previous step measured. The device must have finished that step."""
+        """Read the times of the previous step. The device must have finished that step."""
         durations, self._durations, self._attention_ended = self._durations, {}, {}
         complete = len(durations) == len(self._chosen)
         self.seconds = sum(map(_seconds, durations.values())) if complete else 0.0

@@ -47,10 +47,10 @@ class Exported:
 
 
 def import_folder(source: Path, run: Path) -> Config:
-    """Create a run from a Hugging Face folder. Its checkpoint `step-0` holds the float32 weights.
+    """Create a run from a Hugging Face folder. Checkpoint `step-0` holds the float32 weights.
 
-    Return the configuration written to the run: the model of `source`, and defaults. The whole
-    model must fit the memory of this process. After an error, nothing is left in `run`.
+    Return the configuration of the run: the model of `source`, and defaults. The whole model must
+    fit the memory of this process. After an error, nothing is left in `run`.
 
     Raises:
         ConfigError: `source` is unreadable, or `run` already holds a run or cannot be written.
@@ -92,8 +92,8 @@ def export_checkpoint(
             export the newest intact checkpoint.
         target: a new folder.
         dtype: dtype of the exported weights.
-        tokenizer: folder to copy the tokenizer from. Default: the tokenizer that the run was
-            trained with.
+        tokenizer: folder to copy the tokenizer from. By default, export the tokenizer that the run
+            was trained with.
         report: called with the reason why a checkpoint is skipped.
 
     Raises:
@@ -131,9 +131,9 @@ def export_checkpoint(
 
 
 def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, str]:
-    """Return (the tokenizer that a run was trained with, ""), or (None, why it is unknown).
+    """Return the tokenizer that a run was trained with and "", or None and a line with the reason.
 
-    If the data do not name a tokenizer, assume the tokenizer of `train.init_from`.
+    If the data do not name a tokenizer, return the tokenizer of `train.init_from`.
     """
     if (run / TOKENIZER).is_dir():
         return of_folder(run / TOKENIZER), ""
@@ -165,10 +165,10 @@ def _chosen_tokenizer(choice: str) -> TokenizerFiles:
 
 
 def _eos_id(choice: str) -> int | None:
-    """Return the end-of-document id of a tokenizer.
+    """Return the end-of-document id of a tokenizer, or None if the tokenizer has no such id.
 
-    Return None if it has none, or if the tokenizer cannot be opened (for example because the
-    tokenizers package is not installed).
+    Also return None if the tokenizer cannot be opened, for example because the tokenizers package
+    is not installed.
     """
     try:
         return open_tokenizer(choice).eos
@@ -179,11 +179,11 @@ def _eos_id(choice: str) -> int | None:
 def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles | None:
     """Return the tokenizer of the token stores that `mtrain data prepare` wrote.
 
-    Return None if the stores' tokenizers differ or a folder is not such a store.
+    Return None if the stores' tokenizers differ or if a folder of the data is not such a store.
 
     Args:
-        folder: folder of `train.init_from`. If its tokenizer.json is the same as the stores', take
-            the tokenizer from this folder, since it holds more files.
+        folder: folder of `train.init_from`, or None. If this folder and the stores have the same
+            tokenizer.json, take the tokenizer from this folder, which holds more files.
     """
     data = config.data
     names = parse_mix(data.mix) if data.mix is not None else {"": 1.0}
@@ -212,7 +212,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _was_trained(run: Path) -> bool:
-    """Return False for an import that was not trained: its one checkpoint holds only weights."""
+    """Return whether a run was trained. The checkpoint of an untrained import has only weights."""
     checkpoints = run / "checkpoints"
     steps = committed_steps(checkpoints)
     try:
@@ -222,7 +222,7 @@ def _was_trained(run: Path) -> bool:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer files and token ids of an imported folder, so that an export has them."""
+    """Copy the tokenizer files and token ids of an imported folder. An export reads the copies."""
     try:
         files = of_folder(source)
     except ConfigError:

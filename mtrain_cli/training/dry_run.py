@@ -1,4 +1,4 @@
-"""Render the plan of a run, for `mtrain train --dry-run`. Needs no GPU and takes seconds."""
+"""Render the plan of a run, for `mtrain train --dry-run`. Planning needs no GPU."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan 
 
 
 def dry_run(config: Config) -> RenderableType:
-    """Plan a run and render the plan, for terminals of at least 80 columns."""
+    """Plan a run. Return the rendered plan, which needs a terminal of at least 80 columns."""
     return render(run_plan.make_plan(config))
 
 
 def render(plan: RunPlan) -> RenderableType:
-    """Render a plan as a table of facts, the memory of a worker by part, and whether it fits."""
+    """Render a plan as a table of facts, a table of a worker's memory, and a verdict on the fit."""
     config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     attention = 1 - 6 * plan.parameters.matmul / plan.flops.model
@@ -87,7 +87,10 @@ def render(plan: RunPlan) -> RenderableType:
 
 
 def search_rows(plan: RunPlan) -> list[RenderableType]:
-    """Return lines on what `train.memory=auto` chose, and what it rejected and why."""
+    """Return a line on the setting that `train.memory=auto` chose and a line on rejected settings.
+
+    Return no lines if `train.memory=auto` chose nothing.
+    """
     if plan.search is None or plan.search.chosen is None:
         return []
     rejected = f"Rejected, fastest setting of each kind: {describe_rejected(plan)}."
@@ -105,13 +108,13 @@ def describe_choice(plan: RunPlan) -> str:
 
 
 def describe_rejected(plan: RunPlan) -> str:
-    """Return one line with the settings that `train.memory=auto` rejected, and why."""
+    """Return one line with each setting that `train.memory=auto` rejected and the reason."""
     assert plan.search is not None
     return "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
 
 
 def verdict(plan: RunPlan) -> list[RenderableType]:
-    """Return lines on what to change if a plan does not fit, and on the longest sequence."""
+    """Return lines on changes that make a plan fit, and on the longest sequence that fits."""
     if plan.environment.device == "cpu":
         lines = [] if fits(plan) else [f"Does not fit this machine: {advice(plan)}"]
         return [Text(line, style="red") for line in lines]
@@ -146,13 +149,13 @@ def _gpu_verdict(plan: RunPlan) -> list[RenderableType]:
 
 
 def _longest(plan: RunPlan) -> str:
-    """Format the longest sequence that fits. Longer ones may fit: the search tries only some."""
+    """Format the longest sequence that the search found to fit. A longer sequence may fit, too."""
     seq = longest_seq(plan)
     return "none" if seq is None else f"at least {format_size(seq)}"
 
 
 def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return a row for the kernel, and another one for the dense first steps of a sparse run."""
+    """Return a row on the kernel, and a row on the kernel of dense first steps if there are any."""
     rows = [("kernel", f"{plan.kernel}: {plan.kernel_reason}")]
     if plan.dense_kernel is not None:
         name, reason = plan.dense_kernel
@@ -162,7 +165,7 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def two_columns(rows: list[tuple[str, str]]) -> Table:
-    """Lay out (label, text) rows as two columns, with dim labels."""
+    """Lay out pairs of a label and a text as two columns. Labels are dim."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -172,7 +175,7 @@ def two_columns(rows: list[tuple[str, str]]) -> Table:
 
 
 def memory_table(plan: RunPlan) -> RenderableType:
-    """Render the peak memory of a worker by part, the other moments, and whether the peak fits."""
+    """Render the peak memory of a worker by part, its fit, and the memory at other moments."""
     memory, peak = plan.memory, plan.memory.peak
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
@@ -224,7 +227,7 @@ def describe_activations(config: Config) -> str:
 
 
 def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
-    """Return a worker's bytes on its device for each value of train.activation_checkpoint."""
+    """Return the device memory of a worker in bytes, by value of train.activation_checkpoint."""
     totals = {}
     for kind in CHECKPOINTS:
         offload = plan.config.train.offload_activations if kind != "none" else False
@@ -234,7 +237,7 @@ def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
 
 
 def describe_fit(plan: RunPlan) -> Text:
-    """Return a short text that says whether the peak fits, and into which memory."""
+    """Return a short text on whether the peak fits, and on the memory that it must fit."""
     word, style = ("fits", "green") if plan.fits else ("does not fit", "red")
     if plan.environment.device == "cpu":
         workers = plan.environment.local_workers
@@ -259,7 +262,7 @@ def describe_fit(plan: RunPlan) -> Text:
 
 
 def advice(plan: RunPlan) -> str:
-    """Return what CPU workers need, what would fit this machine, and how to plan for GPUs."""
+    """Return a line on the memory that CPU workers need, on remedies, and on planning for GPUs."""
     workers = plan.dims.workers
     helps = [
         f"train.activation_checkpoint={kind}"
@@ -279,9 +282,9 @@ def advice(plan: RunPlan) -> str:
 
 
 def _fewer_workers(plan: RunPlan) -> int | None:
-    """Return a smaller number of workers that fits this machine, or None if not even one fits.
+    """Return a smaller number of workers that fits this machine, or None if no number fits.
 
-    It is the planned number, halved until it fits.
+    Halve the planned number until the run fits.
     """
     workers = plan.dims.workers // 2
     while workers:
@@ -293,9 +296,9 @@ def _fewer_workers(plan: RunPlan) -> int | None:
 
 
 def _longest_seq(plan: RunPlan) -> int | None:
-    """Return a shorter sequence that fits this machine, in tokens, or None if none fits.
+    """Return a shorter sequence length that fits this machine, or None if no length fits.
 
-    It is the planned length, halved until it fits.
+    Halve the planned length until the run fits.
     """
     seq = plan.config.seq // 2
     while seq >= run_plan.SHORTEST_SEQ:
@@ -320,7 +323,10 @@ def describe_rope(plan: RunPlan) -> str:
 
 
 def weights_rows(config: Config) -> list[tuple[str, str]]:
-    """Return rows on `train.init_from` and on what differs from that folder. Empty without it."""
+    """Return rows on the folder of `train.init_from` and on how the run differs from the folder.
+
+    Return no rows if `train.init_from` is null.
+    """
     if config.train.init_from is None:
         return []
     notes = [("", line) for line in initial_weights.remarks(config)]
@@ -414,7 +420,7 @@ def describe_dtype(plan: RunPlan) -> str:
 
 
 def describe_traffic(plan: RunPlan) -> str:
-    """Describe the bytes that reach a worker: KV, weights and gradients, and host transfers."""
+    """Describe how much data reaches a worker: KV, weights, gradients and host transfers."""
     host, n = plan.received.host, plan.micro_batches
     on_gpu = plan.environment.device == "cuda"
     link = f"{size(host)} between GPU and host per step" if host and on_gpu else ""

@@ -1,7 +1,7 @@
 """Held-out loss by context length, which shows whether the model uses long context.
 
-Layout and exchange do not change the result: a token's context is counted in the whole sequence,
-and losses are summed in float64 over all workers.
+Layout and exchange do not change the result. The context of a token is counted in the whole
+sequence, and losses are summed in float64 over all workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIRST_EDGE = 128  # tokens; the end of each later bucket is twice the end of the
 
 @dataclass(frozen=True)
 class ContextBucket:
-    """The tokens that see `begin` to `end` - 1 earlier tokens.
+    """The tokens for which the mask allows `begin` to `end` - 1 earlier tokens.
 
     tokens: number of tokens in the bucket.
     loss: mean loss of these tokens in nats. None if the bucket is empty.
@@ -51,10 +51,10 @@ class Evaluation:
     """Held-out loss of the model after `step` optimizer steps.
 
     loss: mean over all tokens with a label, in nats.
-    tokens: number of these tokens.
+    tokens: number of tokens with a label.
     sequences: number of held-out sequences.
     seconds: wall-clock time of the evaluation.
-    attention: "dense" or the sparse pattern that was computed.
+    attention: "dense", or the name of the sparse pattern that attention used.
     buckets: loss by context length, shortest first.
     """
 
@@ -67,7 +67,7 @@ class Evaluation:
     buckets: tuple[ContextBucket, ...]
 
     def line(self) -> str:
-        """Summarise the evaluation in one line for the user."""
+        """Summarize the evaluation in one line for the user."""
         by_context = ", ".join(
             f"up to {format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None
         )
@@ -85,7 +85,7 @@ def bucket_edges(seq: int) -> np.ndarray:
 
 
 def evaluate(trainer: Trainer) -> Evaluation:
-    """Return the held-out loss, with the attention of the next step. All workers call this."""
+    """Measure the held-out loss with the attention of the next step. All workers call this."""
     started = time.perf_counter()
     # Imported here because the import takes a second, and reports need only this module's readers.
     from mtrain_cli.parallel.fsdp import reshard
@@ -132,7 +132,7 @@ def evaluate(trainer: Trainer) -> Evaluation:
 def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
     """Return the bucket number of each token of this worker, int64 [batch * tokens].
 
-    A token without a label gets the last number, which no bucket has.
+    A token without a label gets the number after the last bucket.
     """
     positions, labels = host.numbers[1].numpy(), host.numbers[2].numpy()
     masks = host.plan.masks
@@ -142,9 +142,9 @@ def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
 
 
 class EvaluationWriter:
-    """Append to `evaluations.jsonl` of a run, after removing rows later than `start_step`.
+    """Append to `evaluations.jsonl` of a run, after removing the rows of steps after `start_step`.
 
-    kept: the rows up to `start_step`, which remain in the file.
+    kept: the rows of the other steps, which remain in the file.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -170,7 +170,9 @@ class EvaluationWriter:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Return the evaluations in a run's folder, in the order of the file. Empty without a file.
+    """Return the evaluations in a run's folder, in the order of the file.
+
+    Return an empty list if the folder has no such file.
 
     Raises:
         ConfigError: a line is not an evaluation.
@@ -185,7 +187,7 @@ def read_evaluations(path: Path) -> list[Evaluation]:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file. Skip other lines, such as one that a crash cut short."""
+    """Return the rows of a file. Skip invalid lines, such as a line that a crash cut short."""
     rows = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -200,7 +202,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 def losses_by_bucket(
     evaluations: Sequence[Evaluation],
 ) -> list[tuple[int, int, list[float | None]]]:
-    """Return (begin, end, loss in each evaluation) for each bucket that ever has tokens."""
+    """Return the begin, the end and the losses of each bucket that ever has tokens.
+
+    The list of losses has one entry per evaluation. None means that the bucket is empty.
+    """
     spans = sorted(
         {(b.begin, b.end) for evaluation in evaluations for b in evaluation.buckets if b.tokens}
     )

@@ -1,7 +1,7 @@
 """Parameters and FLOP of a decoder, computed from its shape, and the peak FLOP/s of GPUs.
 
-One multiply-add counts as two FLOP. As is usual, element-wise work (norms, rotary embedding,
-softmax, SwiGLU gate) does not count.
+One multiply-add counts as two FLOP. By convention, element-wise operations (norms, rotary
+embedding, softmax, SwiGLU gate) do not count.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def root_shapes(model: ModelConfig) -> dict[str, Shape]:
 class ParameterCount:
     """Number of elements in a decoder's parameters.
 
-    total: all parameters. A tied embedding counts once.
-    embedding: the embedding table.
-    matmul: parameters in the matrix products of every token: the matrices of the layers, and the LM
-        head, tied or not. Excludes the embedding look-up, norms and biases.
-    layer: all parameters of one decoder layer.
-    layer_matmul: the matrices of one decoder layer.
+    total: elements of all parameters. A tied embedding counts once.
+    embedding: elements of the embedding table.
+    matmul: elements that multiply every token: the matrices of the layers, and the LM head, tied or
+        not. Excludes the embedding look-up, norms and biases.
+    layer: elements of all parameters of one decoder layer.
+    layer_matmul: elements of the matrices of one decoder layer.
     """
 
     total: int
@@ -95,8 +95,8 @@ def causal_pairs(seq: int) -> int:
 def attention_kept(train: TrainConfig) -> float:
     """Return the share of a worker's queries whose attention output checkpointing saves.
 
-    Backward recomputes the other queries' attention. The share is 0 for
-    `train.activation_checkpoint=none`, which recomputes nothing.
+    Backward recomputes the attention of the other queries. With `train.activation_checkpoint=none`,
+    the share is 0, but backward recomputes nothing.
     """
     return {
         "none": 0.0,
@@ -117,9 +117,9 @@ def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Re
 
 
 def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
-    """Return how many of a worker's first queries are recomputed.
+    """Return how many queries of a worker backward recomputes, counted from its first query.
 
-    sharing: number of ranks that share heads. Their queries count together, as one worker's.
+    sharing: number of ranks that share heads. Ranks that share heads count as one worker.
     """
     unit = layout.unit if layout.unit > 1 else None
     return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)
@@ -128,9 +128,10 @@ def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
 def recomputed_pair_share(train: TrainConfig, layout: Layout, sharing: int) -> float:
     """Return the share of query-key pairs that backward recomputes, for a causal mask.
 
-    Backward recomputes the pairs of the first tokens of each worker, or of the workers that share
-    heads. In a striped layout, the first half of the tokens has a quarter of the causal pairs. With
-    packed documents, it has up to half of the pairs, depending on the data.
+    Backward recomputes the pairs of each shard's first tokens. Ranks that share heads hold one
+    shard together. In a striped layout, the first half of a shard's tokens has a quarter of the
+    causal pairs. With packed documents, that half has up to half of the pairs, depending on the
+    data.
 
     sharing: number of ranks that share heads.
     """
@@ -144,7 +145,7 @@ def recomputed_pair_share(train: TrainConfig, layout: Layout, sharing: int) -> f
 def _pairs_of_first(early: int, layout: Layout, sharing: int) -> int:
     """Count the causal pairs of the first `early` tokens of every shard, summed over shards.
 
-    sharing: number of ranks that share heads. They hold one shard together.
+    sharing: number of ranks that share heads. Such ranks hold one shard together.
     """
     joined = Joined.of(layout, sharing)
     first = np.concatenate([joined.positions(rank)[:early] for rank in range(joined.workers)])
@@ -244,7 +245,7 @@ def training_flops(
 def recomputed_matmul(
     model: ModelConfig, *, recomputed: bool, tiled: bool = False, keep_mlp: bool | int = False
 ) -> int:
-    """Count the matmul parameters of the layers whose product backward recomputes.
+    """Count the elements of the layers' matrices whose products backward recomputes.
 
     Activation checkpointing recomputes q, k, v, o, gate and up, but not down: backward needs only
     the input of down. Tiles without checkpointing recompute o, gate and up. A layer that keeps its
@@ -281,7 +282,7 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a GPU's dense bf16 FLOP/s by its CUDA name. None if unknown; MFU is then null."""
+    """Return the dense bf16 FLOP/s of the GPU with this CUDA name, or None for an unknown GPU."""
     return next(
         (peak for pattern, peak in _PEAK_FLOPS if re.search(rf"\b{pattern}\b", device_name)), None
     )

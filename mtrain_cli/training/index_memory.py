@@ -1,4 +1,4 @@
-"""Bytes of a dynamic index, and of the tensors that kernels derive from it."""
+"""Memory of a dynamic index, and of the tensors that kernels derive from the index."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _MOST_PARTS, _PROGRAMS_WANTED = 16, 1024
 
 @dataclass(frozen=True, kw_only=True)
 class IndexShape:
-    """Sizes of one layer's dynamic index, as one worker holds it for a micro-batch.
+    """Sizes of one layer's dynamic index on one worker, for one micro-batch.
 
-    sequences: sequences of the micro-batch.
-    heads: query heads of the model.
+    sequences: number of sequences of the micro-batch.
+    heads: number of query heads of the model.
     block: tokens per block.
     blocks: blocks per whole sequence.
-    bitmap: whether the index is a bitmap of blocks. Otherwise it lists slashes and columns.
+    bitmap: whether the index is a bitmap of blocks. Any other index has slashes and columns.
     kept: bytes of the index.
-    counted: bytes that counting a bitmap's pairs takes, for each micro-batch of a step.
+    counted: bytes that a micro-batch needs to count the pairs of a bitmap. A step needs this memory
+        for all its micro-batches.
     column_width: columns per head, rounded up to whole tiles.
-    ways: ranks that share heads (Ulysses). A kernel call then has the tokens of all these ranks.
+    ways: number of ranks that share heads (Ulysses). A kernel call has the tokens of all of them.
     rings: whether KV or queries circulate.
-    gathered: whether a ring gathers the columns once and keeps them from forward to backward.
+    gathered: whether a ring gathers the columns in forward and keeps them until backward.
     diagonals: maximum number of slashes per head. 0 means no limit.
     """
 
@@ -91,20 +92,20 @@ class IndexShape:
 
     @property
     def head_lists(self) -> int:
-        """Lists of slashes and columns in a kernel call: one per sequence and head."""
+        """Number of lists of slashes and columns in a kernel call: one per sequence and head."""
         return self.sequences * (self.heads // self.ways)
 
     @property
     def columns(self) -> int:
-        """Columns in a kernel call, over all sequences and heads."""
+        """Number of columns in a kernel call, summed over sequences and heads."""
         return self.head_lists * self.column_width
 
     def derived(self, kernel: str) -> int:
         """Return the bytes that a kernel derives from slashes and columns and keeps until backward.
 
-        They are the key slots of the columns, the number of columns below each block, and the list
-        of slashes (`Tiles.index_cache`). If columns are gathered once, they also include the slots
-        of the columns among the rank's own keys.
+        A kernel derives the key slots of the columns, the number of columns below each block, and
+        the list of slashes (`Tiles.index_cache`). If a ring gathers the columns once, the kernel
+        also derives the slots of the columns among the rank's own keys.
         """
         if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):
             return 0
@@ -116,20 +117,20 @@ class IndexShape:
         return 4 * numbers
 
     def pairs_of_blocks(self, queries: int, keys: int) -> int:
-        """Count the pairs of blocks in a kernel call, over heads and sequences.
+        """Count the pairs of a query block and a key block in a call, over heads and sequences.
 
         Args:
-            queries, keys: tokens of the call, summed over sequences.
+            queries, keys: number of queries and of keys in the call, summed over sequences.
         """
         return self.sequences * self.heads * self._blocks_of(queries) * self._blocks_of(keys)
 
     def listed(self, queries: int, keys: int) -> int:
-        """Count the entries of a call's lists of query blocks, one list per key block and head.
+        """Count the entries of a call's lists of query blocks (`attention.block_lists`).
 
-        See `attention.block_lists`.
+        A call has one list per key block and head.
 
         Args:
-            queries, keys: tokens of the call, summed over sequences.
+            queries, keys: number of queries and of keys in the call, summed over sequences.
         """
         widths = list_widths(self._blocks_of(queries * self.ways), self.diagonals, plain=False)
         return self.head_lists * self._blocks_of(keys) * sum(widths)
@@ -137,17 +138,17 @@ class IndexShape:
     def columns_in_backward(self, queries: int, head_dim: int, e: int) -> int:
         """Return the bytes that a call needs for columns in backward.
 
-        They are:
+        The call holds:
         - the packed keys and values
-        - float32 gradients, in the parts that `backward_columns` makes and as the sum of the parts
+        - float32 gradients of each part that `backward_columns` computes, and the sum of the parts
         - key slots and positions, 8 bytes per column
         - one bit per query block and column, which says whether slashes cover the column.
 
-        If a ring gathers the columns, the exchange holds the packed columns and the sum of their
-        gradients, so they are not counted here.
+        If a ring gathers the columns, the result excludes the packed columns and the sum of their
+        gradients: the exchange holds both.
 
         Args:
-            queries: tokens of the call, summed over sequences.
+            queries: number of queries in the call, summed over sequences.
             e: bytes of the compute dtype.
         """
         if not self.columns:
@@ -159,5 +160,5 @@ class IndexShape:
         return self.columns * (packed + gradients + 8) + covered
 
     def _blocks_of(self, tokens: int) -> int:
-        """Return the number of blocks per sequence. tokens: summed over all sequences."""
+        """Return the number of blocks per sequence. tokens: their number, over all sequences."""
         return -(-tokens // (self.block * self.sequences))

@@ -17,8 +17,8 @@ class IndexMetrics:
     """Means over the heads and sequences of a step.
 
     density_by_layer: computed pairs / pairs of a causal mask without documents.
-    slashes, columns: number of slashes and of columns per head, mean over layers.
-    seconds: seconds that this worker spent estimating indices.
+    slashes, columns: number of slashes and of columns per head, averaged over layers.
+    seconds: time that this worker spent estimating indices.
     """
 
     density_by_layer: tuple[float, ...]
@@ -32,7 +32,7 @@ class IndexMetrics:
 
 
 def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
-    """Return every index estimate of a step's micro-batches, after counting its pairs."""
+    """Count the pairs of the indices of a step's micro-batches. Return a record per index."""
     indices = [attend.index for attend in batches if attend.index is not None]
     for index in indices:
         index.count()
@@ -40,15 +40,15 @@ def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
 
 
 def local_index_sums(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
-    """Return this worker's part of the step's index counts. The sum over workers is the total.
+    """Return this worker's part of the step's index counts, to be summed over all workers.
 
-    The part is a float64 vector [layers + 3] on the device:
-    - computed pairs of each layer
-    - slashes, summed over the layers
-    - columns, summed over the layers
-    - the number of sequences
+    The result is a float64 vector [layers + 3] on the device:
+    - number of computed pairs in each layer
+    - number of slashes, summed over layers
+    - number of columns, summed over layers
+    - number of sequences
 
-    Pairs, slashes and columns are means over heads, summed over sequences.
+    The numbers of pairs, slashes and columns are averaged over heads and summed over sequences.
 
     Args:
         records: index records of one pattern, not empty.
@@ -72,7 +72,7 @@ def local_index_sums(records: list[IndexRecord], layers: int, device: torch.devi
 
 
 def index_metrics(total: list[float], records: list[IndexRecord], seq: int) -> IndexMetrics:
-    """Return the metrics of a step.
+    """Return the index metrics of a step.
 
     Args:
         total: `local_index_sums`, summed over the workers.

@@ -1,4 +1,4 @@
-"""Remarks on how a run differs from the Hugging Face folder of its initial weights."""
+"""Differences between a run and the Hugging Face folder of its initial weights, for the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtrain_cli.model.rope import rope_factor
 def remarks(config: Config) -> list[str]:
     """Return lines on how `config` differs from the folder of `train.init_from`.
 
-    Return no lines without such a folder, or if it cannot be read.
+    Return no lines if `train.init_from` is null or the folder cannot be read.
     """
     folder = folder_of(config.train.init_from)
     if folder is None:
@@ -34,7 +34,7 @@ def remarks(config: Config) -> list[str]:
 
 
 def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[str]:
-    """Return a line with both values of each rotary setting that differs, or no line if none do."""
+    """Return a line with both values of all rotary settings that differ, or no line if none do."""
     ours = config.model.rope
     pairs = [
         ("theta", show(ours.theta), show(theirs.theta)),
@@ -66,7 +66,7 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
 def _beyond_reach(config: Config, reach: int) -> list[str]:
     """Return a line if the sequence is longer than the model's rotary positions cover.
 
-    reach: tokens that the folder's positions cover without the run's scaling.
+    reach: number of tokens that the folder's positions cover without the run's scaling.
     """
     rope = config.model.rope
     if rope.scaling == "yarn":
@@ -83,7 +83,7 @@ def _beyond_reach(config: Config, reach: int) -> list[str]:
 
 
 def _tokenizer(config: Config, folder: Path) -> list[str]:
-    """Return a line that says whether the folder's tokenizer or bytes encode the text."""
+    """Return a line that says how text is encoded: by the folder's tokenizer or as bytes."""
     if config.data.kind not in ("text", "stdlib"):
         return []
     if config.data.tokenizer == str(folder / "tokenizer.json"):

@@ -1,4 +1,4 @@
-"""Memory of one decoder layer: what it keeps for backward, and what its backward pass holds."""
+"""Memory of one decoder layer: tensors kept for backward, and tensors of the backward pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mtrain_cli.training.flops import attention_kept
 class BackwardBytes(NamedTuple):
     """Bytes at the peak of one layer's backward pass.
 
-    layer: recomputed tensors and activation gradients.
-    exchange: KV and its gradients, and the kernel's buffers.
-    freed: bytes of the layer's kept activations that are freed before this peak.
+    layer: bytes of recomputed tensors and of activation gradients.
+    exchange: bytes of KV, of its gradients, and of the kernel's buffers.
+    freed: bytes of the layer's kept activations that backward frees before the peak.
     """
 
     layer: int
@@ -26,10 +26,10 @@ class BackwardBytes(NamedTuple):
 
 
 class LayerMemory:
-    """Bytes of one decoder layer on one worker, for one micro-batch.
+    """Memory of one decoder layer on one worker, for one micro-batch, in bytes.
 
     hidden: bytes of one hidden state, [tokens, hidden size].
-    first_with_products: layers from this number on, counted from 0, keep their MLP products.
+    first_with_products: number of the first layer that keeps its MLP products, counted from 0.
     """
 
     def __init__(
@@ -70,22 +70,22 @@ class LayerMemory:
 
     @property
     def products(self) -> int:
-        """Bytes that train.keep_mlp adds to a layer with input x: x + attention, gate and up."""
+        """Bytes that train.keep_mlp adds to a layer: input + attention, gate and up."""
         return self.hidden + 2 * self.product
 
     @property
     def ring_kv(self) -> int:
-        """Bytes of the KV shard that the layer keeps for backward in a ring; 0 otherwise."""
+        """Bytes of the KV shard that a layer keeps for backward in a ring. 0 without a ring."""
         return 0 if self.early else self.attention.ring_kv
 
     @property
     def gathered_columns(self) -> int:
-        """Bytes of the columns that the layer gathers once and keeps for backward."""
+        """Bytes of the columns that the layer gathers in forward and keeps for backward."""
         return 0 if self.early else self.attention.gathered_columns
 
     @property
     def kept(self) -> int:
-        """Bytes that the layer keeps until backward, without index and train.keep_mlp products."""
+        """Bytes that the layer keeps until backward, without its index and MLP products."""
         out = self.out + self.lse
         if self.recomputes:
             late = self.queries - self.early
@@ -97,17 +97,17 @@ class LayerMemory:
 
     @property
     def on_host(self) -> int:
-        """Bytes of host memory if the layer is offloaded, in the blocks of `ActivationOffload`."""
+        """Bytes of host memory for an offloaded layer, in whole blocks (`ActivationOffload`)."""
         late = self.queries - self.early
         kept = [size * late // self.queries for size in (self.out, self.lse)]
         tensors = [self.hidden, *kept, self.ring_kv, self.gathered_columns]
         return sum(sum(block_sizes(size)) for size in tensors)
 
     def in_backward(self, *, products: bool) -> BackwardBytes:
-        """Return the bytes at the peak of backward, which is at the MLP's gate or in attention.
+        """Return the bytes at the peak of backward. The peak is at the MLP's gate or in attention.
 
-        A recomputed layer first recomputes its normed input, q, k, v, and the output and lse that
-        it did not keep.
+        A checkpointed layer begins backward by recomputing its normed input, q, k, v, and the part
+        of output and lse that forward did not keep.
 
         Args:
             products: whether the layer kept its MLP products.
@@ -119,7 +119,7 @@ class LayerMemory:
         return max(gate, attention, key=lambda at: at.layer + at.exchange - at.freed)
 
     def _recomputed(self) -> int:
-        """Return the bytes that a layer recomputes, up to the output of its attention."""
+        """Return the bytes of the tensors that a layer recomputes, up to attention's output."""
         recomputed = self.hidden + self.out + self.before_norms
         if self.early:
             recomputed += self.out + self.lse + self.attention.gathered_columns
@@ -127,15 +127,17 @@ class LayerMemory:
         return recomputed + (0 if self.ring_kv else self.kv)
 
     def _at_gate(self, products: bool) -> int:
-        """Return the bytes of the MLP's backward pass at its gate, without recomputed tensors.
+        """Return the bytes of the MLP's backward pass at its gate.
 
-        Without checkpointing and tiles, all tensors of the MLP were kept. Backward adds the
+        The result excludes the tensors of `_recomputed`.
+
+        With neither checkpointing nor tiles, forward kept all tensors of the MLP. Backward adds the
         gradients of product, silu and up.
 
-        Otherwise backward holds the gradients of the MLP's output, of the layer's input x and of
-        attention's output.
-        Each tile adds x + attention, its norm, gate, up, silu(gate), their product, and the
-        gradients of product and gate. Several tiles also hold float32 gradients of the weights.
+        With checkpointing or tiles, backward holds the gradients of the MLP's output, of the
+        layer's input x and of attention's output. Each tile adds x + attention, its norm, gate, up,
+        silu(gate), the product silu(gate) * up, and the gradients of product and gate. Several
+        tiles also hold float32 gradients of the weights.
         """
         if not (self.recomputes or self.tiled):
             return self.products
@@ -157,7 +159,7 @@ class LayerMemory:
         return gradients + max(gate - self.weights, after)
 
     def _freed_before_attention(self, products: bool) -> int:
-        """Return the bytes of the kept MLP tensors. Backward frees them before attention."""
+        """Return the bytes of the kept MLP tensors that backward frees before attention."""
         if not (self.recomputes or self.tiled):
             return 4 * self.product + 2 * self.hidden
         return self.products if products else 0

@@ -39,13 +39,13 @@ def train(
     resume: bool,
     more_callbacks: Sequence[MakeCallback] = (),
 ) -> bool:
-    """Train to `config.train.steps`. Return whether training stopped early, on request.
+    """Train until step `config.train.steps`. Return whether a stop request ended training early.
 
-    Every worker calls this, inside a process group.
+    Every worker calls this function, inside a process group.
 
     Args:
         resume: start from the newest checkpoint of `run_dir`.
-        more_callbacks: functions that make further callbacks.
+        more_callbacks: functions that each make a further callback.
     """
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
@@ -129,7 +129,7 @@ def _announce(
 
 
 def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:
-    """Return the straggler watches, which only the first worker needs."""
+    """Return the callback that watches for stragglers. Only the first worker has the callback."""
     if trainer.environment.rank:
         return []
     warn = partial(progress.message, warning=True)
@@ -150,7 +150,7 @@ def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
 
 
 def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
-    """Return (label, command) pairs that use the newest checkpoint. Empty without a checkpoint."""
+    """Return the label and command of each use of the newest checkpoint. Empty if there is none."""
     step = run_dir.last_step()
     if step is None:
         return []
@@ -162,7 +162,7 @@ def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
 def _loop(
     trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, stop_flag: StopFlag
 ) -> str:
-    """Run steps until the last one or a stop request. Return a line on how training ended."""
+    """Run steps until the last step or a stop request. Return a line on how training ended."""
     config, callbacks = trainer.config, trainer.callbacks
     saved = trainer.step if checkpointer.latest() == trainer.step else -1
     stop = False
@@ -202,7 +202,7 @@ def _loop(
 
 
 def _report_error(callbacks: Sequence[Callback], error: Exception) -> None:
-    """Call `on_error` of every callback. If a callback fails, add a note to `error` and go on."""
+    """Call `on_error` of every callback. If a hook fails, add a note to `error` and go on."""
     for callback in callbacks:
         try:
             callback.on_error(error)
@@ -215,11 +215,11 @@ def _let_save_finish(
 ) -> None:
     """Wait for the save in progress if `error` stops all workers together.
 
-    After other errors some workers may be gone, and the save would never finish.
+    After any other error, some workers may be gone, and the save would never finish.
 
     Raises:
-        NonFiniteError: `error` is a NonFiniteError. The new message adds the checkpoint that is
-            left and a remedy.
+        NonFiniteError: `error` is a NonFiniteError. The new message also says whether a checkpoint
+            is left, and gives a remedy.
     """
     if isinstance(error, NonFiniteError):
         _wait(checkpointer, progress)
@@ -292,7 +292,7 @@ class Evaluations(Callback):
 
 
 def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress) -> int:
-    """Start to save the current step. Return the step. If the previous save failed, warn."""
+    """Start to save a checkpoint. Return its step. Warn if the previous save failed."""
     try:
         checkpointer.save(trainer.step, trainer.state())
     except CheckpointError as error:

@@ -1,18 +1,18 @@
 """Estimate a worker's GPU memory in closed form, by part, at each moment that can be the peak.
 
 Symbols:
-    T       tokens of a worker and micro-batch, including padding
+    T       number of tokens of a worker and micro-batch, including padding
     C, I    hidden size and intermediate size
     A, K    heads * head_dim and kv_heads * head_dim
-    V, L    vocabulary and layers
-    W       workers
-    P_l     weights of a layer
-    P_r     weights outside the layers: embedding, final norm, LM head
+    V, L    vocabulary size and number of layers
+    W       number of workers
+    P_l     number of weights in a layer
+    P_r     number of weights outside the layers: embedding, final norm, LM head
     e, r    bytes of the compute dtype and of train.reduce_dtype
 
-The order of events follows FSDP2 (torch/distributed/fsdp/_fully_shard), `Decoder`, the programs of
-the exchanges, and the fused LM head and loss. Norms are CUDA's fused kernels. With train.compile, a
-layer's backward pass takes less memory than estimated.
+The order of events is that of FSDP2 (torch/distributed/fsdp/_fully_shard), `Decoder`, the programs
+of the exchanges, and the fused LM head and loss. Norms use CUDA's fused kernels. With
+train.compile, a layer's backward pass takes less memory than estimated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MemoryMoment:
     The module's docstring defines the symbols.
 
     parameters: float32 shards of the weights, 4 (P_l L + P_r) / W. Each shard is rounded up in
-        dimension 0. With optim.offload, e bytes per weight instead of 4.
+        dimension 0. With optim.offload, shards in the compute dtype, e (P_l L + P_r) / W.
     optimizer: both AdamW states in float32, 8 (P_l L + P_r) / W. 0 with optim.offload.
     gradients: reduced float32 gradients (`StateMemory.gradients`):
         - one micro-batch: 4 P_l / W per layer reduced so far; 0 with optim.offload_gradients
@@ -49,38 +49,42 @@ class MemoryMoment:
         - several micro-batches with train.shard=optimizer: 4 (P_l L + P_r), unsharded.
     working_weights: unsharded weights and gradients, in backward:
         - weights outside the layers and of the current layer, e (P_r + P_l)
-        - weights of the next layer, e P_l; of all layers unless train.shard=full
+        - weights of the next layer, e P_l. Unless train.shard=full, weights of all layers
         - gradients of the current layer and of the LM head, e (P_l + V C)
         - input of the current reduce-scatter, r P_l.
-    activations: what layers keep on the device for backward. All layers that are not offloaded
-        count, at least two. Per token and layer, by train.activation_checkpoint (lse takes 4 bytes
-        per head):
+    activations: tensors that layers keep on the device for backward. The estimate counts the layers
+        that are not offloaded, and at least two layers. A token takes this number of bytes per
+        layer, by train.activation_checkpoint (lse takes 4 bytes per head):
         - none: e (4 C + 2 A + 2 K + 4 I) + 4 heads
         - none, with a tiled MLP: e (2 C + 2 A + 2 K) + 4 heads
-        - selective: e (C + A) + 4 heads, and in a ring 2 e K of the KV shard that backward uses
+        - selective: e (C + A) + 4 heads. In a ring, plus 2 e K for the KV shard that backward uses
         - sequence_selective: e C + (e A + 4 heads) train.checkpoint_keep
         - full: e C
-        - more in layers with train.keep_mlp: e (C + 2 I).
-    layer: recomputed tensors and activation gradients of the layer in backward. They are counted at
-        the MLP's gate or in attention, whichever takes more together with `exchange`. At the gate,
-        each token of a tile takes e (6 I + 2 C), or e (4 I + C) with train.keep_mlp. With only one
-        tile, the MLP's weights have no gradients yet (`LayerMemory.in_backward`).
+        - layers with train.keep_mlp: e (C + 2 I) in addition.
+    layer: recomputed tensors and activation gradients of the layer in backward. The layer reaches
+        its peak at the MLP's gate or in attention, where the sum of `layer` and `exchange` is
+        larger. At the gate, each token of a tile takes e (6 I + 2 C), or e (4 I + C) with
+        train.keep_mlp. If the MLP has only one tile, its weights have no gradients at that time
+        (`LayerMemory.in_backward`).
     index: dynamic indices of the layers between forward and backward, for sequences of S tokens:
-        - bitmap: heads (T / block) (S / block) per layer and sequence (all S rows if queries
-          circulate), and one bit per query and chunk if each query chooses its keys
-        - slashes and columns: heads (S / block + 4 columns) per layer until all layers are
-          counted; tensors that kernels derive take about as much (`IndexShape.derived`)
+        - bitmap: heads (T / block) (S / block) per layer and sequence, or heads (S / block)^2 if
+          queries circulate. If each query chooses its keys, plus one bit per query and chunk
+        - slashes and columns: heads (S / block + 4 columns) per layer, until the pairs of all
+          layers are counted. The tensors that kernels derive take about the same
+          (`IndexShape.derived`)
         - columns that a ring gathers once: 2 e heads columns head_dim per layer with activations on
           the device
-        - counting a bitmap's pairs: 2 bytes per pair of blocks and micro-batch of the step.
+        - counting the pairs of a bitmap: 2 bytes per pair of a query block and a key block, for
+          each micro-batch of the step.
     exchange: KV and its gradients in transit, and the kernel's buffers (`AttentionMemory`). For N
         keys of a context group:
-        - all_gather: 2 e N K of KV, 2 e N K of gradients, and 8 N K while it packs gradients. With
-          topology.chunks, one part of the heads, and KV of the next part
-        - ring: a few shards of KV and of float32 gradients, most of which stay allocated.
-    loss: float32 logits of one chunk and, in another dtype, their gradient; the LM head's float32
-        gradient, 4 V C; the final hidden states before and after their norm, and their gradient,
-        3 e C T.
+        - all_gather: 2 e N K for KV and 2 e N K for gradients. While the exchange packs gradients,
+          8 N K more. With topology.chunks, these bytes count one part of the heads, and the KV of
+          the next part comes in addition
+        - ring: a few shards of KV and of float32 gradients. Most of these buffers stay allocated.
+    loss: float32 logits of one chunk, and their gradient unless the compute dtype is float32; the
+        LM head's float32 gradient, 4 V C; the final hidden states before and after their norm, and
+        the gradient of the normed states, 3 e C T.
     inputs: tokens, positions and labels (int64), cosine and sine (float32).
     """
 
@@ -105,7 +109,7 @@ class MemoryMoment:
 
     @cached_property
     def allocated(self) -> int:
-        """Sum of all parts; at the peak, what torch.cuda.max_memory_allocated reports."""
+        """Sum of all parts. At the peak, it estimates torch.cuda.max_memory_allocated."""
         return sum(self.parts.values())
 
 
@@ -115,7 +119,7 @@ class MemoryEstimate:
 
     moments: the moments of a step that can be the peak.
     reserve: device memory outside the allocator, for the CUDA context and NCCL. 0 on a CPU.
-    host: host memory for offloaded activations and an offloaded optimizer.
+    host: host memory for offloaded activations and for an offloaded optimizer.
     saving: host memory for the copy of weights and states while a checkpoint is written.
     """
 
@@ -136,12 +140,12 @@ class MemoryEstimate:
 
     @property
     def allocated(self) -> int:
-        """Bytes that the allocator holds at the peak, `peak_memory_gib` in metrics.jsonl."""
+        """Bytes that the allocator holds at the peak, as in `peak_memory_gib` of metrics.jsonl."""
         return self.peak.allocated
 
     @property
     def total(self) -> int:
-        """Bytes that the GPU needs without fragmentation: allocated + reserve."""
+        """Bytes that the GPU needs at the peak, without fragmentation: allocated + reserve."""
         return self.allocated + self.reserve
 
 
@@ -155,7 +159,7 @@ def estimate_memory(
     dtype_bytes: int,
     cuda: bool,
 ) -> MemoryEstimate:
-    """Estimate the memory of context rank 0, which has the largest shards, from step 2 on.
+    """Estimate the memory of context rank 0, which has the largest shards, after the first step.
 
     Args:
         workers: number of workers of the run.
@@ -200,7 +204,7 @@ class _StepMemory:
         self.whole_layers = 2 if workers > 1 else 1
 
     def moments(self) -> list[MemoryMoment]:
-        """Return the moments of a step that can be the peak, in their order."""
+        """Return the moments of a step that can be the peak, in order of time."""
         layers = self.model.num_layers
         # Memory changes evenly from layer to layer, except that activations stop shrinking at the
         # offloaded layers. The second layer is a candidate, too: it has more gradients than higher
@@ -236,7 +240,7 @@ class _StepMemory:
 
         Args:
             layers: number of layers that hold activations and indices.
-            in_backward: bytes of the layer whose backward pass runs. None outside backward.
+            in_backward: memory of the layer whose backward pass runs. None if no layer's does.
         """
         layer, exchange, freed = in_backward or (0, self.attention.pool, 0)
         return MemoryMoment(
@@ -275,7 +279,7 @@ class _StepMemory:
         )
 
     def at_loss(self) -> MemoryMoment:
-        """Return the memory while the loss is computed, with the activations of all layers."""
+        """Return the memory while the loss is computed. All layers hold activations."""
         layers, vocabulary = self.model.num_layers, self.model.vocab_size
         chunk_rows = self.train.loss_chunk_mib * MIB // (4 * vocabulary)
         rows = max(1, min(self.layer.tokens, chunk_rows))
@@ -296,7 +300,7 @@ class _StepMemory:
         )
 
     def at_root(self) -> MemoryMoment:
-        """Return the memory while the gradients of embedding and LM head are reduced."""
+        """Return the memory while the gradients of the embedding and the LM head are reduced."""
         states = self.states
         scatter, weights = states.scatter(states.root_shard), self.e * states.root_weights
         # Embedding and LM head each have a gradient. If tied, the gradients are summed. The result
@@ -314,7 +318,7 @@ class _StepMemory:
         return self.model.vocab_size * self.model.hidden_size
 
     def kept(self, layers: int) -> int:
-        """Return the bytes on the device that the first `layers` layers keep for backward."""
+        """Return how many bytes the first `layers` layers keep on the device for backward."""
         with_products = max(0, layers - self.layer.first_with_products)
         return self.layer.kept * self.on_device(layers) + self.layer.products * with_products
 
@@ -323,7 +327,7 @@ class _StepMemory:
         return max(layers - self.layers_on_host, min(layers, 2))
 
     def kept_index(self, layers: int) -> int:
-        """Return the bytes of the indices of `layers` layers and of their pair counts."""
+        """Return the memory of the indices, derived tensors and pair counts of `layers` layers."""
         index = self.attention.index
         if index is None:
             return 0
@@ -334,5 +338,5 @@ class _StepMemory:
         return indices + layers * index.derived(self.attention.kernel) + columns + counted
 
     def host(self) -> int:
-        """Return the bytes of host memory for offloaded activations."""
+        """Return how many bytes of host memory offloaded activations take."""
         return self.layers_on_host * self.layer.on_host

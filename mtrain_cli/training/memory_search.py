@@ -1,19 +1,20 @@
 """`train.memory=auto`: the fastest memory setting that fits, and remedies if none fits.
 
-The search compares settings by an estimated step time. The estimate uses counts only, no
-measurement, so that all ranks choose the same setting. It is the sum of:
+The search compares settings by an estimated step time. The estimate uses only counts, not
+measurements, so that all ranks choose the same setting. The step time is the sum of:
 
     compute     executed FLOP / (0.56 x peak FLOP/s). If the density of a sparse pattern depends on
                 the data, assume 10 % of the causal pairs.
     weights     transfer of `StateMemory.sent` bytes, which overlaps with compute
-    activations transfer of the offloaded bytes over the host link. The transfer to the host
-                overlaps with the offloaded layers' forward pass, a quarter of their compute. The
-                transfer back overlaps with their backward pass, the rest of it.
-    optimizer   28 bytes per weight of the shard through GPU memory. With optim.offload, through
-                host memory, which the machine's workers share
+    activations transfer of offloaded activations over the host link. The transfer to the host
+                overlaps with the forward pass of the offloaded layers, a quarter of their compute.
+                The transfer back overlaps with their backward pass, three quarters.
+    optimizer   28 bytes of memory traffic per weight of the shard, in GPU memory. With
+                optim.offload, in host memory, which the machine's workers share
     tiles       0.5 ms per MLP tile and pass, and per chunk of the loss
 
-A transfer that overlaps with compute costs a tenth of its duration, plus what exceeds the compute.
+A transfer that overlaps with compute costs a tenth of its duration. If the transfer takes longer
+than the compute, the difference is added.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ Variant = tuple[Config, dict[str, Any]]
 class MemorySetting:
     """A configuration with its estimated memory and step time.
 
-    changes: keys of `CHOICES` that differ from the configuration of the search, with new values.
+    changes: new values by key, for the keys of `CHOICES` that the setting changes.
     memory: estimated memory of one worker.
     seconds: estimated duration of an optimizer step.
     fits: whether the worker has room for `memory`.
@@ -106,9 +107,9 @@ class MemorySearch:
     chosen: MemorySetting | None
 
     def rejected(self) -> list[tuple[str, str]]:
-        """Return (label, reason) pairs of settings that were not chosen.
+        """Return a label and the reason of the rejection for settings that were not chosen.
 
-        For each value of train.activation_checkpoint, return the fastest such setting.
+        Return only the fastest such setting for each value of train.activation_checkpoint.
         """
         assert self.chosen is not None
         rows: dict[str, tuple[str, str]] = {}
@@ -158,17 +159,17 @@ def _variants(plan: RunPlan) -> Iterator[Variant]:
 
 
 def _short_of_memory(kind: str, offload: bool | int) -> bool:
-    """Return whether a setting offloads attention's output, or recomputes it.
+    """Return whether a setting offloads or recomputes the output of attention.
 
-    Such a setting has no room for MLP products, which are ten times as large.
+    Such a setting has no room for MLP products, which are ten times as large as that output.
     """
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
 def _with_fewest_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any]) -> Variant:
-    """Offload the fewest layers with which the run fits the device, or all if it never fits.
+    """Offload the fewest layers with which the run fits the device. If no number fits, offload all.
 
-    This number also takes the least host memory: each offloaded layer adds to it.
+    The fewest layers also take the least host memory.
     """
     key, layers = "train.offload_activations", config.model.num_layers
 
@@ -203,8 +204,8 @@ def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) 
 def with_products(plan: RunPlan) -> MemorySetting | None:
     """Return the run with train.keep_mlp set to the most layers that leave 10 % of a GPU free.
 
-    Return None if there is no room for one layer, if the run sets train.keep_mlp, or if it offloads
-    or recomputes attention's output.
+    Return None if the products of one layer already take too much, if the run sets train.keep_mlp,
+    or if the run offloads or recomputes the output of attention.
     """
     train = plan.config.train
     if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
@@ -221,7 +222,7 @@ def _priced(plan: RunPlan, config: Config, changes: dict[str, Any]) -> MemorySet
 
 
 def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float:
-    """Estimate the seconds of an optimizer step, as the module's docstring says.
+    """Estimate the seconds of an optimizer step as the module's docstring describes.
 
     Args:
         memory: `plan.estimate(config)`.
@@ -260,16 +261,16 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
 def density(config: Config) -> float:
     """Return the share of causal pairs that attention computes.
 
-    If it depends on the data, return `ASSUMED_DENSITY`.
+    Return `ASSUMED_DENSITY` if the share depends on the data.
     """
     known = config.sparsity.known_density(config.seq)
     return ASSUMED_DENSITY if known is None else known
 
 
 def _exposed(transfer: float, overlapping: float) -> float:
-    """Return the cost of a transfer that overlaps with compute.
+    """Return the cost in seconds of a transfer that overlaps with compute.
 
-    transfer, overlapping: seconds of the transfer and of the compute. The result is in seconds.
+    transfer, overlapping: duration of the transfer and of the compute, in seconds.
     """
     return HIDDEN_COST * transfer + max(0.0, transfer - overlapping)
 
@@ -311,9 +312,9 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
 
 
 def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
-    """Return changes, as overrides, each of which alone makes the run fit.
+    """Return changes as command-line overrides. Each change makes the run fit on its own.
 
-    There is at most one of each kind: memory settings, the exchange, no checkpoints, a shorter
+    Return at most one change of each kind: memory settings, exchange, no checkpoints, a shorter
     sequence, more workers.
     """
     changes = []
@@ -333,9 +334,9 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
 
 
 def _other_exchange(plan: RunPlan) -> str | None:
-    """Return overrides of `topology` with which the run fits, or None if there are none.
+    """Return overrides of `topology` that make the run fit, or None if no such override exists.
 
-    They set more parts of the heads, a ring, or an all-gather.
+    The overrides set more `topology.chunks`, a ring, or an all-gather.
     """
     config, cp, exchange = plan.requested or plan.config, plan.dims.cp, plan.exchange
     if plan.environment.device == "cpu":
@@ -359,9 +360,9 @@ def _other_exchange(plan: RunPlan) -> str | None:
 def _exchange_change(
     topology: TopologyConfig, exchange: ExchangeChoice, *, gathers: bool
 ) -> dict[str, Any]:
-    """Return the change of `topology` to an all-gather or a ring.
+    """Return the new values of `topology` for an all-gather or a ring.
 
-    Reset a setting that only the other kind of exchange uses.
+    Reset the setting that only the other one of the two exchanges uses.
     """
     name = exchange_name(gathers=gathers, hierarchical=exchange.traits.hierarchical)
     unused = "circulates" if gathers else "chunks"
@@ -372,11 +373,12 @@ def _exchange_change(
 def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
     """Return the longest sequence that fits, in tokens. Return None if `shortest` does not fit.
 
-    Between a power of two and the next, seven evenly spaced lengths are tried (512k, 576k, 640k,
-    ...). With `train.memory=auto`, a sequence fits if it fits with any setting.
+    Double `shortest` while the run fits. Then try seven evenly spaced lengths below the first
+    length that does not fit (such as 576k, 640k, ... below 1m). With `train.memory=auto`, a
+    sequence fits if the run fits with any setting.
 
     Args:
-        shortest, most: bounds on the result.
+        shortest, most: smallest and largest length to try.
     """
 
     def fits(seq: int) -> bool:
@@ -396,9 +398,9 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
 
 
 def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
-    """Return a number of workers with which the run fits, or None if none up to `most` does.
+    """Return a larger number of workers with which the run fits.
 
-    It is the planned number, doubled until the run fits.
+    Double the planned number until the run fits. Return None if no number up to `most` fits.
     """
     config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
@@ -426,7 +428,7 @@ def _can_fit(plan: RunPlan) -> bool:
 
 
 def _label(config: Config, chosen: Config) -> str:
-    """Describe how a setting keeps activations, and how else it differs from the chosen one."""
+    """Describe how a setting keeps activations, and how else it differs from the chosen setting."""
     kind, share = config.train.activation_checkpoint, f" {config.train.checkpoint_keep:g}"
     label = kind + (share if kind == "sequence_selective" else "")
     others = {key: get_setting(config, key) for key in CHOICES}

@@ -1,4 +1,4 @@
-"""AdamW with float32 states, the learning-rate schedule, and the global gradient norm."""
+"""AdamW with float32 states, the learning-rate schedule, and the norm of a worker's gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GIVEN_WEIGHTS_LR = 2e-5
 
 
 def peak_learning_rate(config: Config) -> float:
-    """Return `optim.lr`, or for `auto` a learning rate that suits the model.
+    """Return `optim.lr`. For `auto`, return a learning rate that suits the initial weights.
 
-    Random weights: 2e-3 at width 128, falling as 1 / width, as Adam needs for hidden matrices
-        (Tensor Programs V, table 3).
+    Random weights: 2e-3 at width 128, and proportional to 1 / width, as Adam needs for hidden
+        matrices (Tensor Programs V, table 3).
     Weights of `train.init_from`: 2e-5, as in MTraining's released scripts.
     """
     if isinstance(config.optim.lr, float):
@@ -32,7 +32,7 @@ def peak_learning_rate(config: Config) -> float:
 class ShardedAdamW(torch.optim.AdamW):
     """Fused AdamW that steps plain tensors: this worker's shard of each parameter.
 
-    Given DTensors, PyTorch's AdamW works out in every step how each result is sharded. For
+    PyTorch's AdamW on DTensors computes the sharding of each result again in every step. For
     Qwen2.5-3B this took 20 ms of host time per step, while four H200s idled. PyTorch still creates,
     saves and loads the states as DTensors.
     """
@@ -84,7 +84,7 @@ def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> ShardedAdamW:
 
 
 def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) -> None:
-    """Set weight decay, betas and eps. Only matrices decay; norms and biases keep their scale."""
+    """Set weight decay, betas and eps. Weight decay applies to matrices, not to norms or biases."""
     for group in optimizer.param_groups:
         decays = group["params"][0].ndim >= 2
         group.update(
@@ -96,7 +96,7 @@ class DeviceOptimizer:
     """Weights, gradients and AdamW states on the device. `OffloadedOptimizer` has the same methods.
 
     masters: the decoder that the optimizer steps and that checkpoints hold.
-    last_micro_batch: whether the current backward pass is the last one of its step.
+    last_micro_batch: whether the current backward pass is the last backward pass of its step.
     """
 
     def __init__(self, decoder: Decoder, optim: OptimConfig) -> None:
@@ -134,12 +134,12 @@ class LearningRateSchedule:
 
     kind: `optim.schedule`, one of cosine, linear, wsd (warmup-stable-decay) and constant.
     peak: learning rate after warm-up.
-    ratio: learning rate after the decay / peak.
-    warmup: steps of warm-up.
+    ratio: learning rate after the decay, divided by `peak`.
+    warmup: number of steps of warm-up.
     begin: first step of the schedule, counted from 0.
-    steps: number of steps of the schedule. After it, the rate stays constant.
-    decay: steps over which the rate falls. For wsd, they are the last ones of the schedule. 0 for
-        constant.
+    steps: number of steps of the schedule. After the schedule, the rate stays constant.
+    decay: number of steps over which the rate falls. In wsd, the rate falls in the last steps of
+        the schedule. 0 for constant.
     """
 
     kind: str
@@ -187,11 +187,11 @@ class LearningRateSchedule:
 
     @property
     def _falls_from(self) -> int:
-        """The last step at the peak rate, counted from 0 at `begin`."""
+        """The last step at the peak rate, as an offset from `begin`."""
         return max(self.warmup, self.steps - 1 - self.decay) if self.kind == "wsd" else self.warmup
 
     def describe(self, steps: int) -> str:
-        """Describe the schedule of a run of `steps` steps, counting steps from 1."""
+        """Describe the schedule of a run of `steps` steps. The description counts steps from 1."""
         warm = f"warm up over {self.warmup} steps to" if self.warmup else "start at"
         warm += f" a peak of {self.peak:.2e}"
         first = f", from step {self.begin + 1}" if self.begin else ""

@@ -3,13 +3,13 @@
 The device keeps weight shards in the compute dtype, and gradients. Per weight, that is 2 bytes of
 bfloat16 and 4 bytes of float32 gradient, instead of 16 bytes with the optimizer on the device. Each
 step sends 4 bytes per weight to the host and 2 bytes back. With `optim.offload_gradients`,
-gradients move to the host as they are reduced. If a step has one micro-batch, the device then keeps
-only 2 bytes per weight.
+gradients move to the host as they are reduced. A step of one micro-batch then needs only 2 bytes
+per weight on the device.
 
-PyTorch's CPUOffloadPolicy keeps nothing on the device. For every gather (twice per micro-batch) it
-reads the float32 weights from the host. It sends the gradients of each micro-batch to the host, and
-waits for every gradient that it accumulates. That is 12 bytes per weight and micro-batch: 768 bytes
-in a step of 64 micro-batches, compared with 6 here.
+PyTorch's CPUOffloadPolicy keeps nothing on the device. Every gather, twice per micro-batch, reads
+the float32 weights from the host. The gradients of each micro-batch move to the host, where PyTorch
+waits for every gradient to accumulate. The transfers take 12 bytes per weight and micro-batch: 768
+bytes in a step of 64 micro-batches, compared with 6 bytes here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _ParameterUnit:
 
     device: shards on the device, in the compute dtype.
     host: the same shards on the host, in float32.
-    masters: the parameters whose shards are `host`.
+    masters: the parameters to which the shards in `host` belong.
     offsets: offset of each shard in the unit's packed gradients, in elements.
     packed: number of elements of the packed gradients.
     """
@@ -57,9 +57,9 @@ class _ParameterUnit:
 class OffloadedOptimizer:
     """Float32 weights of a sharded decoder on the host (the masters), and their optimizer.
 
-    masters: a decoder on the host, with the same parameter names. Initialise or load it, then call
-        `send`.
-    last_micro_batch: whether the current backward pass is the last one of its step.
+    masters: a decoder on the host, with the same parameter names. Call `send` after initializing or
+        loading its parameters.
+    last_micro_batch: whether the current backward pass is the last backward pass of its step.
     """
 
     def __init__(self, decoder: nn.Module, masters: Decoder, optim: OptimConfig) -> None:
@@ -114,8 +114,8 @@ class OffloadedOptimizer:
     def _offload_gradients(self, number: int, packed: Tensor) -> None:
         """Send a unit's gradients to the host, after the work queued on the current stream.
 
-        First wait until at most one earlier unit is in transit. Without this limit, the host could
-        queue many layers ahead, and their gradients would pile up on the device.
+        Before that, wait until at most one earlier unit is in transit. Without this limit, the
+        host could queue many layers ahead, and the device would hold the gradients of all of them.
         """
         assert self._gradients is not None
         if len(self._offloaded_units) >= 2:
@@ -182,16 +182,16 @@ class OffloadedOptimizer:
         self.drop_gradients()
 
     def send(self) -> None:
-        """Copy all masters to the device. Call this after they have been filled."""
+        """Copy all masters to the device. Call this after filling the masters."""
         self._link.begin()
         for number in range(len(self._units)):
             _wait(self._send(number))
         self._link.end()
 
     def _fetch_gradients(self, number: int) -> torch.cuda.Event | None:
-        """Start to copy a unit's gradients to the host, unless backward has done so.
+        """Start to copy a unit's gradients to the host, unless backward has started the copy.
 
-        Return the event that completes when the gradients are on the host; None on a CPU.
+        Return the event that completes when the gradients are on the host. Return None on a CPU.
         """
         if self._gradients is not None:
             return self._offload_events[number]
@@ -213,7 +213,7 @@ class OffloadedOptimizer:
 
 
 class _HostLink:
-    """Two independent streams, to and from a GPU. On a CPU, copies complete immediately."""
+    """Two independent streams for copies from and to a GPU. On a CPU, copies are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -222,12 +222,12 @@ class _HostLink:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def begin(self) -> None:
-        """Make later transfers wait for the work queued on the device so far."""
+        """Make later transfers wait for the operations queued on the device so far."""
         for stream in self._streams or ():
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """Make later work on the device wait for the transfers so far. The host does not wait."""
+        """Make later operations on the device wait for the transfers so far, without blocking."""
         for stream in self._streams or ():
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
@@ -240,7 +240,7 @@ class _HostLink:
         return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1])
 
     def event(self) -> torch.cuda.Event | None:
-        """Return an event that completes after the current stream's transfers; None on a CPU."""
+        """Return an event that completes after the current stream's transfers. None on a CPU."""
         if self._streams is None:
             return None
         event = torch.cuda.Event()

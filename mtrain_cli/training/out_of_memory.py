@@ -1,13 +1,13 @@
 """Explain an out-of-memory error: list the tensors that fill the memory.
 
-The error shows the largest groups of tensors, and oom-rank-N.json all of them. Tensors are named in
-one of three ways:
+The error lists the largest groups of tensors. The file oom-rank-N.json lists all groups. Tensors
+get their names in one of three ways:
 
 - Parameters, gradients, optimizer states and gathered weights have the parameter's name.
-- Other tensors have the name of a variable on the stack, or else their shape in sizes of the run
-  ("tokens x hidden").
-- Python cannot see tensors that only autograd holds. On a GPU, the allocator reports their bytes;
-  if a layer's activation has the same size, it names them.
+- Other tensors have the name of a variable on the stack. Tensors without such a variable are
+  described by their shape, in sizes of the run ("tokens x hidden").
+- Python cannot see tensors that only autograd holds. On a GPU, the allocator reports their sizes. A
+  tensor with the size of a layer's activation gets the name of that activation.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class MemoryFullError(RunError):
 class HeldTensors:
     """A group of tensors of one kind, shape and dtype.
 
-    kind: one of `PARAMETERS`, `GRADIENTS` and the other kinds above.
-    name: name of the first tensor.
-    shape: shape of each tensor. None for memory that only the allocator knows.
+    kind: what the tensors hold: `PARAMETERS`, `GRADIENTS` or another such constant of this module.
+    name: name of the first tensor of the group.
+    shape: shape of each tensor. None if only the allocator knows the tensors.
     count: number of tensors.
-    bytes: total bytes of the group.
+    bytes: total size of the group.
     """
 
     kind: str
@@ -87,8 +87,8 @@ class RunContext:
     """The state of a run, for an out-of-memory message.
 
     trainer: None until the trainer has been created.
-    names: names of the sharded parameters by `id`. The decoder alone cannot tell the names: while a
-        layer computes, it holds gathered parameters instead.
+    names: name of each sharded parameter, by `id` of the parameter. Recorded at the start, because
+        a layer holds gathered parameters, not its sharded ones, while the layer computes.
     """
 
     config: Config
@@ -106,12 +106,12 @@ class RunContext:
 def explain_out_of_memory(
     config: Config, environment: Environment, run: RunDir
 ) -> Iterator[RunContext]:
-    """Explain out-of-memory errors that are raised in this context.
+    """Explain out-of-memory errors that are raised in the ``with`` block.
 
-    Yield a `RunContext`. Call its `begin` when the trainer exists.
+    Yield a `RunContext`. Call `RunContext.begin` when the trainer exists.
 
     Raises:
-        MemoryFullError: replaces any error that reports a failed allocation.
+        MemoryFullError: raised in place of an error that reports a failed allocation.
     """
     context = RunContext(config, environment)
     try:
@@ -216,7 +216,7 @@ def _parts(context: RunContext) -> dict[str, Any] | None:
 
 
 def _advice(context: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
-    """Return changes that would help, for the largest kind of tensors first."""
+    """Return suggestions that save memory. Begin with the kind of tensors that takes the most."""
     config = context.config
     by_kind: dict[str, int] = defaultdict(int)
     for group in found:
@@ -231,7 +231,7 @@ def _advice(context: RunContext, found: list[HeldTensors], cuda: bool) -> list[s
 
 
 def _change(kind: str, config: Config) -> str:
-    """Return a setting that shrinks tensors of this kind; "" if there is none."""
+    """Return a setting that shrinks tensors of this kind, or "" if no setting does."""
     if kind in (GRADIENTS, GATHERED) and config.train.shard != "full":
         return "train.shard=full"
     if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload:
@@ -252,9 +252,10 @@ def _change(kind: str, config: Config) -> str:
 
 
 def failure_location(error: BaseException) -> str:
-    """Return where in the step an error was raised, such as the layer and the direction.
+    """Describe where in the step an error was raised, such as the layer and the direction.
 
-    Read this from the stack, or if it does not show the layer, from the worker's progress record.
+    The stack of the error shows the layer and the direction. The worker's progress record shows the
+    step and, for an error outside the layers, the last activity.
     """
     backward, layer, part = False, None, ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -335,10 +336,10 @@ def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]
 
 
 def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]]:
-    """Return (kind, name) by storage address, for all tensors that belong to a parameter.
+    """Return the kind and name of each tensor that belongs to a parameter, by storage address.
 
     Args:
-        names: parameter names by `id`.
+        names: name of each parameter, by `id` of the parameter.
     """
     found: dict[int, tuple[str, str]] = {}
 
@@ -371,7 +372,7 @@ def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]
 
 
 def _fsdp_parameters(module: Any) -> list[Any]:
-    """Return FSDP2's private list of a module's parameters. Empty if PyTorch lacks such a list."""
+    """Return FSDP2's private list of a module's parameters. Empty if PyTorch has no such list."""
     with contextlib.suppress(AttributeError):
         group = module._get_fsdp_state()._fsdp_param_group
         return list(group.fsdp_params) if group is not None else []
@@ -390,7 +391,7 @@ def _tensors(device: str) -> Iterator[Tensor]:
 
 
 def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
-    """Yield (storage address, name) of tensors in stack variables, outermost frame first."""
+    """Yield the storage address and name of each tensor in a stack variable, outermost first."""
     frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = sys._getframe()
     for frame in frames:
@@ -414,13 +415,13 @@ def _layer_in(frame: FrameType) -> DecoderLayer | None:
 
 
 def _members(value: Any) -> list[Tensor]:
-    """Return `value` if it is a tensor, or the tensors among its first items if it is a list."""
+    """Return the tensors in `value`, which may be a tensor or a list. Read only eight items."""
     values = value[:8] if isinstance(value, list | tuple) else [value]
     return [v for v in values if isinstance(v, Tensor) and not isinstance(v, DTensor)]
 
 
 class _ShapeNames:
-    """Names tensors by their shape, in sizes of the run such as "tokens x hidden"."""
+    """Describes tensors by their shape, in sizes of the run such as "tokens x hidden"."""
 
     def __init__(self, context: RunContext) -> None:
         model, train = context.config.model, context.config.train
@@ -465,14 +466,14 @@ class _ShapeNames:
         return " x ".join(names) if set(tensor.shape) & set(self._sizes) else "not named"
 
     def guess(self, number: int) -> tuple[str, str]:
-        """Guess the kind and name of a block of `number` bytes that only the allocator knows."""
+        """Guess the kind and name of a tensor of `number` bytes that Python cannot see."""
         if name := self._activations.get(number):
             return ACTIVATIONS, f"kept for backward, {name}"
         return REST, "known only to the allocator"
 
 
 def _unseen_blocks(seen: set[int]) -> Iterator[int]:
-    """Yield the bytes of each allocated block whose address is not in `seen`."""
+    """Yield the size of each block of the GPU's allocator whose address is not in `seen`."""
     for segment in torch.cuda.memory_snapshot():
         if segment.get("device") != torch.cuda.current_device():
             continue

@@ -42,10 +42,10 @@ class TrainingProgress:
     line is printed every `log_every` steps. These lines also go to `log`, without control
     sequences.
 
-    enabled: true on rank 0. Other workers create this object, too, but it does nothing there.
+    enabled: whether to show anything. True only on rank 0.
     reporter: receives each step for `mtrain status`.
-    console: replaceable for tests.
-    clock: returns seconds. Replaceable for tests.
+    console: where to print. Tests replace it.
+    clock: function that returns the time in seconds. Tests replace it.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class TrainingProgress:
     def add_earlier_steps(
         self, earlier: Sequence[StepMetrics], restarts: Sequence[int] = ()
     ) -> None:
-        """Include the steps before an automatic restart in the summary: users see one run.
+        """Include the steps before an automatic restart in the summary. Users see a single run.
 
         Args:
-            restarts: steps of the checkpoints from which the run restarted.
+            restarts: step of each checkpoint from which the run restarted.
         """
         labelled = [metrics for metrics in earlier if metrics.loss is not None]
         self.losses = [metrics.loss for metrics in labelled if metrics.loss is not None]
@@ -193,7 +193,7 @@ class TrainingProgress:
         Args:
             headline: how the run ended, for example "trained to step 100".
             files: paths of the run's files.
-            commands: (label, command) pairs to continue with. Commands never wrap, so that users
+            commands: label and command of each way to continue. Commands never wrap, so that users
                 can copy them.
         """
         if not self.enabled:
@@ -254,7 +254,7 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def seconds_left(self) -> float | None:
-        """Estimate the seconds left from the latest steps and the pauses between them.
+        """Estimate how many seconds of training are left, from the latest steps and pauses.
 
         Return None during the first `WARM_UP_STEPS`.
         """
@@ -353,7 +353,10 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
 
 
 def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
-    """Return ("MFU", share of the peak), or HFU for a step with a dynamic index."""
+    """Return "MFU" and its value, or "HFU" and its value for a step with a dynamic index.
+
+    The value is a share of the peak FLOP/s, or None if unknown.
+    """
     if metrics.mfu_model is None:
         return "HFU", metrics.mfu_executed
     return "MFU", metrics.mfu_model
@@ -369,6 +372,6 @@ def _gpu_or_index_parts(metrics: StepMetrics) -> list[str]:
 
 
 def _data_parts(metrics: StepMetrics) -> list[str]:
-    """Return the share of the step spent waiting for data, if it is notable."""
+    """Return the share of the step spent waiting for data, or nothing if the share is small."""
     share = (metrics.data_seconds or 0.0) / metrics.seconds if metrics.seconds else 0.0
     return [f"data {share:.0%}"] if share >= SHOWN_WAIT else []

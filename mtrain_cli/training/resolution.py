@@ -25,8 +25,8 @@ class ResolvedRun:
     kernel_reason: why `kernel` was chosen.
     compile: whether to compile the layers.
     pattern: how a dynamic index is estimated. None for dense attention.
-    dense_kernel: kernel for the dense first steps of a sparse run, and why it was chosen. None if
-        the run has no such steps.
+    dense_kernel: kernel for the dense first steps of a sparse run, and the reason for the choice.
+        None if the run has no such steps.
     """
 
     layout: Layout
@@ -156,7 +156,8 @@ def choose_kernels(
 ) -> tuple[tuple[Kernel, str], tuple[Kernel, str] | None]:
     """Return the kernel of a run, and the kernel of the dense first steps of a sparse run.
 
-    Each comes with the reason for the choice. The second is None if there are no such steps.
+    Each kernel comes with the reason for its choice. The second result is None if the run has no
+    dense first steps.
 
     request: what the run needs from a kernel for dense attention.
 
@@ -170,7 +171,7 @@ def choose_kernels(
 
 
 def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
-    """Return the kernel for the dense first steps of a sparse run, and why it was chosen.
+    """Return the kernel for the dense first steps of a sparse run, and the reason for the choice.
 
     Return None if the run has no such steps. If `train.kernel` needs an index, choose as for
     `train.kernel=auto`.
@@ -192,13 +193,13 @@ def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel,
 
 
 def dense_kernel_asked(config: Config) -> str:
-    """Return `train.kernel`, or "auto" if that kernel needs an index and so cannot be dense."""
+    """Return `train.kernel`, or "auto" if `train.kernel` cannot compute dense attention."""
     return "auto" if config.train.kernel == "triton" else config.train.kernel
 
 
 @contextmanager
 def dense_steps_named(config: Config) -> Iterator[None]:
-    """Turn a ConfigError of the ``with`` block into one that names `sparsity.dense_steps`."""
+    """Make a ConfigError raised in the ``with`` block name `sparsity.dense_steps`."""
     try:
         yield
     except ConfigError as error:

@@ -60,13 +60,13 @@ KEPT = f"train.keep_mlp was chosen to leave {1 - memory_search.ROOMY:.0%} of a G
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedBytes:
-    """Bytes that reach one worker.
+    """How many bytes reach one worker.
 
-    forward: KV, per layer and micro-batch.
-    backward: KV and its gradients, per layer and micro-batch.
-    weights: weights and their gradients, per optimizer step.
-    host: gradients and weights between device and host, per optimizer step. 0 unless the optimizer
-        is offloaded.
+    forward: bytes of KV, per layer and micro-batch.
+    backward: bytes of KV and of its gradients, per layer and micro-batch.
+    weights: bytes of weights and of their gradients, per optimizer step.
+    host: bytes of gradients and weights between device and host, per optimizer step. 0 unless the
+        optimizer is offloaded.
     """
 
     forward: int
@@ -82,10 +82,10 @@ class RunPlan:
     kernel: name of the kernel.
     kernel_reason: why `kernel` was chosen.
     dtype: name of the compute dtype.
-    gpu: name of the GPUs. None on a CPU or if nothing says which GPUs to plan for.
+    gpu: name of the GPUs. None on a CPU, or if the GPUs are unknown.
     capacity: memory of one GPU in bytes. None if unknown.
-    dense_kernel: name of the kernel for the dense first steps of a sparse run, and why it was
-        chosen. None without such steps.
+    dense_kernel: name of the kernel for the dense first steps of a sparse run, and the reason for
+        the choice. None if the run has no such steps.
     machine: which machine the plan is for, and why.
     elsewhere: whether the plan is for absent GPUs.
     host_share: bytes of host memory that each worker may use.
@@ -129,7 +129,7 @@ class RunPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a worker in an optimizer step."""
+        """Number of micro-batches of a worker in an optimizer step."""
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.dims.dp)
 
@@ -155,10 +155,10 @@ class RunPlan:
 
     @functools.cached_property
     def received(self) -> ReceivedBytes:
-        """The bytes that reach one worker, from the schedule of its exchange and `StateMemory`.
+        """How many bytes reach one worker, by the schedule of its exchange and by `StateMemory`.
 
-        `backward` includes what recomputation sends again (`recompute`). The columns that a ring
-        gathers once are not counted.
+        `backward` includes the KV that recomputation sends again (`recompute`). The columns that a
+        ring gathers once are not counted.
         """
         model, train, layout = self.config.model, self.config.train, self.layout
         heads = model.num_heads, model.num_kv_heads, model.head_dim
@@ -178,7 +178,7 @@ class RunPlan:
 
     @property
     def gpu_bytes(self) -> int:
-        """Bytes of one GPU's memory. If unknown, those of the assumed GPU."""
+        """Bytes of one GPU's memory. For an unknown GPU, bytes of the assumed GPU's memory."""
         return self.capacity or ASSUMED_GPU_BYTES
 
     @property
@@ -198,7 +198,7 @@ class RunPlan:
         return f"{size(self.gpu_bytes)} ({gpu}, {USABLE:.0%} of it usable) and {host}"
 
     def device_bytes(self, memory: MemoryEstimate) -> int:
-        """Return the bytes of a worker on its device. On a CPU, they include its host memory."""
+        """Return how many bytes a worker needs on its device. For a CPU, include host memory."""
         return memory.total + (memory.host_peak if self.environment.device == "cpu" else 0)
 
     def has_room_for(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
@@ -214,7 +214,7 @@ class RunPlan:
     def estimate(self, config: Config) -> MemoryEstimate:
         """Estimate the memory of a worker for another configuration.
 
-        config: may differ from the plan's in memory settings only.
+        config: the plan's configuration with other memory settings.
         """
         return estimate_memory(
             config,
@@ -243,7 +243,7 @@ class RunPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits its GPUs, or on a CPU its machine. None if the GPU is unknown."""
+        """Whether the run fits its GPUs or its CPU machine. None if the GPU is unknown."""
         if self.environment.device == "cpu":
             return self.host_bytes <= host_memory()
         return None if self.capacity is None else self.has_room_for(self.memory)
@@ -252,12 +252,12 @@ class RunPlan:
 def make_plan(config: Config) -> RunPlan:
     """Plan a run on this machine or on absent GPUs.
 
-    `topology.device` decides where:
-    - cpu: on the CPU of this machine.
-    - cuda: on GPUs like those of this machine, or if it has none, on absent GPUs.
-    - auto: on this machine's GPUs, as for cuda. If it has none, on the absent GPUs that
-      `topology.cluster` names. If it names none, on this machine's CPU. If the CPU cannot run the
-      configuration and `topology.workers` is a number, on that many absent GPUs.
+    `topology.device` decides which devices the plan is for:
+    - cpu: the CPU of this machine.
+    - cuda: GPUs like those of this machine. On a machine without GPUs, absent GPUs.
+    - auto: as for cuda, on a machine with GPUs. On other machines, the absent GPUs of
+      `topology.cluster` if that key names a cluster, otherwise the CPU. If the CPU cannot run the
+      configuration and `topology.workers` is a number, that number of absent GPUs.
 
     Raises:
         ConfigError: sizes are inconsistent, or the configured kernel does not support the run.
@@ -311,7 +311,7 @@ def _machine_here(plan: RunPlan) -> str:
 
 
 def _refusal_here(config: Config) -> str | None:
-    """Return why this machine's CPU cannot run a configuration, or None if it can."""
+    """Return why this machine's CPU cannot run a configuration, or None if the CPU can."""
     try:
         plan = _plan_here(config)
     except ConfigError as error:
@@ -329,7 +329,7 @@ def needed_here(plan: RunPlan) -> str:
 
 
 def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
-    """Plan a run on this machine from its `auto` choices."""
+    """Plan a run on this machine. `choices` are the resolved `auto` settings of the run."""
     kernel = choices.kernel.name, choices.kernel_reason
     plan = _complete(config, environment, choices.layout, choices.exchange, kernel, choices.dtype)
     if environment.device == "cuda":
@@ -352,8 +352,8 @@ def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun
 def workers_sharing_host(environment: Environment, gpus: int) -> int:
     """Count the workers that share this machine's memory.
 
-    A dry run may plan for more workers than this machine has GPUs, so count at most `gpus`. Under
-    SLURM, do not apply this limit, since SLURM may show each task only one GPU.
+    A dry run may plan for more workers than this machine has GPUs. Therefore count at most `gpus`
+    workers. Under SLURM, count all workers, since SLURM may show each task only one GPU.
 
     Args:
         gpus: number of GPUs that this process sees.
@@ -392,7 +392,7 @@ def _plan_elsewhere(config: Config, why: str) -> RunPlan:
 
 @functools.lru_cache(maxsize=1)  # a search for memory settings plans many times
 def _described(name: str) -> Cluster:
-    """Return the cluster of `topology.cluster`.
+    """Return the cluster that `topology.cluster` names.
 
     Raises:
         ConfigError: there is no such cluster, or it has no GPUs.
@@ -407,10 +407,10 @@ def _described(name: str) -> Cluster:
 
 
 def _filled(topology: TopologyConfig, cluster: Cluster) -> TopologyConfig:
-    """Return the topology with `auto` workers and GPUs per node replaced by the cluster's numbers.
+    """Return the topology with the cluster's numbers for `auto` workers and `auto` GPUs per node.
 
     Raises:
-        ConfigError: the workers would fill a node only in part.
+        ConfigError: the workers would use only some of the GPUs of a node.
     """
     workers = cluster.gpus if topology.workers == "auto" else int(topology.workers)
     per_node = topology.gpus_per_node
@@ -430,7 +430,7 @@ def plan_for(
     host: int = ASSUMED_HOST_BYTES,
     kernel: str | None = None,
 ) -> RunPlan:
-    """Plan a run on GPUs that the arguments describe. `config.topology` gives their number.
+    """Plan a run on GPUs that the arguments describe. `config.topology` gives the number of GPUs.
 
     The memory estimate equals that of `make_plan` for the same configuration, kernel and exchange.
 
@@ -459,8 +459,8 @@ def _plan_gpus(
     """Plan as `plan_for` does, without `train.memory=auto`.
 
     Args:
-        gpu: None for `ASSUMED_GPU`.
-        capacity: None for the memory of `ASSUMED_GPU`.
+        gpu: name of the GPU. None means `ASSUMED_GPU`.
+        capacity: bytes of GPU memory. None means the memory of `ASSUMED_GPU`.
     """
     config = config.changed(topology={"device": "cuda"})
     environment = resolve_environment(config, planning=True)
@@ -492,9 +492,9 @@ def _kernel_elsewhere(
     capability: tuple[int, int] = (9, 0),
     gpu: str = ASSUMED_GPU,
 ) -> tuple[str, str]:
-    """Return the kernel of a run on GPUs that this machine lacks, and why it was chosen.
+    """Return the kernel of a run on GPUs that this machine lacks, and the reason for the choice.
 
-    Assumes that all packages are installed.
+    Assume that all packages are installed.
     """
     request = dataclasses.replace(
         resolution.kernel_request(config, "cuda", dtype, capability), index=index
@@ -537,7 +537,7 @@ def _complete(
 
 
 def require_fit(plan: RunPlan) -> None:
-    """Refuse a run at its start if it certainly does not fit the memory.
+    """Refuse to start a run that certainly does not fit the memory.
 
     Raises:
         ConfigError: the run does not fit. The message is one line that says what would fit.

@@ -1,14 +1,14 @@
-"""Bytes of weights, gradients and optimizer states, by sharding, reduce dtype and offload.
+"""Memory of weights, gradients and optimizer states, by sharding, reduce dtype and offload.
 
 Symbols:
-    P_l     weights of a layer
-    P_r     weights outside the layers
-    L       layers
-    P       all weights, L P_l + P_r
-    W       workers
+    P_l     number of weights in a layer
+    P_r     number of weights outside the layers
+    L       number of layers
+    P       number of all weights, L P_l + P_r
+    W       number of workers
     e       bytes of the compute dtype
     r       bytes of the dtype in which gradients are reduced
-    n       micro-batches per step and worker
+    n       number of micro-batches per step and worker
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class StateMemory:
 
     Properties and methods return bytes. Attributes count elements:
 
-    layer_shard, root_shard, shard: this worker's shards of a layer, of the weights outside the
+    layer_shard, root_shard, shard: this worker's shard of a layer, of the weights outside the
         layers, and of all weights.
-    layer_weights, root_weights: unsharded weights of a layer, and outside the layers.
+    layer_weights, root_weights: all weights of a layer, and all weights outside the layers.
     """
 
     def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:
@@ -64,9 +64,9 @@ class StateMemory:
 
     @property
     def host(self) -> int:
-        """Host memory of an offloaded optimizer; 0 without one.
+        """Host memory that an offloaded optimizer takes. 0 without optim.offload.
 
-        It holds, for this worker's shards (a unit is a layer or the weights outside the layers):
+        The memory holds this worker's shards. A unit is a layer, or the weights outside the layers.
         - weights and both AdamW states in float32
         - in pinned memory, the weights of two units in the compute dtype
         - in pinned memory, the float32 gradients of two units, or of all units with
@@ -84,8 +84,8 @@ class StateMemory:
     def saving(self) -> int:
         """Host memory of the copy of weights and states while a checkpoint is written.
 
-        0 if the configuration asks for no checkpoint. Such a run still saves one if it is asked to
-        stop.
+        0 if the configuration asks for no checkpoint. Such a run still saves a checkpoint after a
+        stop request.
         """
         return 12 * self.shard if self.saves else 0
 
@@ -111,9 +111,9 @@ class StateMemory:
         """Return the bytes of the layers' unsharded weights in the compute dtype.
 
         Args:
-            left: layers that have begun forward and not finished backward.
-            at_once: layers whose weights train.shard=full holds: the current layer and, if its
-                weights are gathered ahead, the next one.
+            left: number of layers that have begun forward and not finished backward.
+            at_once: number of layers whose weights train.shard=full holds: the current layer, and
+                the next layer if its weights are gathered ahead.
         """
         if self.shard_kind == "full":
             return self.e * self.layer_weights * min(left, at_once)

@@ -1,4 +1,4 @@
-"""What an optimizer step returns: a report from each rank, and one result for all of them."""
+"""Results of an optimizer step: a report from each rank, and one result for all ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class NonFiniteError(RunError):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a rank tells all others at the end of a step, in one all-gather of float64 numbers.
+    """Numbers that a rank sends to all ranks at the end of a step, in one float64 all-gather.
 
     loss: this rank's part of the mean loss, in nats.
     squared_norm: squared norm of this rank's gradient shards, before clipping.
     stop: 1 if this rank received a stop request, else 0.
-    compute_seconds: seconds that `ComputeTimer` measured in the previous step. 0 if not measured.
-    data_seconds: seconds that this rank waited for data.
+    compute_seconds: time that `ComputeTimer` measured in the previous step. 0 if not measured.
+    data_seconds: time that this rank waited for data.
     index_sums: `index_metrics.local_index_sums` of a sparse step. Empty in a dense step.
     """
 
@@ -35,7 +35,7 @@ class StepReport:
 
     @staticmethod
     def of(row: Sequence[float]) -> StepReport:
-        """Make a report from a rank's numbers, which come in the order of the fields."""
+        """Make a report from a rank's numbers. The numbers are in the order of the fields."""
         loss, norm, stop, compute_seconds, data_seconds, *index_sums = row
         return StepReport(loss, norm, stop, compute_seconds, data_seconds, tuple(index_sums))
 
@@ -47,10 +47,11 @@ class StepResult:
     loss: mean over the tokens with a label, in nats. None if no token has a label.
     grad_norm: norm of the whole gradient, before clipping.
     lr: learning rate of the step.
-    tokens: tokens of all sequences of the step.
-    pairs: computed query-key pairs: mean over heads and layers, sum over all sequences.
+    tokens: number of tokens in all sequences of the step.
+    pairs: number of computed query-key pairs, averaged over heads and layers, and summed over all
+        sequences.
     stop: whether any worker received a stop request.
-    reports: one per rank.
+    reports: one report per rank.
     index: metrics of the dynamic index. None for a dense step.
     skipped: whether the optimizer update was skipped.
     warnings: lines for the user.
@@ -69,7 +70,7 @@ class StepResult:
 
     @property
     def data_seconds(self) -> float:
-        """Seconds for which the slowest loader made its worker wait for data."""
+        """Time that the worker with the slowest loader waited for data."""
         return max((report.data_seconds for report in self.reports), default=0.0)
 
 

@@ -69,7 +69,7 @@ from mtrain_cli.training.watch import SpikeWatch
 def _check_host_memory(config: Config, environment: Environment, choices: ResolvedRun) -> None:
     """Refuse CPU workers that need more memory than the machine has.
 
-    They would slow the whole machine down, whereas a full GPU raises an error at once.
+    Such workers would slow the whole machine down, whereas a full GPU raises an error at once.
     """
     if environment.device != "cpu" or config.train.memory == "auto":
         return
@@ -243,13 +243,14 @@ class Trainer:
         """Run one optimizer step over `train.global_batch` sequences.
 
         Args:
-            stop: whether this worker received a stop request, to tell all workers.
+            stop: whether this worker received a stop request. The step reports the request to all
+                workers.
 
         Raises:
             NonFiniteError: the loss or a gradient of any worker is not finite. The weights did not
                 change.
-            ConfigError, RunError: this worker cannot read its data. Raised before the step.
-            PeerLostError: another worker cannot read its data. Raised before the step.
+            ConfigError, RunError: this worker cannot read its data. The step has not begun.
+            PeerLostError: another worker cannot read its data. The step has not begun.
         """
         progress_record.begin_step(self.step + 1)
         if self.device.type == "cuda":
@@ -293,7 +294,7 @@ class Trainer:
         )
 
     def _next_batches(self) -> tuple[list[Batch], float]:
-        """Return this step's micro-batches, and the seconds that this worker waited for data."""
+        """Return this step's micro-batches, and how many seconds this worker waited for data."""
         if self._batches is None:
             self._batches = iter(self.loader)
         on_host, seconds = self._next_on_host()
@@ -338,7 +339,7 @@ class Trainer:
         return [StepReport.of(row) for row in rows]
 
     def _update(self, grad_norm: float) -> None:
-        """Clip the gradients and take the optimizer step."""
+        """Clip the gradients and run the optimizer."""
         clip = self.config.optim.clip_norm
         scale = clip / grad_norm if clip and grad_norm > clip else 1.0
         with profiler_labels.label(profiler_labels.OPTIMIZER):
@@ -356,17 +357,17 @@ class Trainer:
     def _freeze_garbage(self, *, sparse: bool) -> None:
         """Freeze garbage collection after the first dense step and after the first sparse step.
 
-        Each creates objects that last, mostly compiled code.
+        Either step creates objects that live until the end of the run, mostly compiled code.
         """
         if sparse not in self._frozen_after:
             self._frozen_after.add(sparse)
             garbage_collection.freeze_garbage()
 
     def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
-        """Return whether to skip the update, and a warning or "".
+        """Return whether to skip the update, and a warning. "" means no warning.
 
-        A step without labels must skip: AdamW would decay the weights, and move them by its
-        moments, without any gradient.
+        A step without labels has no gradient and must skip the update. AdamW would still change the
+        weights, by weight decay and by its moments.
         """
         if loss is None:
             return True, f"step {self.step + 1}: no token has a label; the update is skipped"
@@ -375,7 +376,7 @@ class Trainer:
         return skipped, line + "; its update is skipped" * skipped if line else ""
 
     def _next_on_host(self) -> tuple[Sequence[HostBatch], float]:
-        """Return the data of this step in host memory, and the seconds that this worker waited."""
+        """Return the data of this step in host memory, and how many seconds this worker waited."""
         wait_started = time.perf_counter()
         on_host: Sequence[HostBatch] = ()
         error = None
@@ -412,7 +413,7 @@ class Trainer:
         return host if keep else replace(host, samples=())
 
     def next_batch_maker(self) -> BatchMaker:
-        """Return the batch maker of the next step. The first `sparsity.dense_steps` are dense."""
+        """Return the batch maker of the next step: dense in the first `sparsity.dense_steps`."""
         dense = self.step < self.config.sparsity.dense_steps
         return self.dense_batch_maker if dense and self.dense_batch_maker else self.batch_maker
 
@@ -428,7 +429,7 @@ class Trainer:
 
         Args:
             attends: the attention of each micro-batch.
-            valid: labels that count towards the loss, summed over all workers.
+            valid: number of labels in the whole step that count toward the loss.
         """
         loss = torch.zeros((), device=self.device)
         with nullcontext() if self.recorder is None else self.recorder.iteration():
@@ -450,7 +451,7 @@ class Trainer:
         return loss
 
     def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
-        """Return (labels that count, allowed query-key pairs per head), summed over all workers."""
+        """Return two numbers for the whole step: labels that count, and allowed pairs per head."""
         valid, pairs = sum(b.valid for b in batches), sum(b.pairs for b in batches)
         if self.environment.dims.dp == 1:
             return valid, pairs

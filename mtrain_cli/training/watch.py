@@ -51,7 +51,7 @@ class SpikeWatch:
 
     A step is a spike if its loss, or the logarithm of its gradient norm, exceeds the median of the
     last 64 steps by more than `sigma` robust standard deviations. The first 16 steps are never
-    spikes. Spikes count towards the median, so a lasting change is no spike after 32 steps.
+    spikes. The median includes spikes, so a lasting change stops being a spike after 32 steps.
 
     A robust standard deviation is 1.4826 x the median absolute deviation. It is at least 1 % of
     the median loss, and at least 0.05 for the logarithm of the gradient norm.
@@ -83,7 +83,7 @@ class SpikeWatch:
         return bool(outliers), line
 
     def _outliers(self, loss: float, grad_norm: float, log_norm: float) -> list[str]:
-        """Return a description of each of the two values that exceeds its threshold."""
+        """Describe each of the two values, loss and gradient norm, that exceeds its threshold."""
         outliers = []
         middle = statistics.median(self._loss.values) if self._loss.values else 0.0
         sigmas = self._loss.sigmas(loss, _MIN_LOSS_SIGMA * abs(middle))
@@ -114,9 +114,9 @@ def _format_sigmas(sigmas: float) -> str:
 class StragglerWatch:
     """Detect workers that have become slower than the others at the same work.
 
-    A rank is a straggler if, in more than half of the last 20 steps, it takes more than 1 + `share`
-    times as long as the median of the other ranks. The watch reports a straggler once, and reports
-    once more when the rank has caught up.
+    A rank is a straggler if the rank takes more than 1 + `share` times as long as the median of the
+    other ranks, in more than half of the last 20 steps. The watch reports a straggler once, and
+    reports once more when the rank has caught up.
     """
 
     def __init__(self, share: float, places: Sequence[str], work: str) -> None:
@@ -124,7 +124,7 @@ class StragglerWatch:
 
         share: threshold. 0 disables the watch.
         places: host and device of each rank.
-        work: what is timed, for messages.
+        work: name of the timed work, for messages.
         """
         self._share, self._places, self._work = share, places, work
         self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
@@ -135,9 +135,9 @@ class StragglerWatch:
         """Return a line for each rank that has become a straggler or has caught up.
 
         Args:
-            seconds: seconds that each rank took. 0 if not measured.
-            base: seconds by which a rank's difference from the other ranks is divided. None for the
-                median of the other ranks.
+            seconds: time that each rank took. 0 if not measured.
+            base: time by which to divide the difference between a rank and the median of the other
+                ranks. None divides by that median.
         """
         self._seen += 1
         unmeasured = base is None and not all(seconds)
@@ -171,8 +171,9 @@ class StragglerWatch:
 class StragglerWatches(Callback):
     """Warn of workers whose device or data loading has become slow. Runs on the first worker.
 
-    Devices are compared by the seconds of `ComputeTimer`, in which no worker waits for another. The
-    seconds that workers wait for data are compared with the duration of the previous step.
+    The watch of devices compares the times of `ComputeTimer`, in which no worker waits for another
+    worker. The watch of loaders compares the time that workers wait for data, as a share of the
+    duration of the previous step.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class StragglerWatches(Callback):
         share: `run.straggler`. ``auto`` is 0.1 on GPUs, and 0.5 on CPU processes, which share
             cores.
         places: host and device of each rank.
-        warn: shows a line to the user.
+        warn: function that shows a line to the user.
         """
         share = (0.1 if device == "cuda" else 0.5) if isinstance(share, str) else share
         self._devices = StragglerWatch(share, places, "the same part of a layer")

@@ -204,7 +204,7 @@ def _here(tmp_path, monkeypatch):
         ),
         (
             ["sweep seq=16k cluster=a100_4x8,b200_4x8"],
-            "cluster=a100_4x8,b200_4x8: a sweep predicts for one cluster; start one for each",
+            "cluster=a100_4x8,b200_4x8: a sweep predicts for one cluster; start a sweep for each",
         ),
         (["--nodes 2"], "mtrain: --nodes 2: h200_1x8 does not describe links between nodes"),
         (
