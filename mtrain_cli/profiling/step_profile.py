@@ -1,4 +1,4 @@
-"""`mtrain profile step`: record the last training steps with `torch.profiler`, and sum their parts."""
+"""`mtrain profile step`: record training steps with `torch.profiler`, and sum their parts."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class WaitAttribution:
         victim: np.ndarray,
         came: np.ndarray,
     ) -> None:
-        """Add the waits of slot ``t`` to the lost time of their origins, and record origins' work.
+        """Charge the waits of slot ``t`` to their origins: add lost time and work.
 
         Args:
             at: sample of each wait.
