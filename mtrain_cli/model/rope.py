@@ -4,7 +4,7 @@ Each pair of dimensions of a head is rotated by an angle: the token's position t
 frequency. Dimensions i and i + D/2 form a pair, as in Hugging Face. Frequencies are one of:
 - plain: RoFormer (arXiv:2104.09864), section 3.2
 - yarn: YaRN (arXiv:2309.00071), sections 3.2 to 3.4, for sequences longer than the original length
-- llama3: the scaling of Llama 3.1, also for longer sequences
+- llama3: the scaling of Llama 3.1, for such sequences, too
 
 Shape suffixes: B batch, N local tokens, H heads (query or KV), D head dimension, F = D/2
 frequencies.
@@ -36,7 +36,8 @@ class Rotation:
 def rope_factor(rope: RopeConfig, seq: int) -> float:
     """Return the factor by which positions are stretched for sequences of ``seq`` tokens.
 
-    It is 1 without scaling. ``model.rope.factor=auto`` gives max(1, seq / original_max_position).
+    The factor is 1 without scaling. ``model.rope.factor=auto`` gives
+    max(1, seq / original_max_position).
 
     Raises:
         ConfigError: ``model.rope.factor`` is neither ``auto`` nor a number of at least 1.
@@ -59,7 +60,7 @@ def rope_factor(rope: RopeConfig, seq: int) -> float:
 def attention_factor(rope: RopeConfig, factor: float) -> float:
     """Return the factor that multiplies cosine and sine.
 
-    For YaRN it is the temperature 0.1 ln(factor) + 1 (section 3.4), otherwise 1.
+    YaRN multiplies by 0.1 ln(factor) + 1 (section 3.4), all other scalings by 1.
     """
     return 0.1 * math.log(factor) + 1.0 if rope.scaling == "yarn" else 1.0
 
@@ -67,8 +68,8 @@ def attention_factor(rope: RopeConfig, factor: float) -> float:
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tensor:
     """Return the frequency of each pair of dimensions in radians per position, float32 ``[F]``.
 
-    The result is on the CPU, even under ``torch.device("meta")``. Released models were trained with
-    frequencies rounded to float32, so they are not float64.
+    The result is on the CPU, even under ``torch.device("meta")``. The result is float32, because
+    released models were trained with frequencies rounded to float32.
     """
     exponents_F = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     plain_F = 1.0 / rope.theta**exponents_F
@@ -85,10 +86,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tenso
 def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return how much of each plain frequency YaRN keeps, ``[F]``.
 
-    1 keeps the plain frequency, 0 divides it by the factor. Dimensions that turn at least beta_fast
-    times over the model's original length have 1, dimensions that turn at most beta_slow times have
-    0. In between the share falls linearly with the dimension, as in released implementations. (In
-    the paper it falls linearly with the number of turns.)
+    Share 1 keeps the plain frequency. Share 0 divides the frequency by the factor. Dimensions that
+    turn at least beta_fast times over the model's original length have share 1. Dimensions that
+    turn at most beta_slow times have share 0. For dimensions between these limits, the share falls
+    linearly with the dimension, as in released implementations. In the paper, the share falls
+    linearly with the number of turns.
     """
 
     def dimension_that_turns(times: float) -> float:

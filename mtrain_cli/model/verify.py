@@ -20,7 +20,7 @@ from mtrain_cli.model.rope import rope_factor
 
 @dataclass(frozen=True)
 class LogitAgreement:
-    """How far the decoder's logits are from those of transformers, the reference.
+    """Differences between the decoder's logits and the logits of transformers, the reference.
 
     tokens: number of tokens compared.
     largest_difference: largest absolute difference of two logits.
@@ -44,7 +44,7 @@ def require_transformers() -> str:
         import transformers
     except ModuleNotFoundError:
         raise ConfigError(
-            f"transformers is not installed, but verify needs it. Run {install_command('hf')}"
+            f"verify needs transformers, which is not installed. Run {install_command('hf')}"
         ) from None
     return transformers.__version__
 
