@@ -14,7 +14,7 @@ if not (Path(__file__).parent / "kernels").is_dir() and (_checkout / "pyproject.
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs an extra into this installation, clone or wheel."""
+    """Return the pip command that adds an extra to this installation of mtrain."""
     if not (_checkout / "pyproject.toml").is_file():
         return f"pip install 'mtrain[{extra}]'"
     clone = "." if Path.cwd() == _checkout else _checkout
@@ -25,7 +25,7 @@ def resource_dir(name: str) -> Path:
     """Return the folder `conf`, `kernels` or `profiles` that ships with mtrain.
 
     Raises:
-        FileNotFoundError: the installation lacks it.
+        FileNotFoundError: the installation lacks the folder.
     """
     for base in (Path(__file__).resolve().parent, _checkout):
         if (base / name).is_dir():

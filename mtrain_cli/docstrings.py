@@ -13,9 +13,9 @@ _ENTRY = re.compile(r"^(\w+): (.+(?:\n +.+)*)", re.MULTILINE)
 
 
 def split(owner: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its text and {name of a parameter or field: what it is}.
+    """Split a docstring into its text and {parameter or field: description}.
 
-    The entries of a function stand under "Args:". Those of a dataclass begin at the margin.
+    The entries of a function are under "Args:". The entries of a dataclass begin at the margin.
     """
     text = inspect.getdoc(owner) or ""
     if isinstance(owner, type):
@@ -29,7 +29,7 @@ def split(owner: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 @functools.cache
 def entries(owner: Callable[..., Any]) -> dict[str, str]:
-    """Return what each parameter of a function, or field of a dataclass and its bases, is."""
+    """Return the description of each parameter of a function, or field of a dataclass."""
     merged: dict[str, str] = {}
     for origin in reversed(getattr(owner, "__mro__", (owner,))):
         merged |= split(origin)[1]

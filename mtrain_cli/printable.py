@@ -1,4 +1,4 @@
-"""Escape control characters in names, such as those of files, before they reach a terminal."""
+"""Escape control characters in untrusted text, such as file names, before it reaches a terminal."""
 
 from __future__ import annotations
 

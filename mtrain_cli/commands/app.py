@@ -1,7 +1,8 @@
 """The command `mtrain`: its subcommands, and how errors reach the terminal.
 
 Each command is a file in this folder. It raises `ConfigError` for a user's mistake and `RunError`
-for other failures, such as a full disk. Only this module prints them and exits, with code 2 or 1.
+for other failures, such as a full disk. Only this module prints these errors and exits, with code
+2 or 1.
 """
 
 from __future__ import annotations

@@ -73,15 +73,15 @@ def export_weights(
       [cyan]mtrain checkpoint export runs/latest my-model-hf[/cyan]
           Export the newest checkpoint of the last run
       [cyan]mtrain checkpoint export runs/x/checkpoints/step-20 hf --dtype float32[/cyan]
-          Export a certain checkpoint in float32
+          Export the checkpoint of step 20 in float32
       [cyan]mtrain checkpoint export runs/long my-model-hf --tokenizer Qwen2.5-3B[/cyan]
           Use the tokenizer of another folder
 
     Args:
-        source: A run (its newest checkpoint), or one of its step-N folders.
+        source: A run, to export its newest checkpoint, or a step-N folder of a run.
         hf_folder: Folder to create; new or empty.
-        tokenizer: Folder to copy the tokenizer files and the token ids of config.json from, instead
-            of the run's tokenizer.
+        tokenizer: Folder with a tokenizer to export instead of the run's. Its files are copied, and
+            so are the token ids in its config.json.
     """
     import torch
 
@@ -106,8 +106,8 @@ def verify_weights(
 ) -> None:
     """Compare mtrain's logits with transformers'. The exit code is 1 if they differ.
 
-    Both compute in float32 on the CPU. A run is first exported to a temporary folder, so this also
-    checks the export.
+    mtrain and transformers compute in float32 on the CPU. A run is first exported to a temporary
+    folder, so the command also checks the export.
 
     [bold]Examples[/bold]
 
@@ -117,7 +117,7 @@ def verify_weights(
           Check the export of the last run on more tokens
 
     Args:
-        source: A Hugging Face folder, a run, or one of its step-N folders.
+        source: A Hugging Face folder, a run, or a step-N folder of a run.
         tokens: Number of random tokens.
         tolerance: Largest logit difference that counts as agreement.
     """

@@ -31,7 +31,7 @@ def complete_overrides(incomplete: str) -> list[Candidate]:
 def candidates(incomplete: str, groups: Groups) -> list[Candidate]:
     """Complete a whole word such as ``mo``, ``optim.w`` or ``model=qw``.
 
-    If only one name matches, return that name with each of its values: the shell then inserts the
+    If only one name matches, return that name with each of its values. The shell inserts the
     common part, such as ``model=``, without a space.
     """
     key, equals, value = incomplete.partition("=")
@@ -137,7 +137,7 @@ def _names(groups: Groups, everything: bool) -> Iterable[Candidate]:
 
 
 def _values(name: str, groups: Groups) -> list[Candidate]:
-    """Return the options of a group, the allowed words of a key, or else the key's default."""
+    """Return the options of a group, or the allowed words, examples or default of a key."""
     if name in groups.options:
         return [(option, summary(file)) for option, file in groups.options[name].items()]
     key = keys.all_keys().get(name)
@@ -159,7 +159,7 @@ def _words_of(key: keys.ConfigKey) -> tuple[str, ...]:
 
 
 def _default(name: str, groups: Groups) -> str:
-    """Return a key's value in the default option of its group, or "" if it has none."""
+    """Return a key's value in the default option of its group, or "" if the option lacks it."""
     import yaml
 
     section = name.partition(".")[0]
@@ -190,8 +190,8 @@ def _files(prefix: str) -> list[Candidate]:
 def _split_by_bash() -> tuple[str, str] | None:
     """Return the key and the partial value if bash has split ``key=value`` at the ``=``.
 
-    Returns None for an unsplit word. Bash splits at the ``=``, which is in its COMP_WORDBREAKS, and
-    replaces only the text after it, so candidates must not repeat the key.
+    Return None for an unsplit word. Bash splits a word at the ``=``, which is in COMP_WORDBREAKS,
+    and replaces only the text after the ``=``. Candidates must therefore not repeat the key.
     """
     if not _in_bash():
         return None

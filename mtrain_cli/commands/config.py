@@ -1,4 +1,4 @@
-"""`mtrain config`: list the groups and keys, and show what they mean."""
+"""`mtrain config`: list the groups and keys, and show what the keys mean."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def _split(
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table.
 
-    On a terminal, or if COLUMNS is set, the table wraps at that width. The allowed values then
-    stand below the description, which saves a column. A pipe gets columns without wrapping.
+    On a terminal, or if COLUMNS is set, the table wraps at the width, and shows the allowed values
+    below the description. For a pipe, rows do not wrap.
     """
     from rich.text import Text
 

@@ -49,8 +49,8 @@ def prepare(
 ) -> None:
     """Tokenize SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
-    OUT keeps document boundaries and domains. A tokenizer.json or BPE runs on all cores. If you
-    interrupt the command, run it again: it continues where it stopped, with the same result.
+    OUT keeps document boundaries and domains. A tokenizer.json or BPE runs on all cores. After an
+    interruption, run the same command again to continue; the result is the same.
 
     [bold]Examples[/bold]
 
@@ -64,13 +64,13 @@ def prepare(
           Tokenize MDS shards again, for another model
 
     Args:
-        source: A .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or of MDS shards, or
-            'stdlib' for Python's own sources.
+        source: A .txt, .md, .py, .jsonl or .parquet file, a folder of such files, a folder of MDS
+            shards, or 'stdlib' for Python's own sources.
         out: Folder of the token store; must hold nothing else.
         tokenizer: Raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json.
         vocab_size: Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.
         text_key: Field that holds the text in .jsonl and .parquet files.
-        from_tokenizer: Tokenizer of the ids in SOURCE; only for MDS shards.
+        from_tokenizer: Tokenizer that made the token ids in SOURCE; only for MDS shards.
         domain: Keep only these domains. The domain of a document is its field 'domain', or else the
             first folder of its path below SOURCE.
         min_tokens: Leave out documents with fewer tokens, such as 64k.
@@ -166,8 +166,8 @@ def show(
           Show MDS shards, decoded with their tokenizer
 
     Args:
-        path: A folder that `mtrain data prepare` wrote, a folder of MDS shards or of such folders,
-            or a .npy or .bin file.
+        path: A folder that `mtrain data prepare` wrote, a folder of MDS shards, a folder that
+            contains folders of MDS shards, or a .npy or .bin file.
         document: Number of the document to show as text, from 0.
         check: Read everything and verify the checksums.
         tokenizer: Tokenizer that decodes the ids of MDS shards and arrays.

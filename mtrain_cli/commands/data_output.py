@@ -63,12 +63,12 @@ def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `mtrain data show` is to show of some data.
+    """The arguments of `mtrain data show`.
 
     path: the data, as typed.
     document: number of the document to show, from 0.
     check: whether to read everything and verify the checksums.
-    tokenizer: decodes the document; None for the tokenizer of the data, if there is one.
+    tokenizer: tokenizer for the text of the document; None for the data's own tokenizer, if any.
     """
 
     console: Console
@@ -98,7 +98,7 @@ def show_store(shown: Inspection, store: TokenStore) -> None:
 def show_array(shown: Inspection, store: TokenStore) -> None:
     """Print counts and lengths of a token array, and the start of a document.
 
-    `Inspection.check`: search the whole array for the largest id.
+    Find the largest id in the first 16M tokens or, with `Inspection.check`, in the whole array.
     """
     console, document = shown.console, shown.document
     _require_document(store, document)
@@ -161,7 +161,7 @@ def _print_shards(console: Console, shards: MdsFolder, lengths: np.ndarray) -> N
 
 
 def _read_all(shards: MdsFolder) -> None:
-    """Read every sample: all columns if mtrain can read them, else the tokens only."""
+    """Read every sample: all columns if mtrain can read their types, else only the tokens."""
     readable = all(column.is_readable for column in shards.columns.values())
     columns = list(shards.columns) if readable else [TOKENS]
     for number in range(shards.num_samples):

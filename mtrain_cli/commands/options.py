@@ -51,8 +51,8 @@ def option(
 ) -> Any:
     """Declare an option that takes a value from ``least`` to ``most``.
 
-    The help of an option or argument is its entry in the docstring of the command, or of the
-    dataclass of options. Without an entry, it is ``help``.
+    The docstring of the command, or of the dataclass of options, has the option's help. ``help``
+    is used only if the docstring has no entry for the option.
     """
     return typer.Option(metavar=metavar, help=help, min=least, max=most, autocompletion=complete)
 
@@ -68,7 +68,7 @@ def name_list(complete: Callable[..., Any] | None = None, help: str | None = Non
 
 
 def flag(names: str, help: str | None = None) -> Any:
-    """Declare a switch. names: ``--name``, or ``--name/--no-name`` if it is on by default."""
+    """Declare a switch. names: ``--name``, or ``--name/--no-name`` if the default is on."""
     return typer.Option(names, help=help)
 
 
@@ -123,7 +123,7 @@ def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., Non
 
     Args:
         shared: dataclass whose fields are annotated like the parameters of a command.
-        left_out: fields without an option; they keep their defaults.
+        left_out: fields that get no option and keep their defaults.
     """
     offered = [field for field in described_parameters(shared) if field.name not in left_out]
 
@@ -195,10 +195,10 @@ def parse_items(option: str, text: str, parse: Callable[[str], T], example: str)
 
 
 def parse_share_option(option: str, text: str | None) -> float | None:
-    """Parse a share above 0 and at most 1. Returns None if the option is not given.
+    """Parse a share above 0 and at most 1. Return None if the option is not given.
 
     Raises:
-        ConfigError: not a number, or out of range.
+        ConfigError: the text is not a number, or the number is out of range.
     """
     from mtrain_cli.config.sizes import parse_share
 
@@ -219,7 +219,7 @@ def parse_whole_number(text: str) -> int:
     `int` would also accept signs, spaces and non-ASCII digits.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text is not such a number.
     """
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
         raise ValueError(text)
@@ -238,8 +238,8 @@ def warn_of_unused_settings(
 
     Args:
         words: settings as typed.
-        config: the composed configuration. If it is None, as for commands that use only a few keys,
-            warn only of keys that are given twice.
+        config: the composed configuration. Without a configuration, warn only about keys that are
+            given twice; commands that use only a few keys need no other warning.
         config_dir: folder of the user's own groups.
         exchange: the exchange that ``topology.exchange=auto`` chose; "" if unknown.
         device: the device that ``topology.device=auto`` chose; "" if unknown.
@@ -265,7 +265,7 @@ def print_summary(run: RunDir, as_json: bool) -> None:
 
 
 def with_measurement_folder(config: Config, kind: str = "imbalance") -> Config:
-    """Point ``run.dir`` to a folder in measurements/; runs/ is for runs that can be resumed."""
+    """Set ``run.dir`` to a folder in measurements/, unless the user set ``run.dir``."""
     run = config.run
     if run.dir != "auto":
         return config

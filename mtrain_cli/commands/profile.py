@@ -27,7 +27,7 @@ def key_of(word: str) -> str:
 
 
 def require_known_keys(words: Sequence[str], patterns: Sequence[str], shown: Sequence[str]) -> None:
-    """Raise ConfigError if a setting ``sparsity.KEY=...`` belongs to none of the patterns.
+    """Raise ConfigError if no pattern has the key of a setting ``sparsity.KEY=...``.
 
     shown: the patterns to name in the message.
     """
@@ -39,7 +39,7 @@ def require_known_keys(words: Sequence[str], patterns: Sequence[str], shown: Seq
 
 
 def keys_for(pattern: str, words: Sequence[str]) -> list[str]:
-    """Return the settings ``sparsity.KEY=...`` that a pattern has."""
+    """Return the settings ``sparsity.KEY=...`` whose key the pattern has."""
     from mtrain_cli.config.pattern_settings import pattern_keys
 
     return [word for word in words if key_of(word) in pattern_keys(pattern)]
@@ -75,7 +75,7 @@ def check_output(
     """Check before a long measurement that a file can be written, and create its folders.
 
     Args:
-        out: the file; None if nothing is to be written.
+        out: the file; None if the command writes no file.
         is_own: returns whether an existing file is an earlier result, which may be replaced.
         description: noun for the content of the file, for messages.
 

@@ -1,4 +1,4 @@
-"""`mtrain profile imbalance`: measure how long each worker computes, and which ones wait."""
+"""`mtrain profile imbalance`: measure how long each worker computes, and which workers wait."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def imbalance(
     Args:
         layout: Layouts to compare; by default topology.layout.
         exchange: Exchanges to compare; by default topology.exchange.
-        pattern: Patterns to compare; by default the one that sparsity= sets. A setting
+        pattern: Patterns to compare; by default the pattern of sparsity=. A setting
             sparsity.KEY=... applies to each pattern that has the key.
         seq: Sequence lengths to compare; only with --attention-only.
-        steps: Recorded training steps per case.
-        warmup: Training steps before the first recorded one.
+        steps: Number of recorded training steps per case.
+        warmup: Number of training steps before the first recorded step.
         every: Record one of every N training steps.
         attention_only: Measure the attention of one layer on random data. No model is needed, so
             sequences may be longer than a model's memory allows.
@@ -120,7 +120,7 @@ def _refuse_attention_options(seq: str, peer: bool) -> None:
     """Raise ConfigError for an option that needs --attention-only."""
     if seq:
         raise ConfigError(
-            f"--seq {seq}: several lengths need --attention-only; a training step has one, seq=N"
+            f"--seq {seq}: only with --attention-only; otherwise give one length, as seq=N"
         )
     if peer:
         raise ConfigError("--peer: compares one layer's attention; add --attention-only")

@@ -202,7 +202,8 @@ def _parse_workers(workers: str, seq: str, cases: list[KernelCase]) -> list[int]
     """Return the numbers of workers whose calls are timed.
 
     Raises:
-        ConfigError: a number is out of range, or no length divides into whole blocks for it.
+        ConfigError: a number is out of range, or no length gives that number of workers whole
+            blocks.
     """
     counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
     for count in counts:
@@ -229,8 +230,9 @@ def _require_a_kernel(bench: KernelBench, names: list[str], cases: list[KernelCa
 class _Columns:
     """The columns of the table of times that fit the terminal.
 
-    narrow: leave out the columns of heads, FLOP/s and ratios.
-    speed: show FLOP/s. Kernels on a CPU compute masked pairs too, so their FLOP/s would mislead.
+    narrow: whether to omit the columns of heads, FLOP/s and ratios.
+    speed: whether to show FLOP/s. CPU kernels also compute masked pairs, so their FLOP/s would
+        mislead.
     """
 
     narrow: bool

@@ -54,7 +54,7 @@ def links(
 
     Measures links within a node and between nodes separately, with idle and with computing workers,
     and fits a latency and a bandwidth to each link. --cluster-out writes the fits as a cluster,
-    with bounds that contain all samples. The measurement is saved in measurements/.
+    and its bounds contain all samples. The measurement is saved in measurements/.
 
     [bold]Examples[/bold]
 
@@ -73,8 +73,8 @@ def links(
         repeats: Samples per size.
         load: Measure a second time while all workers compute.
         cluster_out: Cluster file to write, for `mtrain simulate --cluster FILE`.
-        nodes: Nodes of the cluster to describe, if it has more than were measured.
-        per_node: GPUs per node of the cluster to describe, if it has more than were measured.
+        nodes: Number of nodes of the cluster in the file; by default the measured number.
+        per_node: GPUs per node of the cluster in the file; by default the measured number.
         as_json: Print the measurement as JSON only.
     """
     from mtrain_cli.composition.compose import compose
@@ -185,7 +185,7 @@ def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> N
             )
     if document["virtual_nodes"]:
         console.print(
-            "note    the nodes are parts of this host, so links between them use no network",
+            "note    all nodes are parts of this host, so links between nodes use no network",
             style="yellow",
         )
     console.print(f"files   {folder}")

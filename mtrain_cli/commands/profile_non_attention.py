@@ -1,4 +1,4 @@
-"""`mtrain profile non-attention`: time the rest of a training step, for the simulator."""
+"""`mtrain profile non-attention`: time a training step without attention, for the simulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def non_attention(
     """Time a training step without attention on one device: layers, loss and index estimate.
 
     `mtrain simulate --calibration FILE` uses these times instead of the cluster's constants, for
-    any number of workers. It predicts whole steps for GPUs only.
+    any number of workers. `mtrain simulate` predicts whole steps for GPUs only.
 
     [bold]Examples[/bold]
 
@@ -50,11 +50,11 @@ def non_attention(
       [cyan]mtrain profile non-attention model=qwen3b sparsity=moba --out non-attention.json[/cyan]
           Write a calibration on a GPU, for 1k to 64k tokens per worker
       [cyan]mtrain simulate model=qwen3b seq=512k --calibration non-attention.json[/cyan]
-          Predict whole steps with it
+          Predict whole steps with the calibration
 
     Args:
         overrides: As in `mtrain train`, such as model= and train.activation_checkpoint=. With
-            sparsity=NAME, the index estimate is timed too.
+            sparsity=NAME, the index estimate is also timed.
         seq: Tokens per worker. auto = 1k to 64k on a GPU, 256 to 4k on a CPU.
         repeats: Samples per measured time.
     """
@@ -116,8 +116,8 @@ def _single_worker(words: list[str], length: int) -> Config:
     config = compose([*words, f"seq={length}", "topology.workers=1", "train.offload_activations=0"])
     if config.train.memory == "auto":
         raise ConfigError(
-            "train.memory=auto: its choice depends on the number of workers; give the memory "
-            "settings to time instead"
+            "train.memory=auto: the result of auto depends on the number of workers; use "
+            "train.memory=manual, and set the memory keys to time"
         )
     return dataclasses.replace(
         config,

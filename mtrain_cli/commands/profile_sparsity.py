@@ -42,7 +42,7 @@ def sparsity(
 ) -> None:
     """Measure how much of dense attention the patterns cover on real training steps, per layer.
 
-    The coverage is measured on queries from which no pattern estimated its index.
+    Coverage is measured only on queries that no pattern used to estimate its index.
 
     [bold]Examples[/bold]
 
@@ -54,11 +54,11 @@ def sparsity(
     Args:
         overrides: As in `mtrain train`; the run uses one worker.
         pattern: Patterns to measure, all on the same queries and keys. sparsity= sets the pattern
-            that the model trains with, dense by default.
+            of the training run, dense by default.
         steps: Number of training steps; the first and the last are measured.
-        every: Also measure every N steps; 0 = only the first and the last.
-        rows: Queries to sample per layer. Queries from which a pattern estimates its index are left
-            out.
+        every: Also measure every N steps; 0 = only the first and the last step.
+        rows: Number of queries to sample per layer, without the queries that a pattern uses to
+            estimate its index.
         out: Parquet file with one row per step, pattern, layer and head; by default a folder in
             measurements/, which `mtrain report` can show.
     """

@@ -50,10 +50,10 @@ def step(
           Print the mean of three steps, for scripts
 
     Args:
-        warmup: Training steps before the first recorded one; by default sparsity.dense_steps + 2.
-            They also give the step time without recording. That time leaves out the first step,
-            dense steps of a sparse run and its first sparse step, if other steps remain.
-        steps: Recorded steps; the report shows means over them.
+        warmup: Number of training steps before the first recorded step; by default
+            sparsity.dense_steps + 2. These steps also give the step time without recording, except
+            the first step, dense steps and the first sparse step, if other steps remain.
+        steps: Number of recorded steps; the report shows the means.
         trace: Save the trace of every rank, for Perfetto and chrome://tracing.
     """
     from mtrain_cli.composition.compose import compose
@@ -84,7 +84,7 @@ def step(
 
 
 def _warmup(config: Config, warmup: int | None, steps: int) -> tuple[int, int]:
-    """Return the number of steps before the first recorded one, and the number of dense steps.
+    """Return the number of steps before the first recorded step, and the number of dense steps.
 
     Raises:
         ConfigError: the recorded steps would be dense, or come after the last step.

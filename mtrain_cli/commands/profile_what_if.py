@@ -67,7 +67,7 @@ def what_if(
 
     Args:
         run: A profile: its folder, its name under measurements/ or runs/, or an index.npz. By
-            default the newest one.
+            default the newest profile.
         layout: Layouts to compare.
         exchange: Exchanges to compare.
         workers: Numbers of workers that share a sequence; by default the recorded one.
@@ -216,9 +216,9 @@ def _cells(row: ReplayedSetup, passes: int) -> Iterator[str]:
 
 
 def _bar(shares: Sequence[float]) -> str:
-    """Return a bar per worker, one character wide. Its height is relative to the largest share.
+    """Return a bar chart with a character per worker. The largest share has the full height.
 
-    If there are too many workers, a bar shows the largest share of several neighbors.
+    With too many workers, a character shows the largest share of several consecutive workers.
     """
     group = -(-len(shares) // _BAR)
     heights = [max(shares[i : i + group]) for i in range(0, len(shares), group)]

@@ -33,7 +33,7 @@ def report(
 ) -> None:
     """Show how much each worker computed in each step, which workers waited, and why.
 
-    Reads training runs with a profile, measurements and simulations. Several of them are compared.
+    Reads training runs with a profile, measurements and simulations. Given several, compares them.
 
     [bold]Examples[/bold]
 
@@ -46,8 +46,8 @@ def report(
 
     Args:
         runs: Folders of runs, profiles or simulations, or their names under runs/ and
-            measurements/; the newest one by default.
-        out: Folder for the files; the run's own by default. Required for several runs.
+            measurements/; by default the newest run or measurement.
+        out: Folder for the files; by default the run's own folder. Required for several runs.
         html: Write report.html, one self-contained file with figures.
         csv: Write one CSV file per table.
         as_json: Print the analysis as JSON only; write no files.
@@ -146,7 +146,7 @@ def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
 def _write(
     folder: Path, sources: list[ReportSource], html: bool, csv: bool
 ) -> tuple[list[str], Path | None]:
-    """Write the page and the tables. Return a line about each, and the path of the page."""
+    """Write the page and the tables. Return a line about each file, and the path of the page."""
     from mtrain_cli.reporting.html import write_page
     from mtrain_cli.reporting.sheets import sheets
     from mtrain_cli.reporting.sweeps import sheet as sweep_sheet

@@ -111,7 +111,7 @@ Calibrations = Annotated[
     option(
         "FILE,...",
         help="Times of your GPU: files that `mtrain profile kernels` and `mtrain profile "
-        "non-attention` wrote with --out. They replace the shipped times.",
+        "non-attention` wrote with --out. Their times replace the shipped times.",
     ),
 ]
 ClusterName = Annotated[
@@ -120,7 +120,7 @@ ClusterName = Annotated[
         "NAME|FILE",
         complete=complete_clusters,
         help="Name of a shipped cluster, or a YAML file in the same form. By default the cluster "
-        f"that topology= names, or {DEFAULT_CLUSTER}.",
+        f"of topology=, or {DEFAULT_CLUSTER}.",
     ),
 ]
 Nodes = Annotated[
@@ -141,19 +141,20 @@ class SimulateOptions:
     exchange: Exchanges to compare. By default ring and all_gather, and hierarchical_ring
         between nodes.
     index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
-        dense, or a synthetic family (local, clustered, uniform, drifting). By default those of
-        sparsity=, or clustered with --density or --columns.
+        dense, or a synthetic family (local, clustered, uniform, drifting). By default the pairs of
+        sparsity=; with --density or --columns, the family clustered.
     density: Share of the causal blocks that the slashes of a synthetic index cover, such as
-        0.05 or 5%; columns come on top. By default 5%, within sparsity.min_slashes and
+        0.05 or 5%; columns add to this share. By default 5%, within sparsity.min_slashes and
         max_slashes.
     columns: Single key columns per head of a synthetic index; 2048 by default.
     layers: Number of layers to predict, each with its own index; by default 1, or all layers
         of a recorded index.
-    kernel: Attention kernel; auto = the one of train.kernel, or else the GPU's usual one.
+    kernel: Attention kernel; auto = the kernel of train.kernel, or else the usual kernel of the
+        GPU.
     slow: Stragglers as RANK=X, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
     jitter: Spread of message times: standard deviation of their logarithm.
-    tokens: Tokens to train on, such as 20b. Adds the days and dollars of a training.
-    price: Dollars per GPU and hour; by default the cluster's.
+    tokens: Tokens to train on, such as 20b. Adds the days and dollars of the training run.
+    price: Dollars per GPU and hour; by default the price of the cluster.
     """
 
     overrides: Overrides = None
@@ -182,7 +183,7 @@ class SimulateOptions:
 
 @dataclass(frozen=True)
 class RecommendOptions(SimulateOptions):
-    """The options of `recommend`. By default it compares all exchanges.
+    """The options of `recommend`, which compares all exchanges by default.
 
     exchange: Exchanges to compare; all by default.
     """
@@ -235,7 +236,7 @@ def run(
 
     Args:
         attention_only: Predict the attention of one layer instead of whole steps. A recorded
-            --index without model= always does.
+            --index without model= implies this option.
         recompute: With --attention-only: add the forward pass of full recomputation.
     """
     job = parse_job(typed)
@@ -266,13 +267,13 @@ def run(
 def sweep(typed: SimulateOptions) -> None:
     """Predict every combination of lengths, workers, nodes, densities or settings.
 
-    A setting with several values is swept, and so are nodes=, workers=, density= and columns=. To
-    continue an interrupted sweep, type it again with the same --out DIR.
+    Give several values to settings, or to nodes=, workers=, density= and columns=. To continue an
+    interrupted sweep, repeat the command with the same --out DIR.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate sweep model=qwen3b seq=512k,1m workers=2,4,8[/cyan]
-          Predict how a training scales; `mtrain report` plots the result
+          Predict how training scales; `mtrain report` plots the result
       [cyan]mtrain simulate sweep model=qwen3b seq=512k density=2%,20% --columns 512[/cyan]
           Predict how time depends on density
     """
@@ -302,7 +303,7 @@ def recommend(typed: RecommendOptions) -> None:
       [cyan]mtrain simulate recommend model=qwen3b seq=1m --cluster h100_4x8[/cyan]
           Recommend a configuration, with reasons
       [cyan]mtrain simulate recommend model=qwen3b seq=1m --tokens 20b --price 2[/cyan]
-          Predict training time and cost too
+          Also predict training time and cost
     """
     job = parse_job(typed, every_exchange=True)
     job.request.check(job.workers)
@@ -335,9 +336,9 @@ def validate(
           Use a prediction that was written before the measurement
 
     Args:
-        runs: Folders of profiles, or names of shipped ones.
-        prediction: Use predictions that `mtrain simulate run --out DIR` saved before, instead of
-            new ones. Can be repeated.
+        runs: Folders of profiles, or names of shipped profiles.
+        prediction: Use predictions that `mtrain simulate run --out DIR` saved earlier, instead of
+            new predictions. Can be repeated.
     """
     from mtrain_cli.commands.simulate_validate import validate as compare
     from mtrain_cli.config.cluster import load_cluster

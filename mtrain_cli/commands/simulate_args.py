@@ -32,7 +32,7 @@ class SimulateJob:
     """What to predict, and where the results go.
 
     cluster_name: name or file of the cluster.
-    cluster_typed: how the user named it, such as ``topology=a100_4x8``.
+    cluster_typed: the word that names the cluster, such as ``topology=a100_4x8``.
     workers: number of GPUs in total.
     tokens: tokens to train on, to predict days and dollars; None to predict neither.
     price: dollars per GPU and hour; None if unknown.
@@ -52,7 +52,7 @@ class SimulateJob:
     started: float = field(default_factory=time.perf_counter)
 
     def cluster_with(self, nodes: int | None) -> Cluster:
-        """Return the cluster with this number of nodes; None for the typed number."""
+        """Return the cluster with ``nodes`` nodes. With None, keep the number of nodes."""
         from mtrain_cli.config.cluster import load_cluster
 
         if nodes is None:
@@ -71,7 +71,10 @@ class SimulateJob:
         return scenario
 
     def require_gpus(self, attention_only: bool, remedy: str) -> None:
-        """Raise ConfigError if whole steps are to be predicted for CPUs."""
+        """Raise ConfigError if the prediction would cover whole steps on CPUs.
+
+        remedy: what the user can do, for the message.
+        """
         gpu = self.cluster.gpu
         if gpu.is_cpu and not attention_only:
             raise ConfigError(
@@ -91,7 +94,7 @@ class SimulateJob:
 
     @contextmanager
     def errors_by_option(self, exchange: str) -> Iterator[None]:
-        """Name the option, not the setting, in errors about impossible configurations."""
+        """In errors about impossible configurations, name the option instead of the setting."""
         from mtrain_cli.simulation.what_if import InvalidSetup
 
         try:
@@ -163,9 +166,10 @@ def parse_job(
 
 
 def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str], str, str]:
-    """Return the settings without ``cluster=NAME``, the cluster, and how the user named it.
+    """Return the settings without ``cluster=NAME``, the cluster's name, and the word that names it.
 
-    ``--cluster``, ``cluster=`` and ``topology.cluster``, which ``topology=`` may set, name one.
+    A cluster is named by ``--cluster``, ``cluster=`` or ``topology.cluster``, or by an option of
+    the group topology.
 
     Raises:
         ConfigError: two different clusters are given.
@@ -184,7 +188,7 @@ def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str],
         names[f"topology={group}" if group else f"topology.cluster={name}"] = name
     if len(set(names.values())) > 1:
         first, *_, last = names
-        raise ConfigError(f"{last}: {first} names another cluster; give one of them")
+        raise ConfigError(f"{last}: {first} names another cluster; give only one of the two")
     typed, name = next(iter(names.items()), (f"--cluster {DEFAULT_CLUSTER}", DEFAULT_CLUSTER))
     return settings, name, typed
 
@@ -223,7 +227,7 @@ def _parse_workers(cluster: Cluster, workers: int | None, request: SimulateReque
     """Return the number of workers.
 
     Raises:
-        ConfigError: the cluster has fewer GPUs, or the workers would fill a node only in part.
+        ConfigError: the cluster has fewer GPUs, or the workers would fill only a part of a node.
     """
     from mtrain_cli.config.cluster import uneven_nodes
 
@@ -248,7 +252,7 @@ def parse_tokens(option: str, text: str | None) -> float | None:
     """Parse tokens to train on: 500m, 20b (10^9) or 1t (10^12); k = 1024 and m = 1024^2.
 
     Raises:
-        ConfigError: not such a number.
+        ConfigError: the text is not such a number.
     """
     from mtrain_cli.config.sizes import parse_size
 

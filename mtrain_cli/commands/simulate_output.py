@@ -106,7 +106,11 @@ def attention_table(
 
 
 def _mean_degree(prediction: Prediction, of: str, name: str) -> float:
-    """Return an imbalance degree, worker or step, of time or work: the mean of both passes."""
+    """Return an imbalance degree, averaged over both passes.
+
+    of: ``time`` or ``work``.
+    name: ``worker`` or ``step``.
+    """
     passes = prediction.passes
     return sum(getattr(getattr(passes[d], of), name) for d in _BOTH) / 2
 
@@ -185,7 +189,7 @@ def _table(
 
     Args:
         columns: cells by heading.
-        words: headings of the columns that hold words; the others hold numbers.
+        words: headings of the columns that hold words. The other columns hold numbers.
         styles: style of each row.
     """
     table = new_table(list(columns), title=heading)
@@ -197,7 +201,7 @@ def _table(
 
 
 def main_outcome(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
-    """Return the outcome to describe in detail: the fastest that fits, else the smallest one."""
+    """Return the fastest outcome that fits, else the outcome that needs the least memory."""
     fitting = [o for o in outcomes if o.step.fits]
     if fitting:
         return min(fitting, key=lambda o: o.step.seconds.value)
@@ -227,7 +231,7 @@ def best_line(outcomes: Sequence[PredictedScenario]) -> str:
 def step_lines(
     outcome: PredictedScenario, tokens: float | None, price: float | None
 ) -> Iterable[str]:
-    """Yield lines on the parts of the step time, on memory, and on the cost of the training.
+    """Yield lines on the parts of the step time, on memory, and on the cost of the training run.
 
     Args:
         tokens: tokens to train on; None yields no cost.
@@ -271,7 +275,7 @@ def step_lines(
 
 
 def _days(days: BoundedTime) -> str:
-    """Format in days; below two days in hours, and below two hours in minutes."""
+    """Format a time in days; below two days in hours, and below two hours in minutes."""
     units = (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0))
     unit, by = next((pair for pair in units if days.value * pair[1] >= 2), units[-1])
     return f"{days.value * by:.3g} {unit} ({days.low * by:.3g} - {days.high * by:.3g})"
@@ -280,7 +284,7 @@ def _days(days: BoundedTime) -> str:
 def _layers_with_products(plan: RunPlan) -> int:
     """Return the number of layers that keep their MLP products for backward.
 
-    All layers do if nothing is recomputed and the MLP is not tiled.
+    All layers keep them if nothing is recomputed and the MLP is not tiled.
     """
     model, train = plan.config.model, plan.config.train
     tokens = plan.layout.tokens_per_worker * train.micro_batch
@@ -351,7 +355,7 @@ def _figures(outcome: PredictedScenario) -> str:
 
 
 def print_pairs(console: Console, job: SimulateJob, pairs: str) -> None:
-    """Print which pairs the prediction assumes. pairs: name of their pattern."""
+    """Print which pairs the prediction assumes. pairs: name of the pattern of the pairs."""
     print_lines(console, [f"pairs  {job.request.describe_pairs(pairs)}"])
 
 
@@ -371,7 +375,7 @@ def print_notes(console: Console, remarks: Iterable[str]) -> None:
 
 
 def brief_remark(remark: str) -> str:
-    """Shorten the list of names in a remark on guessed constants; return others unchanged."""
+    """Shorten the list of names in a remark on guessed constants. Keep any other remark."""
     match = re.fullmatch(r"(.*) constants are guesses \((.*)\)", remark)
     names = match[2].split(", ") if match else []
     if match is None or len(names) <= _NAMED + 1:

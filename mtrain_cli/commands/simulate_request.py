@@ -32,7 +32,7 @@ class SimulateRequest:
     slow: RANK=X,..., the factors by which computation on these ranks takes longer.
     jitter: standard deviation of the logarithm of message times.
     cluster: name or file of the cluster.
-    swept: which of density and columns are values of a sweep instead of options.
+    swept: which of density and columns come from a sweep instead of an option.
     """
 
     words: tuple[str, ...]
@@ -102,7 +102,7 @@ class SimulateRequest:
 
     @property
     def without_a_model(self) -> bool:
-        """Whether the input is a recorded index without a model.
+        """Whether the user gave a recorded index but no model.
 
         The index gives the shape of the attention, and nothing about the rest of a layer.
         """
@@ -151,12 +151,12 @@ class SimulateRequest:
         return given if isinstance(given, int) else None
 
     def pair_source(self, words: Sequence[str], config: Config) -> PairSource:
-        """Return what to draw pairs from: the family of --index, else the sparsity settings.
+        """Return how to draw the pairs: by the family of --index, else by the sparsity settings.
 
-        If neither is given, --density or --columns choose a synthetic family.
+        With neither, --density or --columns choose the default family.
 
         Args:
-            words: settings, with those of one point of a sweep.
+            words: the typed settings and, in a sweep, the settings of the point.
             config: the configuration that the settings compose.
 
         Raises:
@@ -214,8 +214,8 @@ class SimulateRequest:
 
         Args:
             pairs: name of the pattern of the pairs.
-            swept: settings of one point of a sweep, whose table shows the densities; None without a
-                sweep.
+            swept: settings of one point of a sweep. The line leaves out the density, which the
+                table of the sweep shows. None without a sweep.
         """
         if (file := self.recorded_file()) is not None:
             return f"recorded in {file} ({pairs})"
@@ -274,14 +274,14 @@ class SimulateRequest:
         """Load the recorded indices, without a model.
 
         Raises:
-            ConfigError: a setting would have no effect, since only the shape of attention is known.
+            ConfigError: a setting has no effect, since only the shape of attention is known.
         """
         for word in self.words:
             key = word.partition("=")[0]
             if key not in _OF_SHAPE and not key.startswith("model."):
                 raise ConfigError(
-                    f"{word}: --index {self.index} without model= gives only the shape of "
-                    "attention; add model="
+                    f"{word}: has no effect without model=, because --index {self.index} gives "
+                    "only the shape of attention; add model=NAME"
                 )
         file = self.recorded_file()
         assert file is not None
@@ -329,7 +329,7 @@ class SimulateRequest:
         return f"{name}={text}" if name in self.swept else f"--{name} {text}"
 
     def _refuse(self, reason: str, *names: str) -> None:
-        """Raise ConfigError if one of the options is given; by default density and columns."""
+        """Raise ConfigError if an option in ``names`` is given. Default: density and columns."""
         for name in names or ("density", "columns"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{self._typed(name)}: {reason}")
@@ -352,7 +352,7 @@ class SimulateRequest:
         return int(given)
 
     def disturbances(self, workers: int | None = None) -> Disturbances:
-        """Return the slow ranks and the jitter. workers: None if their number is not known yet."""
+        """Return the slow ranks and the jitter. workers: number of workers, None if unknown."""
         from mtrain_cli.simulation.timeline import Disturbances
 
         return Disturbances(slow=self.slow_ranks(workers), jitter=self.jitter)
@@ -383,7 +383,7 @@ class SimulateRequest:
 def _check_index(index: str | None, pattern: str | None) -> None:
     """Raise ConfigError if a synthetic index contradicts the settings' pattern.
 
-    pattern: None if the settings choose none.
+    pattern: pattern of the settings, None if the settings choose no pattern.
     """
     if index is None:
         return
@@ -393,7 +393,7 @@ def _check_index(index: str | None, pattern: str | None) -> None:
         )
     if index == FIXED and pattern != FIXED:
         raise ConfigError(
-            "--index fixed: needs sparsity=fixed with its keys; give both, or leave --index out"
+            "--index fixed: only with sparsity=fixed; add sparsity=fixed, or leave --index out"
         )
     if pattern == FIXED != index:
         raise ConfigError(

@@ -65,13 +65,14 @@ def validate(
     files: bool,
     as_json: bool,
 ) -> None:
-    """Compare predictions with measurements, and print how far off they are.
+    """Compare predictions with measurements, and print the errors of the predictions.
 
     Args:
-        runs: folders of profiles, or names of shipped ones.
-        saved: folders of predictions, or folders of such folders. If empty, predict the cases now.
+        runs: folders of profiles, or names of shipped profiles.
+        saved: folders of predictions, or folders that contain folders of predictions. If empty,
+            predict the cases now.
         out: folder for the files; None for a new one in measurements/.
-        files: write validation.json and, if there are any, the new predictions.
+        files: write validation.json and any new predictions.
     """
     with _folder(out, files) as folder:
         measured = [open_run(run) for run in runs]
@@ -120,7 +121,7 @@ def _folder(out: Path | None, files: bool) -> Iterator[Path]:
 
 
 def _predictions_in(path: Path) -> list[Path]:
-    """Return the path itself if it is a prediction, else the predictions in that folder."""
+    """Return ``path`` if it is a prediction, else the predictions in the folder ``path``."""
     if not path.is_dir() or (path / "summary.json").is_file():
         return [path]
     return sorted(file.parent for file in path.glob("*/summary.json")) or [path]
@@ -356,7 +357,7 @@ def _cells(p: PassComparison) -> Iterator[str]:
 
 
 def _definition(compared: Sequence[CaseComparison]) -> str:
-    """Describe the measured times that are compared: with or without recording."""
+    """Return which measured times are compared: with or without recording."""
     kinds = {p.bare is not None for case in compared for p in case.passes.values()}
     bare = "without recording, the median (`mtrain report`: bare)"
     recorded = "while recording, the mean (`mtrain report`: pass ms)"

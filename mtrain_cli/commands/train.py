@@ -43,22 +43,22 @@ def train(
           Resume a run from its last checkpoint and train for longer
 
     On several nodes, start the same command line with `torchrun` or `srun`. If
-    `torchrun --max-restarts=N` or a requeued SLURM job starts it again, it resumes from the last
-    checkpoint. On one machine, mtrain restarts by itself: see run.restarts.
+    `torchrun --max-restarts=N` or a requeued SLURM job repeats the command, the run resumes from
+    the last checkpoint. On one machine, mtrain restarts a run by itself: see run.restarts.
 
     Ctrl-C, SIGTERM and SIGHUP save a checkpoint and stop the run, with exit code 130 or 143. The
     exit code of a finished run is 0.
 
     Args:
         overrides: group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. `mtrain
-            config list` lists them all.
+            config list` lists all groups and keys.
         cfg: Print the composed configuration and exit.
         dry_run: Print the plan of the run, with memory and FLOP per worker, and exit. The exit code
             is 1 if the run does not fit.
         resume: Resume a run, given by its folder or its name under runs/. auto: resume the run that
-            this command line started earlier; if there is none, start a new one.
+            this command line started earlier, or start a new run if there is none.
         config_dir: Folder of your own groups, such as DIR/model/mine.yaml. It is searched before
-            the shipped ones.
+            the shipped groups.
     """
     words = list(overrides or ())
     run_path = _run_to_resume(resume, words, config_dir)
@@ -124,7 +124,7 @@ def find_run(run: str, option: str = "") -> Path:
     """Return the folder of a run, given by its path or its name under runs/.
 
     Raises:
-        ConfigError: neither folder has a resolved.yaml.
+        ConfigError: neither the path nor the folder under runs/ has a resolved.yaml.
     """
     from mtrain_cli.config.suggest import no_such
 
@@ -170,7 +170,7 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
 def require_kernel(config: Config, device: str) -> None:
     """Raise ConfigError if a CPU cannot run ``train.kernel``, before workers start.
 
-    On GPUs, the workers check it: what a kernel supports depends on the GPU.
+    On GPUs, the workers check the kernel, because its support depends on the GPU.
     """
     if device == "cpu" and config.train.kernel != "auto":
         from mtrain_cli.training.resolution import require_cpu_kernel

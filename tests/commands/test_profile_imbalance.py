@@ -305,7 +305,7 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
             ["--pattern dense sparsity.p_v=0.5"],
             "sparsity.p_v=0.5: none of the patterns dense has this key",
         ),
-        (["--seq 512,1k"], "--seq 512,1k: several lengths need --attention-only"),
+        (["--seq 512,1k"], "--seq 512,1k: only with --attention-only; otherwise give one length"),
         (["--seq 512,x --attention-only"], "--seq x: expected"),
         (
             ["--fail-above worse=1"],

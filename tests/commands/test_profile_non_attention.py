@@ -63,8 +63,8 @@ def test_the_calibration_prices_simulated_steps(tmp_path):
         (["model=huge"], "model=huge"),
         (
             ["train.memory=auto"],
-            "train.memory=auto: its choice depends on the number of workers; give the settings to "
-            "time",
+            "train.memory=auto: the result of auto depends on the number of workers; use "
+            "train.memory=manual, and set the memory keys to time",
         ),
         (
             ["model=tiny", "--seq", "128", "--out", "notes.txt"],

@@ -182,7 +182,7 @@ def _here(tmp_path, monkeypatch):
         ),
         (
             ["cluster=a100_4x8 --cluster h100_4x8"],
-            "cluster=a100_4x8: --cluster h100_4x8 names another cluster; give one of them",
+            "cluster=a100_4x8: --cluster h100_4x8 names another cluster; give only one of the two",
         ),
         (
             ["cluster=a100_4x9"],
@@ -191,7 +191,8 @@ def _here(tmp_path, monkeypatch):
         (["topology.cluster=mars_8"], "mtrain: topology.cluster=mars_8: no such cluster; allowed:"),
         (
             ["topology=a100_4x8 --cluster h100_4x8"],
-            "mtrain: topology=a100_4x8: --cluster h100_4x8 names another cluster; give one of them",
+            "mtrain: topology=a100_4x8: --cluster h100_4x8 names another cluster; give only one of "
+            "the two",
         ),
         (
             ["recommend topology=a100_4x8 topology.cluster=b200_4x8 cluster=h100_4x8"],

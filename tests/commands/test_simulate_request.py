@@ -22,8 +22,8 @@ def test_without_a_model_ineffective_settings_are_refused(tmp_path):
         refused = simulate("--index", str(path), word, "--workers 4 --no-files", STRIPED)
         assert refused.exit_code == 2
         assert (
-            f"{word}: --index {path} without model= gives only the shape of attention; add model="
-            in refused.stderr
+            f"{word}: has no effect without model=, because --index {path} gives only the shape "
+            "of attention; add model=NAME" in refused.stderr
         )
 
 
