@@ -116,12 +116,12 @@ def _kept(
 def _recipe_conflicts(
     groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]
 ) -> list[OverrideProblem]:
-    """Return one problem if the chosen recipe and the run have different values for some keys.
+    """Return one problem if the chosen recipe sets keys to other values than the run has.
 
     A recipe that agrees with the run is allowed, so the command line that started the run can be
     repeated.
 
-    raw: values by dotted key, without those that the user typed.
+    raw: values by dotted key, without the keys that the user typed.
     before: values of the run.
     """
     recipe = choices.get("recipe", "none")
@@ -148,7 +148,7 @@ def _recipe_conflicts(
 def _required_keys(
     raw: Mapping[str, Any], choices: Mapping[str, str]
 ) -> tuple[list[OverrideProblem], dict[str, Any]]:
-    """Return a problem for each key with the value REQUIRED. Put null there in ``raw``."""
+    """Return a problem per key with the value REQUIRED, and ``raw`` with null for these keys."""
     required = []
     for name in (name for name, value in raw.items() if value == _OPEN):
         owners = ("recipe", name.partition(".")[0])

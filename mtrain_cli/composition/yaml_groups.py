@@ -111,7 +111,7 @@ def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 @contextlib.contextmanager
 def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
-    """Keep Hydra's global state apart from that of other code, and search ``folders`` first.
+    """Set Hydra's global state for this block only, and search ``folders`` first.
 
     Hydra's setting `hydra.searchpath` would search ``folders`` after mtrain's own folder.
     """

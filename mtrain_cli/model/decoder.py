@@ -1,7 +1,7 @@
 """The mathematics of a decoder-only language model.
 
 The caller passes attention in as a function. Masks, layouts and workers therefore do not appear
-here. How layers run in less memory or time is in `layer_execution.py`.
+here. `layer_execution.py` runs layers in less memory or time.
 
 Parameters have the names of Hugging Face without the leading ``model.``. A checkpoint is converted
 by renaming its tensors.
@@ -115,8 +115,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model.
 
-    To build one:
-    1. Construct it under ``torch.device("meta")``, without memory.
+    To build a decoder:
+    1. Construct the object under ``torch.device("meta")``, without memory.
     2. Prepare the decoder for many workers (`parallelize`).
     3. Allocate its parameters with ``to_empty(device=...)``.
     4. Initialize the parameters (`init.py`) or load them (`huggingface.py`).

@@ -171,8 +171,8 @@ class _FeedForward(torch.autograd.Function):
 class _GradientSums:
     """Weight gradients, summed over tiles.
 
-    The sum is float32 for several tiles. For a single tile it has the compute dtype, as autograd's
-    gradient does.
+    The sum of several tiles is float32. For a single tile, the sum has the compute dtype, as the
+    gradient of autograd does.
     """
 
     def __init__(self, multiple_tiles: bool) -> None:
@@ -256,6 +256,6 @@ def _norm_backward(
 
 @cache
 def _elementwise(compile: bool) -> tuple[Callable[..., Any], ...]:
-    """Return the functions that run between the matrix products. All layers share them."""
+    """Return the functions that run between the matrix products, the same for all layers."""
     functions = (_join, _gated, _gate_backward, _norm_backward, _normed)
     return tuple(torch.compile(f, dynamic=False) for f in functions) if compile else functions

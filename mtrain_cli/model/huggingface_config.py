@@ -1,7 +1,7 @@
-"""Read a Hugging Face config.json as a `ModelConfig`, and write one.
+"""Read a Hugging Face config.json as a `ModelConfig`, and write a config.json.
 
 transformers 5 keeps the rotary settings under ``rope_parameters``. transformers 4 keeps them under
-``rope_theta`` and ``rope_scaling``. This module reads and writes both.
+``rope_theta`` and ``rope_scaling``. This module reads and writes the keys of both versions.
 """
 
 from __future__ import annotations

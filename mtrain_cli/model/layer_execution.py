@@ -25,10 +25,10 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 class LayerExecution:
     """How a layer runs.
 
-    recompute: checkpoint the layer. Only its input is kept. The backward pass first runs a second
-        forward pass: it repeats `project`, reuses the tensors that attention kept, and computes the
-        inputs of `feed_forward`. (The modes of ``train.activation_checkpoint`` differ only in what
-        attention keeps.)
+    recompute: checkpoint the layer, which keeps only its input. The backward pass first runs a
+        second forward pass, which repeats `project`, reuses the tensors that attention kept, and
+        computes the inputs of `feed_forward`. (The modes of ``train.activation_checkpoint`` differ
+        only in the tensors that attention keeps.)
     compile: compile `project` and the operations after attention.
     tile_bytes: maximum bytes of temporary tensors after attention. 0 means no limit.
     keep_products: keep the matrix products of `feed_forward` for the backward pass. With neither

@@ -60,9 +60,9 @@ def with_z_loss(
     gradient. The gradient of W is summed over chunks in float32 and returned in the dtype of W.
     Under ``torch.no_grad``, no gradient is computed.
 
-    The function does not synchronize with a GPU, so it cannot raise an error for a label on CUDA. A
-    label outside [0, V) makes the loss and the gradient of its row NaN, and the trainer reports
-    that the loss is not finite.
+    The function does not synchronize with a GPU, so it cannot raise an error for a label on CUDA.
+    Instead, a label outside [0, V) makes the loss and the gradient of its row NaN, and the trainer
+    reports that the loss is not finite.
 
     Args:
         scale: a number, or a 0-dimensional tensor without gradient.
@@ -293,7 +293,7 @@ def _row_terms(
 
 
 def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
-    """Return the column of each row's label, ``[R, 1]``, or column 0 if the label is invalid."""
+    """Return the column of each row's label, ``[R, 1]``. The column of an invalid label is 0."""
     return torch.where((labels_R >= 0) & (labels_R < vocab_size), labels_R, 0)[:, None]
 
 

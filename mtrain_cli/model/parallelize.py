@@ -5,7 +5,7 @@ The order of the steps, from the innermost to the outermost:
 1. compile: the operations of a layer before attention and after it
 2. tiling: the part of a layer after attention, one tile of the sequence after another
 3. checkpointing: run a layer's forward pass again in the backward pass
-4. FSDP: gather the weights of a layer before steps 1 to 3 run, and shard its gradients
+4. FSDP: gather the weights of a layer before all its operations, and shard its gradients
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def execute_layers(
     """Make all layers of a decoder run as ``execution`` describes. Parameters keep their names.
 
     Args:
-        keep_mlp: value of ``train.keep_mlp``. It selects layers, counted from the last, that also
-            keep the results of their matrix products for the backward pass.
+        keep_mlp: value of ``train.keep_mlp``, which selects layers, counted from the last. The
+            selected layers also keep the results of their matrix products for the backward pass.
     """
     layers = len(decoder.layers)
     first_kept = layers - layers_with_products(keep_mlp, layers)

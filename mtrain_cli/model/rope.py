@@ -1,10 +1,10 @@
-"""Rotary position embedding.
+"""Rotary position embedding, plain and scaled to longer sequences.
 
 Each pair of dimensions of a head is rotated by an angle: the token's position times the pair's
 frequency. Dimensions i and i + D/2 form a pair, as in Hugging Face. Frequencies are one of:
 - plain: RoFormer (arXiv:2104.09864), section 3.2
-- yarn: YaRN (arXiv:2309.00071), sections 3.2 to 3.4, for sequences longer than the original length
-- llama3: the scaling of Llama 3.1, for such sequences, too
+- yarn: YaRN (arXiv:2309.00071), sections 3.2 to 3.4
+- llama3: the scaling of Llama 3.1
 
 Shape suffixes: B batch, N local tokens, H heads (query or KV), D head dimension, F = D/2
 frequencies.
@@ -84,7 +84,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tenso
 
 
 def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return how much of each plain frequency YaRN keeps, ``[F]``.
+    """Return the share of each plain frequency that YaRN keeps, ``[F]``.
 
     Share 1 keeps the plain frequency. Share 0 divides the frequency by the factor. Dimensions that
     turn at least beta_fast times over the model's original length have share 1. Dimensions that
@@ -107,7 +107,7 @@ def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_unscaled_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
-    """Return how much of each plain frequency Llama 3.1's scaling keeps, ``[F]``.
+    """Return the share of each plain frequency that Llama 3.1's scaling keeps, ``[F]``.
 
     The share grows linearly with the number of turns over the original length: from 0 at
     low_freq_factor turns to 1 at high_freq_factor turns.
@@ -123,10 +123,10 @@ def rotation(
 ) -> Rotation:
     """Return the cosine and sine of the angles of tokens at any positions, in any order.
 
-    Angles are computed in float64. In float32 an angle at position 4 million is wrong by up to a
-    quarter of a radian, so q.k would not depend only on the distance of two tokens.
+    Angles are computed in float64. A float32 angle at position 4 million is wrong by up to a
+    quarter of a radian. With such errors, q.k would not depend only on the distance of two tokens.
 
-    Both tensors must be on the same device.
+    ``positions_BN`` and ``inverse_frequencies_F`` must be on the same device.
     """
     angles_BN1F = (positions_BN[..., None].double() * inverse_frequencies_F.double()).unsqueeze(-2)
     return Rotation(

@@ -177,7 +177,7 @@ def _includes(ids: object, wanted: object) -> bool:
 
 
 def _named_eos(files: Mapping[str, bytes], default: int | None) -> int | None:
-    """Return the id of the end token that tokenizer_config.json names. Default: ``default``."""
+    """Return the id of the end token in tokenizer_config.json, or else ``default``."""
     named = _parse_object(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     if not isinstance(named, str):

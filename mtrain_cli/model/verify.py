@@ -54,7 +54,7 @@ def verify(
 ) -> LogitAgreement:
     """Compare the logits of random tokens from the decoder and from transformers.
 
-    Both compute in float32 on the CPU, with the weights of a Hugging Face folder.
+    Both models compute in float32 on the CPU, with the weights of a Hugging Face folder.
 
     Args:
         tokens: number of tokens. Many tokens take minutes.
@@ -95,7 +95,7 @@ def _load_with_transformers(folder: Path | str) -> Any:
     """Load the model of a folder with transformers.
 
     Raises:
-        ConfigError: transformers rejects the folder, because it checks more keys of config.json
+        ConfigError: transformers rejects the folder. transformers checks more keys of config.json
             than mtrain does.
     """
     import transformers

@@ -38,7 +38,7 @@ class Exported:
 
     config: configuration of the run.
     step: step of the exported checkpoint.
-    tokenizer: a line for the user: which tokenizer was exported, or why none was.
+    tokenizer: a line for the user: which tokenizer was exported, or why no tokenizer was.
     """
 
     config: Config
