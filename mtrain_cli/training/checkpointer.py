@@ -303,7 +303,7 @@ class Checkpointer:
             shutil.rmtree(partial)
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0. If it fails, raise `_Failed` on all ranks."""
+        """Run `action` on rank 0. If the action fails, raise `_Failed` on all ranks."""
         self._on_all_ranks(lambda: action() if self._rank == 0 else None)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
@@ -366,8 +366,8 @@ def load_model_state(
             read the newest intact checkpoint.
         report: called with the reason why a checkpoint is skipped. By default, log the reason.
 
-        Raises:
-            NoCheckpointError: there is no intact checkpoint.
+    Raises:
+        NoCheckpointError: there is no intact checkpoint.
     """
     candidates = checkpoints_of(path)
     report = report or logging.getLogger(__name__).warning
