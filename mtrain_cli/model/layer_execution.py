@@ -63,7 +63,7 @@ class ExecutedLayer(DecoderLayer):
         # So the second forward pass does not gather them again.
         offload = self.execution.offload
         with nullcontext() if offload is None else _input_offloaded(offload, self.index):
-            # Saving the state of the random generators would synchronise with the GPU. Layers use
+            # Saving the state of the random generators would synchronize with the GPU. Layers use
             # no random numbers.
             return checkpoint(
                 compute,

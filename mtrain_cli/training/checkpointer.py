@@ -152,7 +152,7 @@ class Checkpointer:
             raise failure
 
     def latest(self) -> int | None:
-        """Return the step of the newest committed checkpoint that this rank sees, unverified."""
+        """Return the step of the newest committed checkpoint on this rank, without verifying it."""
         return next(iter(committed_steps(self._directory)), None)
 
     def holds_only_weights(self) -> bool:
@@ -398,7 +398,7 @@ def write_model_state(
 
 
 class _Failed(Exception):
-    """An action of `Checkpointer._on_all_ranks` failed on some rank. All ranks raise this."""
+    """An action of `Checkpointer._on_all_ranks` failed on some rank. All ranks raise this error."""
 
 
 class _CheckpointWriter(dcp.FileSystemWriter):

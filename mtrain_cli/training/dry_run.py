@@ -87,7 +87,7 @@ def render(plan: RunPlan) -> RenderableType:
 
 
 def search_rows(plan: RunPlan) -> list[RenderableType]:
-    """Return a line on the setting that `train.memory=auto` chose and a line on rejected settings.
+    """Return a line on the setting that `train.memory=auto` chose, and a line on the others.
 
     Return no lines if `train.memory=auto` chose nothing.
     """
@@ -108,7 +108,7 @@ def describe_choice(plan: RunPlan) -> str:
 
 
 def describe_rejected(plan: RunPlan) -> str:
-    """Return one line with each setting that `train.memory=auto` rejected and the reason."""
+    """Return one line with each setting that `train.memory=auto` rejected, with its reason."""
     assert plan.search is not None
     return "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
 
