@@ -17,8 +17,8 @@ _WARPS = 4
 def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     """List the blocks that both index and mask allow, without single columns.
 
-    A row of the lists is a query block and lists its key blocks. If ``transposed``, a row is a key
-    block and lists its query blocks.
+    A row of the lists belongs to a query block and lists key blocks. If ``transposed``, a row
+    belongs to a key block and lists query blocks.
 
     Returns:
         ``partial``: ascending local block numbers, int32 [batch, heads, rows, width]. Entries

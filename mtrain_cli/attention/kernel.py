@@ -95,7 +95,7 @@ class Kernel(Protocol):
         Args:
             out: output over the keys of all workers. May be None if delta is given.
             lse: log-sum-exp over the keys of all workers.
-            delta: rowsum(out * dout). If None, the kernel computes it from out.
+            delta: rowsum(out * dout). If None, the kernel computes delta from out.
         """
         ...
 

@@ -169,7 +169,7 @@ class KeySlice:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """How a run masks its sequences. The fields are keys of `DataConfig`.
+    """The rule by which a run masks its sequences. The fields are keys of `DataConfig`.
 
     To add a mask, add its key to `DataConfig` and to this class, and intersect the mask in
     `__call__`.

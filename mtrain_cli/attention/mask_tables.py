@@ -188,7 +188,7 @@ class MaskTables:
         """Number of allowed pairs in each pair of blocks, [batch, rows, blocks].
 
         The rows are the query blocks of this worker's bitmap. The dtype is int16, or int32 for
-        blocks of more than 181 tokens. The device of the tables computes the numbers.
+        blocks of more than 181 tokens. The numbers are computed on the device of the tables.
         """
         dtype = torch.int16 if self.block**2 <= torch.iinfo(torch.int16).max else torch.int32
         shape = len(self.lengths), self.rows, self.blocks + 1

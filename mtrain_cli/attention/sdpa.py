@@ -1,7 +1,7 @@
 """PyTorch's fused attention: the CPU flash kernel, and FlashAttention-2 on CUDA.
 
-Under a dynamic index the CPU kernel computes all pairs and masks those that are not chosen. This is
-exact, but no faster than dense attention.
+Under a dynamic index the CPU kernel computes all pairs and masks the pairs that are not chosen. The
+result is exact, but the kernel is no faster than for dense attention.
 """
 
 from __future__ import annotations

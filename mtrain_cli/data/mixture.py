@@ -1,6 +1,6 @@
 """Mix several corpora by weight: choose a corpus and one of its sequences for every number n.
 
-n counts the sequences of a run. The choice is a pure function of n, so all workers agree on it, and
+n counts the sequences of a run. The choice is a pure function of n, so all workers agree, and
 a checkpoint needs one integer.
 
 The sampler chooses corpora in blocks of consecutive numbers. Among the first m numbers, where m is

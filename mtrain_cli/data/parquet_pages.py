@@ -1,4 +1,4 @@
-"""Check the page sizes of a parquet file before it is decompressed.
+"""Check the page sizes of a parquet file before decompressing the file.
 
 A small file could otherwise decompress to more than the machine's memory.
 

@@ -384,7 +384,7 @@ def _open_bpe(
 
 
 def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
-    """Yield the pieces of a corpus, or an even sample of about `_BPE_CHARACTERS` if it is large."""
+    """Yield the pieces of a corpus. Sample a large corpus evenly to about `_BPE_CHARACTERS`."""
     share_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
     number, base = 0, 0
     for unit in corpus.units:

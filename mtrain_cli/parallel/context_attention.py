@@ -31,8 +31,8 @@ _COUNTED_AT_ONCE = 1 << 21
 class IndexRecord:
     """One estimate of an index: the work that the index leaves and the time that the estimate took.
 
-    counts_or_index: the index while its work has not been counted, then the counts. Slashes and
-        columns are counted in `DynamicIndex.count`, bitmaps at once.
+    counts_or_index: the counts of the work. For a `VerticalSlash`, this field is the index itself
+        until `DynamicIndex.count` counts its work.
     workers: number of workers whose counts add up to all queries; 1 if this worker's counts cover
         all queries.
     started, ended: CUDA events, or on a CPU times in seconds.

@@ -111,7 +111,8 @@ class Traits:
 def query_message(traits: Traits) -> Size:
     """Return the size of the message from which other ranks compute gradients of queries.
 
-    The message holds q, dout, lse, and either out, if the kernel needs it, or delta.
+    The message holds q, dout and lse. It also holds out if the kernel needs out, and delta
+    otherwise.
     """
     return 2 * low(ROWS) + high(STATS) + (low(ROWS) if traits.needs_out else high(STATS))
 

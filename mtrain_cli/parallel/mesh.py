@@ -19,7 +19,7 @@ WHOLE: Channel = ("whole", False)
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The workers that share one sequence, as seen by one of them.
+    """The workers that share one sequence, from the view of one worker.
 
     rank: this worker's rank in the group.
     ranks: global ranks of the group's workers, in order of their ranks in the group.

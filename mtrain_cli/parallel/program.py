@@ -190,7 +190,7 @@ class Arrange(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(Operation):
-    """Start a transfer. The `Wait` with the transfer's number completes it.
+    """Start a transfer. The `Wait` with the transfer's number waits for its end.
 
     A hop or a collective reads the buffer to send and writes the buffer that arrives. An all-reduce
     changes one buffer in place. If a gather sends only a part of the heads, it also writes the copy
@@ -223,7 +223,7 @@ class Compute(Operation):
 
     Forward reads (q, keys) and writes one buffer with out and lse. Backward reads
     (q, dout, out, lse, delta, keys), or (message, keys) if the queries came from another rank. It
-    writes dq, and one buffer with dk and dv. A kernel that gets no delta computes it from out.
+    writes dq, and one buffer with dk and dv. Without delta, the kernel computes delta from out.
 
     queries, keys: one shard each; keys can be `WHOLE_SEQUENCE`. Ranks that share heads hold one
         shard together.

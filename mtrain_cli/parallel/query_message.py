@@ -10,8 +10,8 @@ import torch
 class QueryMessage:
     """The format of a query message.
 
-    The message is one flat byte tensor. It holds q, dout, lse, and either out, if the kernel needs
-    it, or delta.
+    The message is one flat byte tensor. It holds q, dout and lse. It also holds out if the kernel
+    needs out, and delta otherwise.
     """
 
     def __init__(self, shapes: list[tuple[torch.Size, torch.dtype]], *, needs_out: bool) -> None:

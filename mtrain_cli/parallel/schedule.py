@@ -83,7 +83,7 @@ class Transfer:
 
     @property
     def shards(self) -> int:
-        """Number of shards in the tensor that a rank posts; 1 if it does not consist of shards."""
+        """Number of shards in the posted tensor; 1 if the tensor does not consist of shards."""
         if self.kind in (SUM, "all_to_all"):
             return 1
         return len(self.sends) + (len(self.receives) if self.kind == "reduce_scatter" else 0)
