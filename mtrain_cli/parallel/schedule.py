@@ -257,7 +257,7 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
             f"{heads} ranks that share heads do not fit nodes of {options.per_node} ranks: one "
             "number must divide the other."
         )
-    # Neighbouring ranks share heads. Keys move between these groups; a node holds per_node of them.
+    # Neighboring ranks share heads. Keys move between these groups; a node holds per_node of them.
     per_node = min(groups, max(1, options.per_node // heads))
     return _share_heads(
         _EXCHANGES[exchange](replace(options, workers=groups, per_node=per_node, heads=1)), options
