@@ -1,6 +1,6 @@
 """Fit tables and text to the width of the terminal.
 
-A pipe or a file has no width: it gets all columns, and lines that do not wrap.
+A pipe or a file has no width. Output to a pipe or a file has all columns, and lines do not wrap.
 """
 
 from __future__ import annotations
