@@ -13,7 +13,7 @@ import torch
 
 @cache
 def _module(name: str, device: int) -> Any:
-    """Compile one file for one device, once. CuPy caches the binary on disk for later processes."""
+    """Compile a file for a device, once. CuPy caches the binary on disk for later processes."""
     with cupy.cuda.Device(device):
         return cupy.RawModule(
             code=Path(__file__).with_name(f"{name}.cu").read_text(),
@@ -23,7 +23,7 @@ def _module(name: str, device: int) -> Any:
 
 
 def check() -> None:
-    """Compile the smallest file for the current device. Raise CuPy's error if that fails."""
+    """Compile the smallest file for the current device. Raise CuPy's error on failure."""
     _module("merge", torch.cuda.current_device()).compile()
 
 
@@ -32,7 +32,8 @@ def launch(
 ) -> None:
     """Queue one kernel on torch's current stream.
 
-    arguments: tensors are passed by address, `np.int64` as 64 bits, other integers as 32 bits.
+    arguments: arguments of the kernel. Tensors are passed by address, `np.int64` as 64 bits, other
+        integers as 32 bits.
     """
     tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
     device = tensor.device.index

@@ -48,7 +48,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of one rectangle.
 
-    causal: the last query sees all keys, and each query before it one key fewer.
+    causal: whether to apply the causal mask. The last query sees all keys, and each earlier query
+        sees one key fewer than the next query.
     """
     out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
     return out, lse
@@ -155,9 +156,10 @@ def _out_and_dlse(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the arguments out and dlse, from which FlashAttention-4 computes delta.
 
-    It computes delta = rowsum(out * dout) - dlse. If out is None, an out of zeros and dlse = -delta
-    give the same delta. The zeros take the memory of one row, with strides of 0. If both out and
-    delta are given, use out: a call with dlse took 2 to 6 % longer (8,192 tokens, 32 heads, H200).
+    FlashAttention-4 computes delta = rowsum(out * dout) - dlse. If out is None, an out of zeros and
+    dlse = -delta give the same delta. The zeros take the memory of one row, with strides of 0. If
+    both out and delta are given, use out: a call with dlse took 2 to 6 % longer (8,192 tokens, 32
+    heads, H200).
     """
     if out is not None:
         return out.to(q.dtype), None
@@ -174,7 +176,7 @@ def _mask_arguments(spans: Spans | None) -> dict[str, Any]:
 def _padded(low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:
     """Pad the spans to a multiple of 128 queries. The added queries see no key.
 
-    FlashAttention-4 also calls the mask function for queries of the last tile that do not exist.
+    In the last tile, FlashAttention-4 calls the mask function also for queries beyond the end.
     """
     pad = -low.shape[1] % 128
     if pad:

@@ -1,7 +1,7 @@
 """Sum the attention that each key gets from a few probed queries, without storing the scores.
 
 1. `tile_lse` computes every probed query's log-sum-exp over each tile of a shard's keys.
-2. The caller merges these over the tiles of all shards.
+2. The caller merges the log-sum-exps over the tiles of all shards.
 3. `probed_columns` adds up the probabilities of each key.
 
 A shard may hold any blocks of the sequence. A tile lies within a block, and a single program writes

@@ -17,8 +17,8 @@ _WARPS = 4
 def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     """List the blocks that both index and mask allow, without single columns.
 
-    A row of the lists is a query block and lists its key blocks. If ``transposed``, a row is a key
-    block and lists its query blocks.
+    A row of the lists belongs to a query block and lists key blocks. If ``transposed``, a row
+    belongs to a key block and lists query blocks.
 
     Returns:
         ``partial``: ascending local block numbers, int32 [batch, heads, rows, width]. Entries
@@ -72,16 +72,17 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
 
 
 def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, int]:
-    """Return the entries that a row needs: (for its partial blocks, for its full blocks).
+    """Return the widths of the lists: (of partial blocks, of full blocks).
 
     A diagonal gives each row one block. A purely causal mask makes only the block on the main
     diagonal partial.
 
     Args:
         candidates: number of blocks that a row can list.
-        max_diagonals: upper bound on the diagonals per head. 0 for a bitmap, or if only the device
-            knows a bound. Rows then have room for every block: up to 8 bytes per pair of blocks and
-            head, which is 16 GiB at 1M tokens with 32 heads on one worker.
+        max_diagonals: upper bound on the number of diagonals per head; 0 for a bitmap, or if only
+            the device knows a bound. With 0, each row has room for every block: the lists take up
+            to 8 bytes per pair of blocks and head, or 16 GiB at 1M tokens with 32 heads on one
+            worker.
         plain: whether the mask is causal only, without documents or padding.
     """
     # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
@@ -90,7 +91,7 @@ def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, 
 
 
 def set_indices(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of the set flags, and how many flags are set below each index.
+    """Return the indices of the set flags, and the number of set flags below each index.
 
     Args:
         flags: bool [..., n].

@@ -1,4 +1,4 @@
-"""Attention by its definition: softmax over all scores, with scores and mask materialised.
+"""Attention by its definition: softmax over all scores, with scores and mask materialized.
 
 Shapes: q, out, dout [batch, heads, queries, head_dim]; k, v [batch, heads, keys, head_dim]; lse,
 delta [batch, heads, queries]. All have one floating-point dtype. seen: bool [batch, heads or 1,
@@ -31,7 +31,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv.
 
-    lse, delta: may cover more keys than k does; delta = rowsum(out * dout).
+    lse, delta: may cover more keys than k holds; delta = rowsum(out * dout).
     """
     p = _probabilities(_scores(q, k, seen, scale), lse)
     ds = p * (dout @ v.transpose(-1, -2) - delta.unsqueeze(-1)) * scale

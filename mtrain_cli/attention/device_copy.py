@@ -15,7 +15,7 @@ _ALIGNMENT = 256
 
 
 def to_device(values: NDArray[Any] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a copy on the device; on a CPU the result shares memory with ``values``.
+    """Return ``values`` on the device. On a CPU the result shares memory with ``values``.
 
     The copy to a GPU goes through pinned memory, because a copy from pageable memory would make the
     host wait. PyTorch keeps the pinned memory until the copy has finished.
@@ -29,8 +29,8 @@ def to_device(values: NDArray[Any] | torch.Tensor, device: torch.device | str) -
 def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor]) -> Nested:
     """Return a copy of nested dataclasses, dicts and tuples with ``change`` applied to each tensor.
 
-    If several parts share a tensor, the copies share its changed version. Every dict is copied, so
-    the copy has caches of its own.
+    If several parts share a tensor, their copies share the changed tensor. Every dict is copied, so
+    the copy does not share caches with the original.
     """
     return _mapped(value, change, {})
 
@@ -63,10 +63,10 @@ def _mapped(part: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dic
 
 
 def packed(value: Nested, *, pin: bool) -> tuple[Nested, torch.Tensor]:
-    """Copy all tensors into one buffer on the host, which `unpacked` moves with one copy.
+    """Copy all tensors into one host buffer, which `unpacked` copies to the device at once.
 
     Args:
-        pin: allocate the buffer in pinned memory.
+        pin: whether to allocate the buffer in pinned memory.
 
     Returns:
         A copy of ``value`` whose tensors are views of the buffer, and the buffer, uint8.
@@ -92,9 +92,9 @@ def packed(value: Nested, *, pin: bool) -> tuple[Nested, torch.Tensor]:
 
 
 def unpacked(value: Nested, buffer: torch.Tensor, device: torch.device | str) -> Nested:
-    """Copy the buffer of `packed` to the device, and return ``value`` with its tensors there.
+    """Copy the buffer of `packed` to the device, and return ``value`` with tensors on the device.
 
-    value, buffer: what `packed` returned.
+    value, buffer: the results of `packed`.
     """
     moved = buffer.to(device, non_blocking=True)
 

@@ -1,7 +1,7 @@
 """FlashAttention-4 (CuTe DSL) on Hopper and later.
 
-- Dense attention, mask of a few rectangles: one call per rectangle, full or causal.
-- Dense attention, any other mask: one call with block lists.
+- Dense attention with a mask of a few rectangles: one call per rectangle, full or causal.
+- Dense attention with any other mask: one call with block lists.
 - Dynamic index: FlashAttention-4 computes the blocks. The Triton kernels then add the single
   columns to the same softmax, so no merge is needed.
 """
@@ -199,7 +199,7 @@ def _sparse_backward(
 
 
 def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (low, high) of the tiles, or None if the mask is causal only, which needs neither."""
+    """Return (low, high) of the tiles, or None if the mask is causal only, without documents."""
     assert tiles.geometry is not None
     return None if tiles.geometry.tables.plain else (tiles.low, tiles.high)
 
@@ -225,7 +225,7 @@ def block_lists(
 ) -> tuple[Lists, Lists]:
     """List the pairs of blocks that hold an allowed query-key pair, in FlashAttention-4's form.
 
-    In a full pair of blocks every query sees every key; all others are partial.
+    In a full pair of blocks every query sees every key. All other listed pairs are partial.
 
     Args:
         low, high: int [batch, queries]; each query sees the keys low <= j < high.

@@ -1,12 +1,13 @@
 """Dynamic indices: which key blocks and single key columns a pattern chose, per query head.
 
-An index is made per layer and step. It uses global positions, so it is independent of the layout.
+Each layer has a new index in each step. An index uses global positions, so it is independent of the
+layout.
 
-- `VerticalSlash`: block diagonals (slashes) and single columns. It takes kilobytes at any sequence
-  length, and serves query blocks and key blocks alike. A query-key pair that several slashes and
-  columns contain is computed once.
+- `VerticalSlash`: block diagonals (slashes) and single columns. This index takes kilobytes at any
+  sequence length, and serves query blocks and key blocks alike. A query-key pair that several
+  slashes and columns contain is computed once.
 - `BlockBitmap`: one bit per pair of blocks.
-- `GatedBitmap`: a bitmap in which each query also has its own choice of large chunks.
+- `GatedBitmap`: a bitmap in which each query also chooses large chunks of keys.
 
 A pair is computed if both the index and the mask allow it.
 """
@@ -31,8 +32,8 @@ _BITS_PER_PASS = 1 << 24
 class Index(ABC):
     """The query-key pairs that a pattern chose for one layer.
 
-    block: tokens per block.
-    blocks: blocks of the padded sequence; the last may be short.
+    block: number of tokens per block.
+    blocks: number of blocks in the padded sequence. The last block may be short.
     by_head: names of the fields that are tensors [batch, heads, ...].
     """
 
@@ -50,11 +51,11 @@ class Index(ABC):
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
         """Return which pairs of blocks are chosen, bool [batch, heads, query blocks, key blocks].
 
-        Single columns do not count. The arguments are global block numbers.
+        A single column does not choose a block. The arguments are global block numbers.
         """
 
     def part(self, i: int, n: int) -> Self:
-        """Return the i-th of n equal parts of the heads."""
+        """Return the index of the i-th of n equal parts of the heads."""
         if n == 1:
             return self
         tensors = {name: getattr(self, name).unflatten(1, (n, -1))[:, i] for name in self.by_head}
@@ -78,8 +79,8 @@ class Index(ABC):
     def counts(self, tables: MaskTables) -> IndexCounts:
         """Count the work that index and masks leave, without waiting for the device.
 
-        tables: the batch's masks. For a bitmap, make them with ``bitmap=True`` and its ``rows``;
-            only the query blocks in ``rows`` are counted.
+        tables: tables of the batch's masks. For a bitmap, make the tables with ``bitmap=True`` and
+            the bitmap's ``rows``; the counts then cover only the query blocks in ``rows``.
         """
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -94,13 +95,13 @@ class Index(ABC):
 
 @dataclass(frozen=True)
 class IndexCounts:
-    """The work of one index per sequence and head, int64 [batch, heads].
+    """The work that one index leaves, per sequence and head. All fields are int64 [batch, heads].
 
-    pairs: query-key pairs that index and mask allow.
-    blocks: chosen (query block, key block) pairs that contain an allowed query-key pair.
-    columns: single columns.
-    column_pairs: the part of ``pairs`` that no chosen block contains.
-    slashes: block diagonals; 0 for a bitmap.
+    pairs: number of query-key pairs that both index and mask allow.
+    blocks: number of chosen (query block, key block) pairs that contain an allowed query-key pair.
+    columns: number of single columns.
+    column_pairs: number of the allowed query-key pairs that no chosen block contains.
+    slashes: number of block diagonals; 0 for a bitmap.
     """
 
     pairs: torch.Tensor
@@ -110,15 +111,15 @@ class IndexCounts:
     slashes: torch.Tensor
 
     def flop(self, head_dim: int) -> tuple[int, int]:
-        """Return forward and backward FLOP of the allowed pairs.
+        """Return the FLOP of the allowed pairs: (forward, backward).
 
-        A pair takes 2 products forward and 5 backward, of 2 * head_dim FLOP each.
+        A pair takes 2 products forward and 5 backward. Each product takes 2 * head_dim FLOP.
         """
         pairs = int(self.pairs.sum())
         return 4 * head_dim * pairs, 10 * head_dim * pairs
 
     def parts(self, n: int) -> list[IndexCounts]:
-        """Return the counts of n equal parts of the heads, as views."""
+        """Return the counts of each of n equal parts of the heads, as views."""
         split = [getattr(self, f.name).unflatten(1, (n, -1)).unbind(1) for f in fields(self)]
         return [IndexCounts(*counts) for counts in zip(*split, strict=True)]
 
@@ -127,11 +128,12 @@ class IndexCounts:
 class VerticalSlash(Index):
     """Block diagonals and single columns.
 
-    slashes: bool [batch, heads, blocks], whether diagonal d is chosen: query block i attends to key
-        block i - d.
-    columns: int32 [batch, heads, width], ascending positions of keys that every later query attends
-        to. Unused places hold ``blocks * block``.
-    max_slashes: upper bound on the diagonals per head. 0 if only the device knows a bound.
+    slashes: bool [batch, heads, blocks], whether diagonal d is chosen. On a chosen diagonal d,
+        query block i attends to key block i - d.
+    columns: int32 [batch, heads, width], ascending positions of keys to which every later query
+        attends. Unused entries hold ``blocks * block``.
+    max_slashes: upper bound on the number of diagonals per head; 0 if only the device knows a
+        bound.
     """
 
     slashes: torch.Tensor
@@ -176,11 +178,11 @@ class VerticalSlash(Index):
         return IndexCounts(pairs, blocks, real.sum(-1), column_pairs, slashes.sum(-1))
 
     def _covered_queries(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Return for each column how many of its queries also see it through a chosen diagonal.
+        """Return for each column the number of queries that also see it through a chosen diagonal.
 
         columns: int64 [batch, heads, width], positions. The result has the same shape.
-        last: like columns, the last query that sees each column. The first one is at the column's
-            own position.
+        last: int64 [batch, heads, width], position of the last query that sees each column. The
+            first query that sees a column is at the column's own position.
         """
         slashes = self.slashes.long()
         counts_below = torch.nn.functional.pad(slashes.cumsum(-1), (1, 0))
@@ -200,7 +202,7 @@ class BlockBitmap(Index):
     """One bit per pair of blocks.
 
     bits: bool [batch, heads, rows, blocks], query block by key block, False above the diagonal.
-    rows: int32 [rows], numbers of the query blocks in ``bits``, ascending. A context-parallel
+    rows: int32 [rows], ascending query block numbers of the rows of ``bits``. A context-parallel
         worker has only the blocks of its own queries.
     """
 
@@ -218,13 +220,13 @@ class BlockBitmap(Index):
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """int32 [blocks], the row of ``bits`` of each query block, -1 if it has none."""
+        """int32 [blocks], index of each query block's row in ``bits``; -1 if there is no row."""
         slots = torch.full((self.blocks,), -1, dtype=torch.int32, device=self.rows.device)
         numbers = torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device)
         return slots.index_copy_(0, self.rows.long(), numbers)
 
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
-        """Return the chosen pairs of blocks: none for a query block that is not in ``rows``."""
+        """Return which pairs of blocks are chosen. Query blocks outside ``rows`` have none."""
         slots = self.slots[query_blocks].long()
         return self.bits[:, :, slots.clamp(min=0)][..., key_blocks] & (slots >= 0)[:, None]
 
@@ -250,11 +252,11 @@ class GatedBitmap(BlockBitmap):
     """A bitmap in which each query chooses its own chunks of keys.
 
     The bit of a pair of blocks is set if any query of the query block chose the chunk of the key
-    block. Kernels skip all other pairs.
+    block. Kernels skip all other pairs of blocks.
 
     gates: int32 [batch, heads, rows * block, words], the choice of each query: bit c % 32 of word
         c // 32 is set if the query chose chunk c. Padding has no bit set.
-    chunk: keys per chunk, a multiple of block.
+    chunk: number of keys per chunk, a multiple of block.
     """
 
     gates: torch.Tensor
@@ -262,10 +264,9 @@ class GatedBitmap(BlockBitmap):
     by_head: ClassVar = ("bits", "gates")
 
     def gated(self, queries: slice) -> torch.Tensor:
-        """Unpack ``gates``: return which chunks some queries chose.
+        """Return which chunks each query of a slice chose, bool [batch, heads, queries, chunks].
 
         queries: slice of the second-to-last dimension of ``gates``.
-        Returns: bool [batch, heads, queries, chunks].
         """
         chunks = -(-self.blocks * self.block // self.chunk)
         bit = torch.arange(chunks, device=self.gates.device)
@@ -280,7 +281,7 @@ class GatedBitmap(BlockBitmap):
         )
 
     def counts(self, tables: MaskTables) -> IndexCounts:
-        """Count the work as a bitmap does, but only pairs whose chunk the query itself chose."""
+        """Count the work of the bitmap, but only query-key pairs whose chunk the query chose."""
         block_counts = super().counts(tables)
         within = torch.arange(self.block, device=self.rows.device)
         positions = (self.rows.long()[:, None] * self.block + within).flatten()

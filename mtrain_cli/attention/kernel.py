@@ -1,4 +1,4 @@
-"""The contract of a local attention implementation.
+"""The interface that every kernel, or local attention implementation, provides.
 
 q, out, dout: [batch, queries, heads, head_dim].
 k, v: [batch, keys, kv_heads, head_dim]. Query heads that share a KV head read the same memory.
@@ -24,9 +24,10 @@ from mtrain_cli.attention.tiles import Tiles
 class IndexRequest:
     """The kind of dynamic index that a run's pattern makes.
 
-    block: tokens per block.
+    block: number of tokens per block.
     bitmap: True if the index is a `BlockBitmap`, False if it is a `VerticalSlash`.
-    chunk: keys per chunk, if each query chooses its own chunks (`index.GatedBitmap`); otherwise 0.
+    chunk: number of keys per chunk if each query chooses its own chunks (`index.GatedBitmap`);
+        otherwise 0.
     """
 
     block: int
@@ -39,9 +40,9 @@ class KernelRequest:
     """What a run needs from a kernel.
 
     capability: CUDA compute capability such as (9, 0); None without a GPU.
-    dtype: torch's name, such as ``bfloat16``.
+    dtype: torch's name of the dtype, such as ``bfloat16``.
     deterministic: whether results must be bitwise repeatable.
-    index: None for dense attention.
+    index: the kind of the dynamic index; None for dense attention.
     """
 
     device: str
@@ -57,10 +58,10 @@ class KernelRequest:
 class Kernel(Protocol):
     """A local attention implementation.
 
-    needs_out: whether backward needs out, from which it computes delta. If False, delta is enough:
-        exchanges that send queries to other workers then send delta instead of out.
-    skips: whether the kernel skips pairs that a dynamic index leaves out. If False, it computes and
-        masks these pairs, no faster than dense attention.
+    needs_out: whether backward needs out, from which the kernel computes delta. If False, backward
+        needs only delta, and exchanges that circulate queries send delta instead of out.
+    skips: whether the kernel skips pairs that a dynamic index leaves out. If False, the kernel
+        computes and masks these pairs, so it is no faster than dense attention.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Kernel(Protocol):
         Args:
             out: output over the keys of all workers. May be None if delta is given.
             lse: log-sum-exp over the keys of all workers.
-            delta: rowsum(out * dout). If None, the kernel computes it from out.
+            delta: rowsum(out * dout). If None, the kernel computes delta from out.
         """
         ...
 
@@ -111,7 +112,8 @@ class Kernel(Protocol):
         Args:
             packed: keys and values of the columns, gathered from all workers, [2, batch, heads,
                 width, head_dim].
-            partial: out and lse over other keys. If given, the result covers these keys, too.
+            partial: (out, lse) over other keys, to include in the result; None to compute the
+                columns only.
         """
         ...
 
@@ -125,15 +127,15 @@ class Kernel(Protocol):
         columns: SharedColumns,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return dq and the gradient of packed, in the accumulation dtype.
+        """Return dq and the gradient of ``packed``, in the accumulation dtype.
 
-        lse, delta: over the keys of all workers.
+        lse, delta: cover the keys of all workers.
         """
         ...
 
 
 class DefinitionColumns:
-    """The methods of a `Kernel` for gathered columns, by attention's definition: slow but exact."""
+    """Methods of a `Kernel` for gathered columns, by attention's definition: slow but exact."""
 
     skips = False
 

@@ -35,7 +35,7 @@ def persistent_kernel_cache() -> Iterator[None]:
 
     Do nothing if the user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or if no folder is
     usable (see `cache_folder`). FlashAttention-4 reads its environment variables at import. Restore
-    them afterwards, so that child processes decide for themselves.
+    these variables after the ``with`` block, so that child processes decide for themselves.
     """
     if ENABLED in os.environ:
         yield
@@ -55,13 +55,13 @@ def persistent_kernel_cache() -> Iterator[None]:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder for compiled kernels, or None if other users could write to it.
+    """Return the folder for compiled kernels, or None if other users could write to that folder.
 
     Cached files are run as code, so only this user may write them.
 
-    FlashAttention-4 compiles again if its own sources change. The folder's name is a hash of all
-    else that a compiled kernel depends on: mtrain's mask functions, the compiler's libraries and
-    the GPU. Old folders are not removed.
+    FlashAttention-4 compiles again if its own sources change. A compiled kernel also depends on
+    mtrain's mask functions, the compiler's libraries and the GPU. The folder's name is a hash of
+    these. Old folders are not removed.
     """
     base = own_folder()
     if base is None:

@@ -1,6 +1,6 @@
-"""The registry of kernels and the choice among them.
+"""The registry of kernels, and the choice of a run's kernel.
 
-To add a kernel, write one class and one entry here.
+To add a kernel, write one class and add one entry in this module.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _KERNELS: dict[str, Callable[[], Kernel]] = {
 
 
 def make_kernel(name: str) -> Kernel:
-    """Return the kernel called ``name``, whether or not it can run here."""
+    """Return the kernel called ``name``, even if it cannot run on this machine."""
     return _KERNELS[name]()
 
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
     """Return (name, reason) of every kernel, in order of preference.
 
-    The reason says why the kernel cannot serve the request; it is None if the kernel can.
+    The reason says why the kernel cannot serve the request; None if the kernel can serve it.
     """
     return [(name, make().unsupported_reason(request)) for name, make in _KERNELS.items()]
 
@@ -43,11 +43,11 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
     """Return the kernel for a run and the reason for the choice.
 
     Args:
-        name: a kernel's name, or ``auto`` for the fastest that serves the request.
+        name: a kernel's name, or ``auto`` for the fastest kernel that serves the request.
 
     Raises:
         ConfigError: the kernel does not exist or cannot serve the request. The message lists the
-            kernels that can.
+            kernels that can serve it.
     """
     reasons = dict(survey(request))
     usable = [n for n, reason in reasons.items() if reason is None]
@@ -72,7 +72,7 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
 
 
 def _with_reason(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, str]:
-    """Return the kernel, and the reason followed by how the kernel computes a dynamic index."""
+    """Return (kernel, reason). The reason also says how the kernel computes a dynamic index."""
     kernel = make_kernel(name)
     if request.index is None:
         return kernel, reason

@@ -1,10 +1,10 @@
 """Masks: which query-key pairs are allowed before any dynamic index.
 
-Each query sees one interval of keys. A slot is a token's place in its shard. Every layout keeps a
-worker's tokens in ascending order, so a query also sees one interval of slots in any key shard.
-`KeySpans` holds these intervals as two integers per query. They are exact, take kilobytes, and are
-computed on the CPU without a process group. This module derives rectangles and counts from them,
-and `mask_tables` derives tables by block.
+Each query sees one interval of keys. A slot is the index of a token in its shard. Every layout
+keeps a worker's tokens in ascending order, so a query also sees one interval of slots in any key
+shard. `KeySpans` holds these intervals as two integers per query. Spans are exact, and are computed
+on the CPU without a process group. This module derives rectangles and counts from the spans, and
+`mask_tables` derives tables by block.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ IntArray = NDArray[np.int64]
 class SequenceMask:
     """Causal attention over one packed sequence of ``padded`` positions.
 
-    first: int64 [padded], first key that the query at each position may see, non-decreasing: the
-        start of its document, or 0 without documents.
-    length: number of tokens. Later positions are padding: they see nothing and nothing sees them.
+    first: int64 [padded], position of the first key that the query at each position may see: the
+        start of the query's document, or 0 without documents. Non-decreasing.
+    length: number of tokens. Later positions are padding: a query in the padding sees no key, and
+        no query sees a key in the padding.
     """
 
     first: IntArray
@@ -47,9 +48,9 @@ class SequenceMask:
         return int((np.arange(self.length) - self.first[: self.length] + 1).sum())
 
     def last(self) -> IntArray:
-        """Return the last query that sees each key, int64 [padded].
+        """Return the position of the last query that sees each key, int64 [padded].
 
-        For a key in the padding, return the position of the last token.
+        For a key in the padding, the result holds the position of the last token.
         """
         opened = np.bincount(self.first[: self.length], minlength=self.padded)
         return np.cumsum(opened) - 1
@@ -63,10 +64,10 @@ class SequenceMask:
     def from_documents(documents: NDArray[np.integer], padded: int) -> SequenceMask:
         """Return the mask of causal attention within each document.
 
-        documents: id of each token, non-decreasing.
+        documents: document id of each token, non-decreasing.
 
         Raises:
-            ValueError: the ids decrease.
+            ValueError: an id is smaller than the id before it.
         """
         ids = np.asarray(documents)
         steps = np.diff(ids)
@@ -99,9 +100,9 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class KeySpans:
-    """The key slots ``low[i] <= j < high[i]`` that query i of a shard sees.
+    """The key slots that each query of a shard sees: query i sees slots ``low[i] <= j < high[i]``.
 
-    low, high: int64 [queries]. Equal if the query sees no key. Over the queries that see a key,
+    low, high: int64 [queries], equal if the query sees no key. Over the queries that see a key,
         both are non-decreasing.
     num_keys: number of key slots.
     """
@@ -118,14 +119,14 @@ class KeySpans:
     def restrict(self, keys: IntArray) -> KeySpans:
         """Return the spans over a subset of the keys.
 
-        keys: slots of the keys in the subset, ascending. The result counts slots in the subset.
+        keys: slots of the keys in the subset, ascending. In the result, slot j is ``keys[j]``.
         """
         low, high = (np.searchsorted(keys, bound) for bound in (self.low, self.high))
         return KeySpans(low, high, len(keys))
 
     @cached_property
     def slices(self) -> tuple[KeySlice, ...]:
-        """The mask as the fewest rectangles, each full or causal, in ascending order of queries."""
+        """The mask as the fewest full or causal rectangles, in ascending order of queries."""
         low, high = self.low, self.high
         seen = high > low
         # Rows i and i + 1 with equal low belong to one rectangle if high stays (full, kind 0) or
@@ -155,8 +156,8 @@ class KeySpans:
 class KeySlice:
     """A rectangle: query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``.
 
-    causal: row i sees only the keys below ``k_stop - (q_stop - 1 - i)``: the last row sees all, and
-        each row before it one key fewer.
+    causal: whether row i sees only the keys below ``k_stop - (q_stop - 1 - i)``: the last row sees
+        all keys, and every other row sees one key fewer than the next row.
     """
 
     q_start: int
@@ -168,7 +169,7 @@ class KeySlice:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """How a run masks its sequences. The fields are keys of `DataConfig`.
+    """The rule by which a run masks its sequences. The fields are keys of `DataConfig`.
 
     To add a mask, add its key to `DataConfig` and to this class, and intersect the mask in
     `__call__`.
@@ -183,7 +184,10 @@ class MaskRule:
     def __call__(
         self, documents: NDArray[np.integer] | None, length: int, padded: int
     ) -> SequenceMask:
-        """Return the mask of a sequence. documents: id of each token; None for one document."""
+        """Return the mask of a sequence.
+
+        documents: document id of each token; None if the sequence is one document.
+        """
         mask = SequenceMask.causal(length, padded)
         if self.document_mask and documents is not None:
             mask = mask.intersect(SequenceMask.from_documents(documents, padded))

@@ -1,7 +1,7 @@
 """Tables of a batch's masks, by position and by block. Kernels, indices and work counts read them.
 
 `MaskTables` covers whole sequences. `BlockGeometry` adds which blocks a query shard and a key shard
-hold. `Plan` builds both on the host, on the thread that loads data.
+hold. `Plan` builds the tables on the host, on the thread that loads data.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class BlockPairs:
     diagonal, so only the changes are stored.
 
     rows, blocks: number of query blocks and of key blocks.
-    places: int64 [changes], ascending flat indices into a table [rows, blocks + 1].
-    changes: int64 [changes], number of pairs at each place minus the number one key block before.
+    places: int64 [changes], indices of the changes in a flat table [rows, blocks + 1], ascending.
+    changes: int64 [changes], number of pairs at each index in ``places`` minus the number for the
+        previous key block.
     """
 
     rows: int
@@ -43,7 +44,7 @@ class BlockPairs:
     ) -> BlockPairs:
         """Count the pairs that a mask allows.
 
-        rows: numbers of the query blocks to count, ascending; None for all.
+        rows: ascending numbers of the query blocks to cover; None for all.
         """
         rows = np.arange(blocks) if rows is None else rows
         first, q = mask.first[: mask.length], np.arange(mask.length)
@@ -71,9 +72,9 @@ class BlockPairs:
         return BlockPairs(len(rows), blocks, places, summed)
 
     def by_diagonal(self) -> tuple[IntArray, IntArray]:
-        """Return for each block diagonal the number of allowed pairs, and of blocks with any.
+        """Return the number of allowed pairs, and of blocks that hold any, per block diagonal.
 
-        Both are int64 [blocks]. This works only if `make` counted all query blocks.
+        Both results are int64 [blocks]. This works only if `make` covered all query blocks.
         """
         row, column = np.divmod(self.places, self.blocks + 1)
         away = row - column
@@ -96,22 +97,23 @@ class BlockPairs:
 class MaskTables:
     """The masks of a batch, shared by all shards and layers. Tensors are int32 unless noted.
 
-    block: tokens per block.
-    blocks: blocks in the whole sequence; the last may be short.
-    padded: positions of the padded sequence.
-    plain: whether every mask is causal only, without documents or padding. Only blocks on the
-        diagonal are then partial.
-    lengths: int64 [batch], tokens without padding.
-    first: [batch, blocks * block], first position that the query at each position sees; `NOTHING`
-        for padding.
-    last: [batch, blocks * block], last query that sees the key at each position.
-    first_min, first_max: [batch, blocks], minimum and maximum of first over each block. A position
-        that sees nothing makes first_max `NOTHING`, so that no key block is full for its block.
+    block: number of tokens per block.
+    blocks: number of blocks in the whole sequence. The last block may be short.
+    padded: length of the padded sequence.
+    plain: whether every mask is causal only, without documents or padding. In that case only blocks
+        on the diagonal are partial.
+    lengths: int64 [batch], number of tokens without padding.
+    first: [batch, blocks * block], position of the first key that the query at each position sees;
+        `NOTHING` for padding.
+    last: [batch, blocks * block], position of the last query that sees the key at each position.
+    first_min, first_max: [batch, blocks], minimum and maximum of ``first`` over each query block.
+        If a query of the block sees no key, first_max is `NOTHING`, so that no key block is full
+        for this query block.
     per_diagonal: int64 [batch, blocks], number of allowed pairs in each block diagonal.
     touched: int64 [batch, blocks], number of blocks in each diagonal that hold an allowed pair.
-    rows: number of query blocks in this worker's bitmap; 0 if the index is no bitmap.
-    changes: int64 [2, changes], places and changes of `BlockPairs` for these query blocks, of all
-        sequences of the batch.
+    rows: number of query blocks in this worker's bitmap; 0 if the index is not a bitmap.
+    changes: int64 [2, changes], `BlockPairs.places` and `BlockPairs.changes` of the bitmap's query
+        blocks, for all sequences of the batch.
     """
 
     block: int
@@ -140,8 +142,8 @@ class MaskTables:
 
         Args:
             masks: one per sequence of the batch.
-            bitmap: also store what `per_block` needs to count the pairs of a bitmap.
-            rows: numbers of the query blocks in the bitmap, ascending; None for all.
+            bitmap: whether to store what `per_block` needs to count the pairs of a bitmap.
+            rows: ascending query block numbers of the bitmap; None for all.
         """
         padded = masks[0].padded
         blocks = -(-padded // block)
@@ -185,8 +187,8 @@ class MaskTables:
     def per_block(self) -> torch.Tensor:
         """Number of allowed pairs in each pair of blocks, [batch, rows, blocks].
 
-        Covers the query blocks of this worker's bitmap. int16, or int32 for blocks of more than 181
-        tokens. Computed on the tables' device.
+        The rows are the query blocks of this worker's bitmap. The dtype is int16, or int32 for
+        blocks of more than 181 tokens. The numbers are computed on the device of the tables.
         """
         dtype = torch.int16 if self.block**2 <= torch.iinfo(torch.int16).max else torch.int32
         shape = len(self.lengths), self.rows, self.blocks + 1
@@ -200,7 +202,8 @@ class MaskTables:
         query_positions, key_positions: global positions, ascending.
 
         Raises:
-            ValueError: the positions are not whole blocks (the sequence's last block may be short).
+            ValueError: the positions do not form whole blocks. Only the sequence's last block may
+                be short.
         """
         query_blocks, key_blocks = (
             whole_blocks(p, self.block, self.padded) for p in (query_positions, key_positions)
@@ -221,7 +224,7 @@ class MaskTables:
 
 
 def _joined_changes(pairs: Sequence[BlockPairs]) -> torch.Tensor:
-    """Return the places and changes of several sequences as one table, int64 [2, changes]."""
+    """Return ``places`` and ``changes`` of several sequences as one table, int64 [2, changes]."""
     joined = [np.empty((2, 0), np.int64)]
     for row, p in enumerate(pairs):
         joined.append(np.stack([p.places + row * p.rows * (p.blocks + 1), p.changes]))
@@ -235,10 +238,10 @@ class BlockGeometry:
     Tensors are int32 on the device of the tables unless noted.
 
     query_blocks, key_blocks: global number of each local block, ascending.
-    query_slot, key_slot: [blocks], local number of each global block, -1 if absent.
+    query_slot, key_slot: [blocks], local number of each global block; -1 if the block is absent.
     query_count: [blocks + 1], number of local query blocks below each global block.
-    diagonals: bool [blocks], block diagonals (query block - key block) that occur between the
-        shards. With striped layouts they are congruent modulo the number of workers.
+    diagonals: bool [blocks], whether each block diagonal (query block - key block) occurs between
+        the shards. With striped layouts these diagonals are congruent modulo the number of workers.
     holes: whether some block of the sequence is absent from the query shard or the key shard.
     """
 
@@ -268,18 +271,20 @@ class BlockGeometry:
     def key_starts(self) -> torch.Tensor:
         """int32 [blocks + 1], slot of each block's first key.
 
-        Negative for absent blocks and for the entry past the last block.
+        The slot is negative for an absent block and for the entry past the last block.
         """
         return torch.nn.functional.pad(self.key_slot, (0, 1), value=-1) * self.block
 
 
 def whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
-    """Return the block numbers of a shard.
+    """Return the global block numbers of a shard.
 
-    positions: global positions, ascending.
+    positions: global positions of the shard's tokens, ascending.
+    block: number of tokens per block.
+    padded: length of the padded sequence.
 
     Raises:
-        ValueError: the positions are not whole blocks of a sequence of ``padded`` positions.
+        ValueError: the positions do not form whole blocks.
     """
     starts = positions[::block]
     whole = (starts[:, None] + np.arange(block)).reshape(-1)

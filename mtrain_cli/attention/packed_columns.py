@@ -1,7 +1,7 @@
 """Gather single key columns for the kernels, and add their gradients to dk and dv.
 
-On a GPU with CuPy, `kernels/cuda/columns.cu` does the work, otherwise PyTorch. Both add the query
-heads that share a KV head in the same order.
+On a GPU with CuPy, `kernels/cuda/columns.cu` does the work, otherwise PyTorch. Both add the
+gradients of the query heads that share a KV head in the same order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _WARPS = 8
 def pack_columns(
     k: torch.Tensor, v: torch.Tensor, tiles: Tiles
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the keys and values of each query head's columns, or None if the index has none.
+    """Return keys and values of each query head's columns, or None if the index has no columns.
 
-    Both are [batch, heads, width, head_dim]. Empty places hold 0; the kernel must mask them.
+    Both are [batch, heads, width, head_dim]. Unused entries hold 0, and the kernel must mask them.
 
     k, v: [batch, keys, kv_heads, head_dim].
     """
@@ -38,7 +38,7 @@ def pack_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values as `pack_columns` does, for given key slots.
 
-    slots: int32 [batch, heads, width], key slot of each column; -1 for an empty place.
+    slots: int32 [batch, heads, width], key slot of each column; -1 for an unused entry.
     """
     batch, heads, width = slots.shape
     group, dim = heads // k.shape[2], k.shape[3]
@@ -87,7 +87,7 @@ def add_rows(
 ) -> None:
     """Add gradients as `add_column_gradients` does, for given key slots.
 
-    slots: int32 [batch, heads, width], key slot of each column. Empty places (-1) come last.
+    slots: int32 [batch, heads, width], key slot of each column. Unused entries (-1) come last.
     """
     batch, keys, kv_heads, dim = dk.shape
     heads, width = slots.shape[1:]
@@ -119,13 +119,13 @@ def add_rows(
 
 
 def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions and key slots of the index's columns among the local keys.
+    """Return (positions, key slots) of those columns of the index that are local keys.
 
-    Both are int32 [batch, heads, width]. Positions ascend. Empty places have position ``blocks *
+    Both are int32 [batch, heads, width]. Positions ascend. Unused entries have position ``blocks *
     block`` and slot -1. width is a multiple of `COLUMN_TILE`.
 
-    If the tiles hold all keys, the result is cached with them. The tiles of a ring's steps cache
-    nothing: every step would keep a table of this size, mostly empty.
+    If the tiles hold all keys, cache the result in the tiles. In a ring, do not cache it: every
+    step would keep such a table, and most entries would be unused.
     """
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
@@ -154,7 +154,7 @@ def whole_columns(index: Index) -> torch.Tensor:
 def key_slots(columns: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
     """Return the local key slot of each position, int32; -1 if the key is not local.
 
-    columns: int32 positions; ``blocks * block`` for empty places, which get -1.
+    columns: int32 positions; ``blocks * block`` for unused entries, whose slot is -1.
     """
     block = geometry.block
     if geometry.all_keys:

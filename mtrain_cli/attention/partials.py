@@ -20,12 +20,12 @@ def merge(
     """Merge the attention over more keys into out and lse, in place.
 
     With w = sigmoid(part_lse - lse): out += w (part_out - out) and lse -= logsigmoid(lse -
-    part_lse). Unlike exp(part_lse - lse), w cannot overflow. A row does not change if it sees none
-    of the new keys (part_lse -inf).
+    part_lse). Unlike exp(part_lse - lse), w cannot overflow. If a row sees none of the new keys,
+    its part_lse is -inf and the row does not change.
 
     Args:
-        out, part_out: [batch, queries, heads, head_dim]; out float32 or float64.
-        lse, part_lse: [batch, heads, queries]; lse float32 or float64.
+        out, part_out: [batch, queries, heads, head_dim]; out is float32 or float64.
+        lse, part_lse: [batch, heads, queries]; lse is float32 or float64.
     """
     if _fused_merge(out, lse, part_out, part_lse):
         return

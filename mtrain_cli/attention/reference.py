@@ -1,4 +1,4 @@
-"""The oracle: attention by its definition in float64, with the mask of all pairs materialised."""
+"""The oracle: attention by its definition in float64, with the mask of all pairs materialized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain_cli.attention.tiles import Tiles
 class ReferenceKernel(DefinitionColumns):
     """The oracle, with which tests compare every other kernel.
 
-    It is slow and needs O(queries x keys) memory.
+    This kernel is slow and needs O(queries x keys) memory.
     """
 
     name = "reference"
@@ -55,7 +55,7 @@ class ReferenceKernel(DefinitionColumns):
 def _per_query_head(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v in float64, [batch, heads, tokens, head_dim], KV for each query head."""
+    """Return q, k and v in float64, [batch, heads, tokens, head_dim], KV repeated per head of q."""
     group = q.shape[2] // k.shape[2]
     k, v = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
     return q.double().transpose(1, 2), k, v

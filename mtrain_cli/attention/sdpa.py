@@ -1,7 +1,7 @@
 """PyTorch's fused attention: the CPU flash kernel, and FlashAttention-2 on CUDA.
 
-Under a dynamic index the CPU kernel computes all pairs and masks those that are not chosen. This is
-exact, but no faster than dense attention.
+Under a dynamic index the CPU kernel computes all pairs and masks the pairs that are not chosen. The
+result is exact, but the kernel is no faster than for dense attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Call = tuple[slice, slice, torch.Tensor | bool]
 class SdpaKernel(DefinitionColumns):
     """PyTorch's attention: float32, bfloat16 and float64 on the CPU, bfloat16 on CUDA.
 
-    On CUDA, each rectangle of the mask takes one call: many for striped layouts or many documents.
+    On CUDA, each rectangle of the mask takes one call. A striped layout or many documents lead to
+    many calls.
     """
 
     name = "sdpa"
@@ -107,10 +108,10 @@ class SdpaKernel(DefinitionColumns):
 def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Return an out with rowsum(out * dout) = delta, for kernels that read out only for delta.
 
-    In each row, the element with the largest |dout| gets the value delta / dout, and the others 0.
-    In 16 bits, two more elements make up for the rounding error, so that the sum matches delta to
-    float32 precision. The first quotient cannot overflow: |delta| is at most head_dim * max |out| *
-    max |dout|.
+    In each row, the element with the largest |dout| becomes delta / dout, and all other elements
+    become 0. In 16 bits, two more elements correct the rounding error, so that the sum matches
+    delta to float32 precision. The first quotient cannot overflow: |delta| is at most head_dim *
+    max |out| * max |dout|.
     """
     high = accumulation_dtype(dout.dtype)
     out, size = torch.zeros_like(dout), dout.abs()
@@ -192,9 +193,9 @@ def _cpu_index_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]
 
 
 def _bias(mask: torch.Tensor | bool, kv_heads: int) -> torch.Tensor | None:
-    """Return a call's mask in the shape that the CPU kernel wants for grouped heads.
+    """Return a call's mask in the shape that the CPU kernel needs for grouped heads.
 
-    mask: [rows, keys] for all heads, or [heads, rows, keys], or False for none.
+    mask: [rows, keys] for all heads, or [heads, rows, keys]; False if the call has no mask.
     """
     if not isinstance(mask, torch.Tensor):
         return None
@@ -209,7 +210,7 @@ def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
 def _shared(k: torch.Tensor, group: int) -> torch.Tensor:
     """Return [kv_heads, group, keys, head_dim], a view of [keys, kv_heads, head_dim].
 
-    Keys are not repeated in memory.
+    All query heads of a group share the memory of their keys.
     """
     return k.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
 

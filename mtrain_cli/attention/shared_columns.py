@@ -1,9 +1,9 @@
 """The single columns of an index when the keys are sharded over workers.
 
-One packed tensor has a place for each column of the index. Every worker copies the columns among
-its own keys into their places and leaves 0 in all other places. The sum over workers completes the
-tensor. So columns are communicated once per layer, and one kernel call computes all of them. The
-steps of the exchange compute block diagonals only.
+One packed tensor has an entry for each column of the index. Every worker fills the entries of the
+columns among its own keys and leaves 0 in all other entries. The sum over workers completes the
+tensor. Columns are therefore communicated once per layer, and one kernel call computes all of them.
+The steps of the exchange compute block diagonals only.
 
 In the backward pass, the gradients of the packed tensor are summed over workers. Every worker then
 adds the gradients of its own columns to its dk and dv.
@@ -27,8 +27,8 @@ class SharedColumns:
     """The columns of one layer's index, and their slots among this worker's keys.
 
     tiles: tiles of this worker's queries and all keys of the sequence, with the index.
-    slots: int32 [batch, heads, width], key slot of each column on this worker; -1 if the key is on
-        another worker or the place is empty.
+    slots: int32 [batch, heads, width], slot of each column's key on this worker; -1 if another
+        worker holds the key or if the entry is unused.
     """
 
     tiles: Tiles
@@ -36,7 +36,7 @@ class SharedColumns:
 
     @staticmethod
     def make(whole: Tiles, own: Tiles) -> SharedColumns | None:
-        """Return the columns of a layer, or None if its index has none.
+        """Return the columns of a layer, or None if the layer's index has no columns.
 
         Args:
             whole: tiles of this worker's queries and all keys of the sequence, with the index.
@@ -54,8 +54,8 @@ class SharedColumns:
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return this worker's part of the packed tensor, [2, batch, heads, width, head_dim].
 
-        The first half holds keys, the second half values. All places but those of this worker's
-        columns hold 0.
+        The first half holds keys, the second half values. Only the entries of this worker's columns
+        are filled; all other entries hold 0.
 
         k, v: this worker's keys and values, [batch, keys, kv_heads, head_dim].
         """
@@ -78,7 +78,7 @@ class SharedColumns:
     def seen(self) -> torch.Tensor:
         """Return which query sees which column, bool [batch, heads, queries, width].
 
-        A pair that a chosen diagonal covers does not count here.
+        If a chosen diagonal contains the query-key pair, the entry is False.
         """
         index, geometry = self.tiles.index, self.tiles.geometry
         assert isinstance(index, VerticalSlash)
@@ -100,7 +100,7 @@ def columns_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse over the columns alone, in the accumulation dtype.
 
-    Materialises the scores.
+    Materialize the scores.
 
     q: [batch, queries, heads, head_dim].
     packed: keys and values of all columns, [2, batch, heads, width, head_dim].

@@ -25,12 +25,12 @@ class Tiles:
 
     low, high: int32 [batch, queries]. Each query sees the key slots ``low <= j < high``.
     spans: low and high on the host, one `KeySpans` per sequence.
-    cache: what kernels derive from the mask, such as block lists. All layers share it, forward and
-        backward.
-    geometry: the blocks of both shards; required for an index.
+    cache: what kernels derive from the mask, such as block lists. All layers and both passes share
+        this cache.
+    geometry: the blocks of both shards. Required if there is an index.
     index: narrows the mask for one layer; None for dense attention.
     index_cache: what kernels derive from the index, such as slots of columns. A layer's forward
-        pass fills it and its backward pass reads it.
+        pass fills this cache, and the layer's backward pass reads it.
     """
 
     low: torch.Tensor
@@ -73,7 +73,7 @@ class Tiles:
         return Tiles.make([mask.spans(queries, keys) for mask in masks], geometry=geometry)
 
     def to(self, device: torch.device | str) -> Tiles:
-        """Return the tiles with their tensors on a device. A CPU copy shares their memory."""
+        """Return the tiles with their tensors on a device. On a CPU the tensors share memory."""
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     @property
@@ -83,16 +83,16 @@ class Tiles:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs per head that the mask allows, summed over the batch."""
+        """Number of query-key pairs per head that the mask allows, summed over the batch."""
         return sum(spans.pairs for spans in self.spans)
 
     @property
     def slices(self) -> tuple[tuple[KeySlice, ...], ...]:
-        """The mask as rectangles, per sequence of the batch. Dense kernels read them."""
+        """The rectangles of the mask for each sequence of the batch. Dense kernels read them."""
         return tuple(spans.slices for spans in self.spans)
 
     def with_index(self, index: Index | None) -> Tiles:
-        """Return the same mask narrowed by a layer's index. Both tiles share the mask's cache."""
+        """Return the tiles narrowed by a layer's index. The result shares this object's `cache`."""
         if index is None:
             return self
         assert self.geometry is not None, "an index needs tiles with a block geometry"
@@ -117,7 +117,7 @@ class Tiles:
     def seen(self) -> torch.Tensor:
         """Return which query sees which key, bool [batch, heads or 1, queries, keys].
 
-        Takes memory for every pair, so use it for the oracle and for small masks only.
+        The result takes memory for every pair, so use it for the oracle and for small masks only.
         """
         slots = torch.arange(self.num_keys, device=self.low.device)
         seen = ((slots >= self.low[..., None]) & (slots < self.high[..., None]))[:, None]
@@ -125,7 +125,7 @@ class Tiles:
 
     @property
     def empty(self) -> bool:
-        """Whether the mask allows no pair. Callers then skip the kernel, but still communicate."""
+        """Whether the mask allows no pair. If True, callers skip the kernel, but communicate."""
         return self.pairs == 0
 
     @cached_property

@@ -26,7 +26,7 @@ BLOCKS = (16, 32, 64, 128)
 
 
 class TritonColumns:
-    """The methods of a `Kernel` for gathered columns, by the Triton kernels."""
+    """Methods of a `Kernel` for gathered columns, by the Triton kernels."""
 
     skips = True
 
@@ -53,8 +53,8 @@ class TritonColumns:
 class TritonKernel(TritonColumns):
     """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1).
 
-    Backward takes one pass for dq and one for dk and dv. All results are bitwise repeatable: a
-    single program computes each of them, without atomics.
+    Backward launches one kernel for dq and another for dk and dv. All results are bitwise
+    repeatable: a single program computes each result, without atomics.
     """
 
     name = "triton"
@@ -116,7 +116,7 @@ class TritonKernel(TritonColumns):
 def ensure_delta(
     out: torch.Tensor | None, dout: torch.Tensor, delta: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return delta; if it is None, compute rowsum(out * dout)."""
+    """Return delta. If delta is None, compute it as rowsum(out * dout)."""
     from mtrain_cli.kernels.triton import sparse
 
     if delta is not None:
@@ -128,12 +128,12 @@ def ensure_delta(
 def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> TilePlan:
     """Return mask and index in the form that the Triton kernels read.
 
-    If the tiles hold all keys, small tables are cached with them (see `local_columns`). A bitmap's
-    block lists and the bits of covered columns are built on every call.
+    If the tiles hold all keys, small tables are cached in the tiles (see `local_columns`). The
+    block lists of a bitmap and the bits of covered columns are built on every call.
 
     Args:
-        slashes: include the blocks; False for columns only.
-        backward: include the query blocks of each key block, which dk and dv need.
+        slashes: whether to include the blocks; False for columns only.
+        backward: whether to include the query blocks of each key block, which dk and dv need.
     """
     from mtrain_cli.kernels.triton.sparse import TilePlan
 
@@ -209,9 +209,9 @@ def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) 
 
 
 def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derived:
-    """Return make(tiles), cached with the tiles if they hold all keys.
+    """Return make(tiles). Cache the result in the tiles if they hold all keys.
 
-    The tiles of a ring's steps do not, so each step calls ``make`` again.
+    In a ring the tiles hold one key shard, so each step calls ``make`` again.
     """
     assert tiles.geometry is not None
     if not tiles.geometry.all_keys:
@@ -224,8 +224,8 @@ def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derive
 def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `TilePlan.entries` and `counts`: the chosen diagonals that occur between the shards.
 
-    With a striped layout, these diagonals are congruent modulo the number of workers in each ring
-    step, so every key block that they visit is in the key shard.
+    In each ring step of a striped layout, these diagonals are congruent modulo the number of
+    workers, so the key shard holds all their key blocks.
     """
     index, geometry = tiles.index, tiles.geometry
     assert isinstance(index, VerticalSlash)

@@ -1,4 +1,4 @@
-"""`mtrain profile`: the group of commands, and what they share."""
+"""`mtrain profile`: the group of commands, and the functions that these commands share."""
 
 from __future__ import annotations
 

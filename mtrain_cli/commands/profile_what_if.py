@@ -73,7 +73,7 @@ def what_if(
         workers: Numbers of workers that share a sequence; by default the recorded one.
         per_node: Workers per node; by default the recorded number.
         layers: Layers to replay; all by default.
-        pattern: Patterns to replay; all recorded ones by default.
+        pattern: Patterns to replay; all recorded patterns by default.
     """
     from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
     from mtrain_cli.console import Console

@@ -274,7 +274,7 @@ def parse_tokens(option: str, text: str | None) -> float | None:
 
 
 def _parse_price(price: float | None, cluster: Cluster) -> float | None:
-    """Return dollars per GPU and hour, by default those of the cluster; None if unknown."""
+    """Return dollars per GPU and hour, by default the price of the cluster; None if unknown."""
     if price is None:
         known = cluster.dollars_per_gpu_hour
         return None if known is None else known.value

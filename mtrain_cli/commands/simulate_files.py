@@ -63,7 +63,7 @@ def _range(time: BoundedTime) -> dict[str, float]:
 def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
     """Return the content of summary.json that all simulations share, with ``more`` added.
 
-    calibration: the user's own calibration; None for the shipped ones.
+    calibration: the user's own calibration; None for the shipped calibrations.
     """
     constants = {**cluster.constants(), **CONSTANTS}
     return {

@@ -298,7 +298,7 @@ def _layers_with_products(plan: RunPlan) -> int:
 def recommendation_lines(
     cluster: Cluster, result: Recommendation, words: Sequence[str]
 ) -> Iterable[str]:
-    """Yield the best and the second-best configuration, reasons, a command, and rejected ones."""
+    """Yield lines on the two best configurations: reasons, a command, rejected configurations."""
     if not result.ranked:
         yield f"nothing fits {cluster.name}{_smallest(result)}. What would fit:"
         yield from (f"  {line}" for line in result.needed)

@@ -53,8 +53,8 @@ class SimulateRequest:
         """Compose the training run to predict.
 
         Args:
-            extra: settings of one point of a sweep, added to the typed ones.
-            density, columns: values of one point of a sweep, which replace the typed ones.
+            extra: settings of one point of a sweep, added to the typed settings.
+            density, columns: values of one point of a sweep, which replace the typed values.
 
         Raises:
             ConfigError: a setting or an option is wrong.
@@ -414,7 +414,7 @@ def _own_sparsity(words: Sequence[str], config: Config) -> bool:
 def _recorded_settings(
     problem: AttentionWorkload, words: Sequence[str], pattern: Sequence[str]
 ) -> list[str]:
-    """Return the settings that follow from a recording, without those that the user typed."""
+    """Return the settings that follow from a recording, except settings that the user typed."""
     index = problem.index(problem.layers[0])
     typed = {word.partition("=")[0] for word in words}
     settings = [] if "sparsity" in typed else list(pattern)

@@ -36,7 +36,7 @@ def train(
       [cyan]mtrain train data=text data.path=~/books seq=16k train.steps=500[/cyan]
           Train the same model on your own text
       [cyan]mtrain train model=qwen3b seq=256k --dry-run[/cyan]
-          Show whether it fits, and which kernel and exchange would run and why
+          Show whether the run fits, and which kernel and exchange would run and why
       [cyan]mtrain train recipe=stdlib_8k[/cyan]
           Use a recipe for model, data and schedule; you can override any key
       [cyan]mtrain train --resume my-run train.steps=1000[/cyan]

@@ -38,16 +38,16 @@ def compose(
 ) -> Config:
     """Return the configuration for overrides such as ``["model=qwen3b", "seq=512k"]``.
 
-    Paths become absolute, so that workers on other machines and resumed runs find them.
+    Paths become absolute, so that workers on other machines and resumed runs find the files.
 
     Args:
         overrides: ``group=option`` and ``key=value``. If a key appears twice, the last value wins.
-        config_dir: folder of the user's own groups, searched before the shipped ones.
+        config_dir: folder of the user's own groups, searched before the shipped groups.
         plan: use null for REQUIRED values that the user has not set, such as the folder of the
-            weights. A plan does not read them.
+            weights. A plan does not read these values.
 
     Raises:
-        ConfigError: every problem, one line each.
+        ConfigError: the configuration has problems. The message has one line per problem.
     """
     groups = open_groups(config_dir)
     parsed = parse(overrides, groups)
@@ -59,7 +59,7 @@ def compose(
     leaves, wrong = convert(raw, files)
     if leaves.get("optim.rewarm"):
         value = keys.show(leaves["optim.rewarm"])
-        line = f"optim.rewarm={value}: is for --resume RUN; a new run warms up anyway. Leave it out"
+        line = f"optim.rewarm={value}: needs --resume RUN; a new run always warms up. Leave it out"
         wrong.append(OverrideProblem(line, ("optim.rewarm",)))
     problems = [*parsed.problems, *unresolved, *underivable, *wrong]
     if plan:
@@ -70,7 +70,7 @@ def compose(
 
 
 def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
-    """Return ``saved`` with ``overrides`` on top, for a run that resumes from its checkpoint.
+    """Return ``saved`` changed by ``overrides``, for a run that resumes from its checkpoint.
 
     Raises:
         ConfigError: an override is wrong, or changes one of `FIXED`.
@@ -102,7 +102,7 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
 def _kept(
     name: str, value: Any, before: Any, choices: Mapping[str, str], is_typed: bool
 ) -> OverrideProblem:
-    """Return the problem of an override of a key that a resumed run keeps."""
+    """Return the problem that an override changes a key whose value a resumed run keeps."""
     group = name.partition(".")[0]
     if group in choices and not is_typed:
         line = f"{group}={choices[group]}: a resumed run keeps its {group}"
@@ -116,12 +116,12 @@ def _kept(
 def _recipe_conflicts(
     groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]
 ) -> list[OverrideProblem]:
-    """Return one problem if the chosen recipe sets a key to another value than the run has.
+    """Return one problem if the chosen recipe sets keys to other values than the run has.
 
     A recipe that agrees with the run is allowed, so the command line that started the run can be
     repeated.
 
-    raw: values by dotted key, without those that the user typed.
+    raw: values by dotted key, without the keys that the user typed.
     before: values of the run.
     """
     recipe = choices.get("recipe", "none")
@@ -139,8 +139,8 @@ def _recipe_conflicts(
         for name in different
     ]
     line = (
-        f"recipe={recipe}: a resumed run keeps its recipe, and this one sets "
-        f"{keys.first_few(shown)}; start a new run to change it, or give single keys"
+        f"recipe={recipe}: a resumed run keeps its recipe, but this recipe sets "
+        f"{keys.first_few(shown)}; start a new run with this recipe, or set single keys"
     )
     return [OverrideProblem(line, tuple(different))]
 
@@ -148,7 +148,7 @@ def _recipe_conflicts(
 def _required_keys(
     raw: Mapping[str, Any], choices: Mapping[str, str]
 ) -> tuple[list[OverrideProblem], dict[str, Any]]:
-    """Return a problem for each key with the value REQUIRED, and ``raw`` with null instead."""
+    """Return a problem per key with the value REQUIRED, and ``raw`` with null for these keys."""
     required = []
     for name in (name for name, value in raw.items() if value == _OPEN):
         owners = ("recipe", name.partition(".")[0])
@@ -170,7 +170,7 @@ def _given_model(
     """Return the keys under ``model`` that the user or a file set, and the chosen option as text.
 
     The text, such as ``model=qwen3b``, is empty if neither the user nor a file chose an option. The
-    group's default is not a choice.
+    default option of the group does not count as a choice.
     """
     given = {name for name in values if name.startswith("model.")}
     option, source = choices.get("model"), ""
@@ -187,7 +187,10 @@ def _given_model(
 
 
 def _model_in(file: Path) -> tuple[str | None, set[str]]:
-    """Return the ``model`` option that a recipe or top file chooses, and the keys that it sets."""
+    """Return the ``model`` option that a recipe or top file chooses, and its keys under ``model``.
+
+    The option is None if the file chooses no option.
+    """
     try:
         content = read_yaml(file)
     except (OSError, ValueError):
@@ -200,7 +203,7 @@ def _model_in(file: Path) -> tuple[str | None, set[str]]:
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
-    """Return the values of the chosen options by dotted key, as in the YAML and unchecked."""
+    """Return the values of the chosen options by dotted key, as the YAML has them, unchecked."""
     return compose_groups(open_groups(config_dir), choices, {})[0]
 
 
@@ -213,13 +216,13 @@ def _checked(
 ) -> Config:
     """Check the values against each other and return the configuration.
 
-    A conflict is a value that does not fit another one. To find the conflicts of all other keys, a
-    key with a problem takes its default. A conflict that names such a key is dropped, because the
-    problem may cause it.
+    A conflict is a value that does not fit another value. A key with a problem takes its default,
+    so that the check finds the conflicts between other keys. A conflict that names a key with a
+    problem is dropped, because the problem may be the cause.
 
     Args:
         files: each group's YAML file, for messages.
-        ignore: drop conflicts whose line begins with one of these.
+        ignore: drop conflicts whose line begins with one of these keys.
         tolerated: drop conflicts that name one of these keys.
 
     Raises:
@@ -231,7 +234,7 @@ def _checked(
     for section in dict.fromkeys(name.partition(".")[0] for name in missing):
         names = keys.first_few([name for name in missing if name.partition(".")[0] == section])
         lines.append(
-            f"{files.get(section, TOP)}: does not give {names}; to inherit them from another "
+            f"{files.get(section, TOP)}: does not give {names}; to inherit these keys from another "
             "option, begin the file with `defaults: [OPTION]`"
         )
     blamed.update(missing)
@@ -257,7 +260,7 @@ def _keys_in(line: str) -> list[str]:
 
 
 def _is_in(name: str, blamed: set[str]) -> bool:
-    """Return whether ``blamed`` contains the key or its section, such as ``train.``."""
+    """Return whether ``blamed`` contains the key ``name`` or its section, such as ``train.``."""
     return name in blamed or any(b.endswith(".") and name.startswith(b) for b in blamed)
 
 
@@ -279,7 +282,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _files(groups: Groups, choices: Mapping[str, str]) -> dict[str, Path]:
-    """Return the YAML file of each group's chosen option."""
+    """Return the YAML file of the chosen option of each group."""
     chosen = {**groups.defaults, **choices}
     return {
         group: groups.options[group][option]

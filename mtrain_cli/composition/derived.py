@@ -1,9 +1,9 @@
-"""Resolve the values that a configuration takes from other files.
+"""Fill in the values that a configuration takes from other files.
 
 - The model comes from the folder of ``train.init_from``.
 - The vocabulary size and the tokenizer come from that folder or from the data.
 
-Each ``auto`` that refers to such a file is replaced. Values that the user set stay.
+The values replace ``auto``. Values that the user set do not change.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ INIT_FROM, VOCABULARY, TOKENIZER = "train.init_from", "model.vocab_size", "data.
 def fill(
     raw: Mapping[str, Any], given: Collection[str], model: str, defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
-    """Return ``raw`` with a value for every key that another file decides, and the problems.
+    """Return ``raw`` with values for the keys that other files decide, and the problems found.
 
     Args:
         raw: values by dotted key, not yet converted to schema types.
         given: keys under ``model`` that the user chose.
-        model: the user's choice of model for messages, such as ``model=qwen3b``; may be empty.
-        defaults: values for keys that a file should decide but cannot. This function or `validate`
-            reports why it cannot.
+        model: the user's choice of model, such as ``model=qwen3b``, for messages. Empty if the user
+            chose no model.
+        defaults: values for keys whose file is missing or invalid. This function or `validate`
+            reports the problem of the file.
     """
     leaves = dict(raw)
     of_model = [name for name in leaves if name.startswith("model.")]
@@ -44,7 +45,7 @@ def fill(
         _take(leaves, defaults, (name for name in of_model if name not in given))
     elif leaves.get("model.family") == AUTO:
         line = (
-            f"model=auto: needs {INIT_FROM}=FOLDER to take the model from; give it, or choose "
+            f"model=auto: takes the model from {INIT_FROM}=FOLDER; set {INIT_FROM}, or choose "
             "another model"
         )
         problems.append(OverrideProblem(line, ("model.",)))
@@ -72,7 +73,7 @@ def folder_of(init_from: object) -> Path | None:
 
 
 def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the keys that another file decides. A resumed run keeps the values it started with."""
+    """Drop the keys that another file decides. A resumed run keeps the values of these keys."""
     derived = (VOCABULARY, TOKENIZER, *(["model."] if leaves.get("model.family") == AUTO else []))
     return {
         name: value
@@ -88,9 +89,9 @@ def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str
 def _from_folder(
     leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
 ) -> list[OverrideProblem]:
-    """Copy the folder's model into ``leaves``, except for the keys ``given``; return the problems.
+    """Copy the folder's model into ``leaves``, without the keys in ``given``. Return the problems.
 
-    A key in ``given`` whose value does not fit the folder's weights is a problem.
+    A key in ``given`` is a problem if its value does not fit the folder's weights.
     """
     from mtrain_cli.model.huggingface_config import read_config
 
@@ -111,7 +112,7 @@ def _from_folder(
         for name in other
     ]
     listed = ", ".join(other[:3]) + (" and the others" if len(other) > 3 else "")
-    leave_out = f"{model} to take the folder's" if model else listed
+    leave_out = f"{model} to take the folder's model" if model else listed
     line = (
         f"{keys.first_few(shown)}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another "
         f"shape; leave out {leave_out}"
@@ -120,9 +121,9 @@ def _from_folder(
 
 
 def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of the model's shape that differ from the folder's.
+    """Yield the keys of the model's shape whose values differ from the folder's.
 
-    Skip values of a wrong type: conversion reports them.
+    Skip values of a wrong type, which the conversion reports.
     """
     for name in (f"model.{field}" for field in ModelConfig.SHAPE):
         try:
@@ -137,7 +138,7 @@ def _leaves_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
-    """Return the folder's tokenizer file if it has one and the data are text, otherwise "bytes"."""
+    """Return the folder's tokenizer.json for text data. Return "bytes" if there is no such file."""
     reads_text = leaves.get("data.kind") in ("text", "stdlib")
     if folder is not None and reads_text and (folder / "tokenizer.json").is_file():
         return str(folder / "tokenizer.json")
@@ -150,7 +151,7 @@ def _vocabulary(leaves: Mapping[str, Any]) -> int | str:
     Return "auto" if the data have a problem that `validate` reports.
 
     Raises:
-        ConfigError: the data do not say how large their vocabulary is.
+        ConfigError: the data do not give the size of their vocabulary.
     """
     kind = leaves.get("data.kind")
     if kind in ("text", "stdlib"):

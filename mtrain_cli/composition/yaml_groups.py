@@ -19,7 +19,7 @@ from mtrain_cli.config.schema import ConfigError
 def compose_groups(
     groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
-    """Return the values of the chosen options by dotted key, and the problems.
+    """Return the values of the chosen options by dotted key, and the problems found.
 
     Interpolations are resolved. Values are not checked.
 
@@ -71,7 +71,7 @@ def compose_groups(
 
 
 def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:
-    """Return Hydra's composition of ``words``, such as ``model=qwen3b``."""
+    """Return the configuration that Hydra composes from ``words`` such as ``model=qwen3b``."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
@@ -95,7 +95,7 @@ def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:
 
 
 def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the keys of ``sparsity`` for the chosen pattern.
+    """Return ``leaves`` with values for all keys of ``sparsity``, given the chosen pattern.
 
     values: the user's values by dotted key.
     """
@@ -111,9 +111,9 @@ def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 @contextlib.contextmanager
 def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
-    """Use Hydra apart from other code in this process, and search ``folders`` before mtrain's own.
+    """Set Hydra's global state for this block only, and search ``folders`` first.
 
-    Hydra's setting `hydra.searchpath` would search the folders last.
+    Hydra's setting `hydra.searchpath` would search ``folders`` after mtrain's own folder.
     """
     from hydra.core.global_hydra import GlobalHydra
 

@@ -2,8 +2,8 @@
 
 Each row of a two-dimensional .npy is a document. For any other array ``corpus.npy`` or
 ``corpus.bin``, a file of offsets in the same folder defines the documents: document d is
-tokens[offsets[d] : offsets[d + 1]]. The file is ``corpus.documents.npy``, or
-``corpus.documents.bin`` of int64. If neither exists, the whole array is one document.
+tokens[offsets[d] : offsets[d + 1]]. The offsets are in ``corpus.documents.npy``, or as raw int64 in
+``corpus.documents.bin``. If neither file exists, the whole array is one document.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
         origin: how the user named the file, for messages.
         token_dtype: integer type of a .bin file: uint16, uint32 or auto.
         vocab_size: vocabulary size of the model. With ``token_dtype=auto``, a .bin file is read as
-            uint16 if this vocabulary fits into it.
+            uint16 if all ids of this vocabulary fit into uint16.
 
     Raises:
         ConfigError: the file is missing, has another format, or does not match its offsets.

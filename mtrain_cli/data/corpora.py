@@ -1,8 +1,8 @@
 """Sources of text. A corpus is a list of units in a fixed order. A unit is a file or a package.
 
 A unit yields its documents one by one, and a document yields its text in pieces, so a document of
-many gigabytes is never in memory as a whole. A reader can skip the first documents of a unit. An
-interrupted `mtrain data prepare` uses this to resume.
+many gigabytes is never in memory as a whole. A reader can skip the first documents of a unit, which
+lets an interrupted `mtrain data prepare` resume.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")
 class Document:
     """One document.
 
-    name: file, or file and record, for messages.
+    name: the file, or the file and the record, for messages.
     pieces: parts of the text, in order.
-    record: number of records in the unit up to the end of this document. Empty records count.
-    end: bytes of the unit up to the end of this document, for a progress bar.
+    record: number of records in the unit up to the end of this document, including empty records.
+    end: number of bytes in the unit up to the end of this document, for a progress bar.
     domain: name of the document's domain, such as code. Empty if unknown.
     """
 
@@ -50,7 +50,7 @@ class Document:
 class Unit:
     """A file or a package.
 
-    size: bytes.
+    size: size in bytes.
     documents: function (n) that yields the documents after the unit's first n records.
     """
 
@@ -75,7 +75,7 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """Bytes of all units."""
+        """Total size of all units in bytes."""
         return sum(unit.size for unit in self.units)
 
 
@@ -87,7 +87,7 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
     paths and contents, since both differ between versions of Python.
 
     Args:
-        folder: folder of the sources. None means the running Python's.
+        folder: folder of the sources; None for the standard library of the running Python.
 
     Raises:
         ConfigError: the folder holds no Python sources.
@@ -114,8 +114,8 @@ def split_text(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
     """Join ``blocks`` and yield the text in pieces of at most ``size`` characters.
 
     A piece ends after a line break that has no other white space next to it. No usual pre-tokenizer
-    puts both sides of such a line break into one token, so the pieces can be tokenised one by one.
-    Text without such a line break gives a piece of up to 16 times ``size`` characters.
+    puts both sides of such a line break into one token, so the pieces can be tokenized one by one.
+    If the text has no such line break, a piece can have up to 16 times ``size`` characters.
     """
     pending = ""
     for block in blocks:

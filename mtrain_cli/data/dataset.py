@@ -28,7 +28,7 @@ class Sample:
 
     tokens: token ids.
     labels: the token that follows each position. The loss at position t compares logits[t] with
-        labels[t]. It ignores the label -100.
+        labels[t]. The loss ignores a position with the label -100.
     documents: number of each position's document within the sequence, from 0.
     """
 
@@ -42,9 +42,10 @@ class TokenSource(Protocol):
 
     A dataset reads the units end to end. Shuffling keeps each unit whole.
 
-    meta: ``num_documents`` counts units. A ``vocab_size`` of 0 means unknown.
+    meta: description of the tokens. ``num_documents`` is the number of units. A ``vocab_size`` of 0
+        means that the number of ids is unknown.
     offsets: int64[units + 1]. Unit u holds the tokens offsets[u] to offsets[u + 1] - 1.
-    folder: folder or file of the tokens. None if they are in memory only.
+    folder: folder or file of the tokens; None if the tokens are in memory only.
     """
 
     @property
@@ -72,14 +73,14 @@ class Dataset(Protocol):
 class PackedDataset:
     """The stream of all documents, cut every ``seq`` tokens. ``dataset[i]`` reads one sequence.
 
-    Every token is in exactly one sequence, but a tail of less than 5 % of a sequence is left out.
+    Every token is in exactly one sequence. Only a tail of less than 5 % of a sequence is left out.
     The label of a position is the next token of the stream, even if that token is in the next
     sequence.
 
-    store: source of the tokens. The stream is its units end to end.
-    seq: tokens per sequence.
+    store: source of the tokens. The stream joins the units of this source end to end.
+    seq: number of tokens per sequence.
     shuffle: whether the units are in random order.
-    seed: determines that order.
+    seed: determines the random order of the units.
     document_mask: if true, the last token of a document has no label. If false, the whole sequence
         is one document with number 0.
     location: where the tokens are, for `describe`.
@@ -130,7 +131,7 @@ class PackedDataset:
 
     @property
     def held_out(self) -> list[Sample]:
-        """The last sequences of the stream. They are never trained on."""
+        """The last sequences of the stream, which no training step reads."""
         return [self._sample(index) for index in range(self._length, self.sequences)]
 
     def sampler(self, seed: int) -> Sampler:
@@ -186,9 +187,9 @@ class PackedDataset:
         """Read the tokens ``begin`` to ``end`` - 1 of the stream.
 
         Returns:
-            tokens: their ids.
+            tokens: the token ids.
             ends: position in ``tokens`` after the last token of each document.
-            targets: for each token, whether the loss may predict it. None if it may predict all.
+            targets: whether the loss may predict each token; None if it may predict every token.
         """
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         last = int(np.searchsorted(self._starts, end, side="left"))

@@ -11,12 +11,12 @@ from mtrain_cli.config.schema import ConfigError
 class Filters:
     """Conditions that a document must meet.
 
-    domains: allowed domains. Empty allows all.
-    min_tokens, max_tokens: limits of the document's tokens, including its end token. 0 sets no
-        limit.
-    truncate: cut a longer document at ``max_tokens``, without an end token, instead of leaving the
-        document out.
-    min_chars: minimum characters of the document's text.
+    domains: allowed domains. Empty allows all domains.
+    min_tokens, max_tokens: limits of the document's number of tokens, including its end token. 0
+        sets no limit.
+    truncate: whether to cut a longer document at ``max_tokens``, without an end token, instead of
+        leaving the document out.
+    min_chars: minimum number of characters in the document's text.
     """
 
     domains: tuple[str, ...] = ()
@@ -40,9 +40,9 @@ class Filters:
 
     @property
     def recipe(self) -> dict[str, str]:
-        """The entry for the filters in `StoreMeta.recipe`, or no entry if nothing is filtered.
+        """The entry for the filters in `StoreMeta.recipe`, or an empty dict without any filter.
 
-        Stores that mtrain wrote before it had filters have no entry either, so recipes still match.
+        The recipe of a store that an mtrain without filters wrote also lacks this entry.
         """
         return {} if self == Filters() else {"filters": repr(sorted(asdict(self).items()))}
 

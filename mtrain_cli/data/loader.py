@@ -1,4 +1,4 @@
-"""Load the micro-batches of one rank. During a step, a thread prepares those of the next step."""
+"""Load the micro-batches of one rank. During a step, a thread prepares the next step's batches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Batch = TypeVar("Batch")
 
 
 class Loader(Generic[Batch]):
-    """Endless iterator over optimizer steps. It yields each step's micro-batches of one rank.
+    """Endless iterator over optimizer steps that yields one rank's micro-batches of each step.
 
     A step takes the next ``global_batch`` sequences of the run and splits them into ``dp`` equal
     parts. Data-parallel rank r gets part r. All workers of a context group have the same
     ``dp_rank``, so they get the same micro-batches. If the background thread fails, the following
-    call of ``next`` raises its error.
+    call of ``next`` raises the thread's error.
 
     dp_rank, dp: data-parallel rank, and number of data-parallel ranks.
-    global_batch: sequences per step over all data-parallel ranks.
-    micro_batch: sequences per micro-batch.
-    make_batch: function that turns a list of `Sample` into a micro-batch. It runs in the background
-        thread.
+    global_batch: number of sequences per step over all data-parallel ranks.
+    micro_batch: number of sequences per micro-batch.
+    make_batch: function that turns a list of `Sample` into a micro-batch. The background thread
+        calls this function.
 
     Raises:
         ConfigError: ``global_batch`` is not a multiple of ``dp`` x ``micro_batch``.
@@ -66,7 +66,7 @@ class Loader(Generic[Batch]):
         return self
 
     def __next__(self) -> list[Batch]:
-        """Return the next step's micro-batches, a list of global_batch / (dp * micro_batch)."""
+        """Return a list of the next step's global_batch / (dp * micro_batch) micro-batches."""
         pending, self._next = self._next, None
         if pending is None:
             pending = self._reader.submit(self._read, self._sampler.consumed)
@@ -96,7 +96,7 @@ class Loader(Generic[Batch]):
         return {**self._sampler.state(), **stream}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last step of a saved state. ``dp`` may have changed since.
+        """Continue after the last step of a saved state. ``dp`` may differ from the saved run.
 
         Raises:
             ConfigError: the state belongs to another dataset.

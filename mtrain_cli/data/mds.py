@@ -11,8 +11,8 @@ A sample holds the size of each column without a fixed size, uint32, then the by
 in the order of ``column_names``. All numbers are little-endian.
 
 A shard is memory-mapped when it is first needed. A compressed shard is decompressed in memory, and
-only the last few stay there. Opening a shard verifies its size and checksum. Pickled columns are
-refused, because unpickling can run any code.
+only the last few decompressed shards are kept. Opening a shard verifies its size and checksum.
+Pickled columns are refused, because unpickling can run any code.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _READERS: dict[str, Callable[[bytes], Any]] = {
 class Encoding:
     """The encoding of a column.
 
-    kind: its name, such as str, int or ndarray.
-    dtype, shape: dtype and shape of every value of an ndarray column. None if each value gives its
-        own, or if the column is not an ndarray.
+    kind: name of the encoding, such as str, int or ndarray.
+    dtype, shape: dtype and shape of every value of an ndarray column. None if each value stores its
+        own dtype or shape, or if the column is not an ndarray.
     """
 
     kind: str
@@ -74,8 +74,8 @@ class Encoding:
     def parse(cls, text: str) -> Encoding:
         """Parse an entry of ``column_encodings``, such as ``ndarray:uint32:4,8``.
 
-        An unknown encoding is no error here, because the column may not be needed. Its kind is the
-        whole entry, and `is_readable` is false.
+        An unknown encoding raises no error, because the column may not be needed. In this case
+        ``kind`` is the whole entry, and `is_readable` is false.
         """
         kind, *details = text.split(":")
         try:
@@ -95,7 +95,7 @@ class Encoding:
 
     @property
     def size(self) -> int | None:
-        """Bytes of every value. None if values differ in size."""
+        """Size of every value in bytes; None if the values differ in size."""
         if self.kind in _SCALARS:
             return _SCALARS[self.kind].itemsize
         if self.dtype is None or self.shape is None:
@@ -106,7 +106,7 @@ class Encoding:
         """Return the value that the bytes ``raw`` hold. raw: uint8[bytes].
 
         Raises:
-            ValueError: the bytes are no value of this encoding.
+            ValueError: the bytes are not a value of this encoding.
         """
         if self.kind == "ndarray":
             return self._decode_array(raw)
@@ -134,8 +134,8 @@ class ShardFile:
     """A file that index.json lists.
 
     name: path relative to the folder of index.json.
-    size: bytes.
-    hashes: checksums by algorithm, in hexadecimal.
+    size: size in bytes.
+    hashes: checksums in hexadecimal, by algorithm.
     """
 
     name: str
@@ -147,10 +147,10 @@ class ShardFile:
 class Shard:
     """One entry of index.json.
 
-    raw: the uncompressed file, which need not exist if ``packed`` does.
+    raw: the uncompressed file, which may be missing on disk if ``packed`` is not None.
     samples: number of samples.
-    compression: algorithm, such as zstd or zstd:7. None for a shard without compression.
-    packed: the compressed file, or None.
+    compression: algorithm, such as zstd or zstd:7; None for a shard without compression.
+    packed: the compressed file; None for a shard without compression.
     """
 
     raw: ShardFile
@@ -164,7 +164,7 @@ class MdsFolder:
 
     shards: the entries of index.json.
     encodings: the text of each column's encoding, by name of the column.
-    columns: the parsed encodings, by name. Their order is the order of the bytes in a sample.
+    columns: the parsed encodings, by name of the column, in the order of a sample's bytes.
     starts: number of samples before each shard, then the number of all samples, int64[shards + 1].
     identity: hash of the list of shards.
     """
@@ -217,13 +217,13 @@ class MdsFolder:
 
     @property
     def compression(self) -> str | None:
-        """Compression of the first shard."""
+        """Compression algorithm of the first shard; None if that shard is not compressed."""
         return self.shards[0].compression
 
     def sample(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
-        """Return the values of ``columns`` in sample ``number``, by column.
+        """Return the values of ``columns`` in sample ``number``, by name of the column.
 
-        Arrays are views of the shard where possible.
+        Where possible, an array is a view of the shard.
         """
         shard = int(np.searchsorted(self.starts, number, side="right")) - 1
         raw, offsets = self._open_shard(shard)
@@ -245,10 +245,10 @@ class MdsFolder:
     def array_lengths(self, name: str, shard: int) -> np.ndarray:
         """Return the lengths of the arrays in one column of a shard, int64[samples].
 
-        The arrays have one dimension. Only their sizes are read, not their elements.
+        The arrays have one dimension. Only the sizes of the arrays are read, not the elements.
 
         Args:
-            name: the column.
+            name: name of the column.
             shard: number of the shard.
         """
         encoding = self.columns[name]
@@ -302,11 +302,11 @@ class MdsFolder:
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return for each column the byte offsets at which its values begin and end.
 
-        Both are int64[samples].
+        A column has two arrays int64[samples]: the beginnings and the ends.
 
         Args:
             raw: the bytes of a shard.
-            offsets: where the wanted samples begin, and where the last of them ends.
+            offsets: byte offsets of the wanted consecutive samples, then the end of the last one.
         """
         heads = offsets[:-1, None] + np.arange(4 * len(self._variable))
         if heads.size and heads.max() >= raw.size:
@@ -359,7 +359,7 @@ class MdsFolder:
             if found != file.size:
                 raise ConfigError(
                     f"{place} has {found:,} bytes, but {INDEX} lists {file.size:,}. The file is "
-                    "incomplete or another one: copy it again."
+                    "incomplete, or is a different file: copy it again."
                 )
             raw = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         self._verify_checksum(path.name, raw, file.hashes)
@@ -396,10 +396,11 @@ class MdsFolder:
 
 
 def _parse_index(content: dict[str, Any]) -> tuple[list[Shard], list[str], list[str]]:
-    """Return the shards, the names of the columns, and their encodings.
+    """Return the shards, the names of the columns, and the encodings of the columns.
 
     Raises:
-        ValueError: an entry is wrong. The message is worded to follow "index.json".
+        ValueError: an entry is wrong. The message completes a sentence that begins with
+            "index.json".
         KeyError, TypeError, AttributeError, OverflowError, IndexError: ``content`` is not an index.
     """
     if not content["shards"]:
@@ -447,9 +448,9 @@ def _parse_file(facts: dict[str, Any]) -> ShardFile:
 
 
 def _read_unpacked(stream: Any, size: int) -> bytearray:
-    """Return the first ``size`` + 1 bytes of a stream, or all if it is shorter.
+    """Return the first ``size`` + 1 bytes of a stream, or all bytes of a shorter stream.
 
-    More than ``size`` bytes mean that the stream is longer than index.json claims.
+    If the result has more than ``size`` bytes, the stream is longer than index.json claims.
     """
     content = bytearray()
     while len(content) <= size and (piece := stream.read(min(_CHUNK, size + 1 - len(content)))):

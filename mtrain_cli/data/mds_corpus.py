@@ -1,4 +1,4 @@
-"""Read MDS shards as a corpus of text: decode their token ids, for another tokenizer to encode."""
+"""Read MDS shards as a corpus of text: decode the token ids for another tokenizer to encode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Decoder = ByteTokenizer | FileTokenizer
 
 
 def mds_folders(root: Path) -> list[Path]:
-    """Return the folders of shards: ``root`` itself, or else those up to two levels below it."""
+    """Return the folders of MDS shards: ``root``, or else its subfolders up to two levels deep."""
     if (root / INDEX).is_file():
         return [root]
     return sorted(path.parent for depth in ("*", "*/*") for path in root.glob(f"{depth}/{INDEX}"))
@@ -46,12 +46,14 @@ def mds_corpus(
 ) -> Corpus:
     """Open a corpus of the documents in `mds_folders`.
 
-    Every span of a packed sample is a document. Its domain is the path of its folder relative to
-    ``path``. In ``path`` itself, the column ``domain`` names the domain.
+    Every span of a packed sample is a document. The document's domain is the path of its folder
+    relative to ``path``. If ``path`` itself holds the shards, the column ``domain`` names the
+    domain.
 
     Args:
         decoder: tokenizer that made the shards.
-        domains: domains to decode. Documents of other domains have no text. Empty means all.
+        domains: domains to decode. Documents of other domains have no text. Empty means all
+            domains.
         origin: name of the command-line argument ``path``, for messages.
 
     Raises:
@@ -77,11 +79,11 @@ def _documents(
     domains: tuple[str, ...],
     skip: int,
 ) -> Iterator[Document]:
-    """Yield the documents of a shard after its first ``skip``. They are decoded in batches.
+    """Yield the documents of a shard without the first ``skip`` documents. Decode them in batches.
 
     Args:
         shard: number of the shard in ``shards``.
-        folder: domain of the documents. If empty, the column ``domain`` names it.
+        folder: domain of the documents. If empty, the column ``domain`` names the domain.
         domains: as in `mds_corpus`.
     """
     first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])

@@ -4,8 +4,8 @@ A sample holds one document, or several that are already packed. Its columns:
 
 - ``input_ids``: the tokens, a one-dimensional array of integers.
 - ``indices``, in packed samples only: (begin, end) of each document. The loss does not predict
-  tokens outside all documents.
-- ``mask``, optional: for each token, whether the loss predicts it.
+  tokens that belong to no document.
+- ``mask``, optional: whether the loss predicts each token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTEGERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "i
 
 
 class MdsSource:
-    """Source of tokens for `PackedDataset`. Each sample is a unit, so shuffling keeps it whole."""
+    """Source of tokens for `PackedDataset`. A sample is a unit, which shuffling keeps whole."""
 
     folder: Path | None
 
@@ -90,12 +90,12 @@ def parse_spans(spans: object, length: int, place: str, *, allow_empty: bool) ->
 
     Args:
         spans: value of the column ``indices``.
-        length: tokens of the sample.
+        length: number of tokens in the sample.
         place: beginning of a message.
 
     Raises:
-        ConfigError: spans overlap, decrease or leave the sample, or one is empty without
-            ``allow_empty``.
+        ConfigError: spans overlap, decrease or leave the sample, or a span is empty although
+            ``allow_empty`` is False.
     """
     try:
         pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)

@@ -1,6 +1,6 @@
 """Mix several corpora by weight: choose a corpus and one of its sequences for every number n.
 
-n counts the sequences of a run. The choice is a pure function of n, so all workers agree on it, and
+n counts the sequences of a run. The choice is a pure function of n, so all workers agree, and
 a checkpoint needs one integer.
 
 The sampler chooses corpora in blocks of consecutive numbers. Among the first m numbers, where m is
@@ -10,7 +10,7 @@ Within a block, a random permutation orders the corpora.
 
 Each corpus finishes an epoch before it begins the next. An epoch is a new permutation of all its
 sequences, so no sequence repeats before every sequence of the corpus has occurred once. A corpus
-whose weight exceeds its share of all sequences begins its second epoch before the others do.
+whose weight exceeds its share of all sequences begins its second epoch before other corpora do.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def _number(weight: Any) -> float:
 class MixtureSampler(Sampler):
     """The order of the sequences of a `MixedDataset`.
 
-    sizes: number of sequences of each corpus. An index of the dataset counts through the sequences
-        of the first corpus, then of the second, and so on.
+    sizes: number of sequences of each corpus. Dataset indices number the sequences of the first
+        corpus, then the sequences of the second corpus, and so on.
     weights: weight of each corpus.
-    seed: chooses all permutations.
+    seed: determines all permutations.
     """
 
     def __init__(self, sizes: list[int], weights: list[float], seed: int) -> None:
@@ -103,7 +103,10 @@ class MixtureSampler(Sampler):
         self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the corpus of the run's sequence ``number``, and how often it was drawn before."""
+        """Return the corpus of the run's sequence ``number``, and how often it was drawn before.
+
+        The corpus is the index of a corpus in ``sizes``.
+        """
         block, slot = divmod(number, self.block)
         corpora, counts = self._block(block)
         return int(corpora[slot]), int(counts[slot])
@@ -126,8 +129,8 @@ class MixtureSampler(Sampler):
     def state(self) -> dict[str, int]:
         """Return the state for a checkpoint.
 
-        ``in_order_from``: number of the block from which on a corpus finishes an epoch before it
-        begins the next. Earlier versions of mtrain mixed two epochs of a corpus within a block.
+        From block number ``in_order_from`` on, a corpus finishes an epoch before it begins the
+        next. Earlier versions of mtrain mixed two epochs of a corpus within a block.
         """
         return {**super().state(), "in_order_from": self._in_order_from}
 
@@ -161,7 +164,7 @@ class MixtureSampler(Sampler):
 
 
 class MixedDataset:
-    """Several datasets, drawn by weight. Its indices count through one dataset after the other."""
+    """Several datasets, drawn by weight. Indices number one dataset's sequences after another's."""
 
     def __init__(self, parts: dict[str, PackedDataset], weights: dict[str, float]) -> None:
         self.parts, self.weights = parts, weights
@@ -183,7 +186,7 @@ class MixedDataset:
 
     @property
     def held_out(self) -> list[Sample]:
-        """The held-out sequences of all corpora. They are never trained on."""
+        """The held-out sequences of all corpora, which no training step reads."""
         return [sample for part in self._datasets for sample in part.held_out]
 
     def sampler(self, seed: int) -> MixtureSampler:

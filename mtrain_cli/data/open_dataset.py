@@ -18,7 +18,7 @@ from mtrain_cli.data.tokenizers import open_tokenizer
 def open_dataset(config: Config) -> Dataset:
     """Open the dataset of a configuration.
 
-    A corpus of text is tokenised first, once for all workers and later runs (see `token_cache`).
+    A corpus of text is tokenized once for all workers and later runs (see `token_cache`).
 
     Raises:
         ConfigError: the corpus, tokenizer or store is missing or broken; the corpus has more token
@@ -43,7 +43,7 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
     """Open one corpus.
 
     Args:
-        data: settings of the corpus. It is ``config.data`` with the path of this corpus.
+        data: settings of the corpus: ``config.data`` with the path of this corpus.
         origin: how the user named the corpus, for messages.
         held_out: number of sequences to hold out of training.
     """
@@ -75,7 +75,7 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
 
 
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
-    """Return the tokens of a corpus, and a phrase for messages that says where they are."""
+    """Return the tokens of a corpus, and a phrase for messages that says where the tokens are."""
     if data.kind == "mds":
         from mtrain_cli.data.mds_source import MdsSource
 

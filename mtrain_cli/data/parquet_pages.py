@@ -1,4 +1,4 @@
-"""Check the page sizes of a parquet file before it is decompressed.
+"""Check the page sizes of a parquet file before decompressing the file.
 
 A small file could otherwise decompress to more than the machine's memory.
 
@@ -58,7 +58,7 @@ def rows_per_read(
                 if unpacked > claimed:
                     raise ConfigError(
                         f"{place} unpacks to more than the {claimed:,} bytes that the file claims. "
-                        "The file is damaged, or was made to fill memory. Write it again."
+                        "The file is damaged, or crafted to exhaust memory. Write it again."
                     )
                 if kind == _DICTIONARY:
                     largest_dictionary = max(largest_dictionary, size)
@@ -71,7 +71,7 @@ def rows_per_read(
 
 
 def _read_pages(file: IO[bytes], column: Any, place: str) -> Iterator[tuple[int, int]]:
-    """Yield the kind of every page, and its uncompressed size in bytes without the header."""
+    """Yield (kind, uncompressed size in bytes without the header) of every page."""
     # A dictionary offset of 0 means that there is none.
     at = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
     end = at + column.total_compressed_size
@@ -85,9 +85,9 @@ def _read_pages(file: IO[bytes], column: Any, place: str) -> Iterator[tuple[int,
 
 
 def _read_head(file: IO[bytes], at: int, end: int) -> tuple[int, int, int] | None:
-    """Return the kind, the uncompressed bytes and the end of the page that begins at ``at``.
+    """Return (kind, uncompressed size in bytes, end offset) of the page that begins at ``at``.
 
-    Return None if no page header is there.
+    Return None if there is no page header at this offset.
     """
     for max_bytes in _HEAD_BYTES:
         file.seek(at)
@@ -102,7 +102,7 @@ def _read_head(file: IO[bytes], at: int, end: int) -> tuple[int, int, int] | Non
 class _Head:
     """Reader of one struct in Thrift's compact encoding.
 
-    at: offset of the next byte to read; after `read_integers`, of the end of the struct.
+    at: offset of the next byte to read. After `read_integers`, the offset of the struct's end.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -110,7 +110,7 @@ class _Head:
         self.at = 0
 
     def read_integers(self) -> dict[int, int]:
-        """Return the integer fields of the struct by number, skipping all others."""
+        """Return the integer fields of the struct by field number. Skip all other fields."""
         fields: dict[int, int] = {}
         number = 0
         while head := self._read_byte():

@@ -18,7 +18,7 @@ _ROUNDS = 8
 
 
 def mix64(*words: int) -> int:
-    """Return a 64-bit hash of ``words``. It depends on every bit and on the order of the words."""
+    """Return a 64-bit hash that depends on every bit and on the order of ``words``."""
     state = 0
     for word in words:
         state = (state ^ (word & _MASK)) + _GOLDEN & _MASK
@@ -31,7 +31,7 @@ def mix64(*words: int) -> int:
 def shuffled_order(count: int, seed: int) -> np.ndarray:
     """Return the numbers 0 to ``count`` - 1 in an order given by ``seed``, int64[count].
 
-    The numbers are sorted by their hash.
+    The order sorts the numbers by their hashes.
     """
     state = np.arange(count, dtype=np.uint64)
     _mix_array(state, mix64(seed))
@@ -39,7 +39,7 @@ def shuffled_order(count: int, seed: int) -> np.ndarray:
 
 
 def _mix_array(state: np.ndarray, increment: int) -> None:
-    """Add ``increment`` to each uint64 and replace it by its hash, as `mix64` does for a word."""
+    """Add ``increment`` to each uint64, and replace the sum by its hash, as `mix64` does."""
     state += np.uint64(increment)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         state ^= state >> np.uint64(shift)
@@ -48,7 +48,7 @@ def _mix_array(state: np.ndarray, increment: int) -> None:
 
 
 class Permutation:
-    """A bijection of [0, size), chosen by integer ``keys``. It stores no table of its values.
+    """A bijection of [0, size), chosen by integer ``keys``, that stores no table of its values.
 
     A balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17, 1988) permutes [0, n), where n
     is the smallest power of four not below ``size``. While a result is outside [0, size), it is

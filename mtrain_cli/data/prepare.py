@@ -1,8 +1,8 @@
-"""Tokenise a corpus into a token store. An interrupted call resumes where it stopped.
+"""Tokenize a corpus into a token store. After an interruption, the next call resumes.
 
-The unfinished store is the folder ``OUT.partial``. A journal in it records the position in the
-corpus up to which the arrays are complete. The next call cuts the arrays back to that position and
-continues. The last step renames the folder to ``OUT``, so ``OUT`` is either complete or missing.
+The unfinished store is the folder ``OUT.partial``. A journal in this folder records the position in
+the corpus up to which the arrays are complete. The next call cuts the arrays back to that position
+and continues. The last step renames the folder to ``OUT``, so ``OUT`` is complete or missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DEFAULT_BPE_VOCABULARY = 8192
 class CorpusPosition:
     """The position in a corpus before record ``record`` of unit ``unit``.
 
-    read: bytes of the corpus before this position, approximately.
+    read: approximate number of bytes of the corpus before this position.
     """
 
     unit: int = 0
@@ -66,9 +66,9 @@ class CorpusPosition:
 class PreparationProgress:
     """Values for a progress bar.
 
-    stage: what is being done, such as tokenising.
-    read, size: bytes of the corpus read so far, and in total.
-    tokens, documents: tokens and documents written so far.
+    stage: name of the current stage, such as tokenizing.
+    read, size: number of bytes of the corpus read so far, and in total.
+    tokens, documents: number of tokens and number of documents written so far.
     """
 
     stage: str
@@ -113,10 +113,10 @@ def tokenise(
     writer: StoreWriter,
     start: CorpusPosition = CorpusPosition(),
 ) -> Iterator[CorpusPosition]:
-    """Tokenise the documents of ``corpus`` from ``start`` on, in batches, and write them.
+    """Tokenize the documents of ``corpus`` from ``start`` on, and write the tokens in batches.
 
     Yields:
-        After each batch, the position after the last document that is written completely. Its
+        After each batch, the position after the last completely written document. The position's
         ``read`` also counts the pieces of the next document that are already written.
     """
     base = sum(unit.size for unit in corpus.units[: start.unit])
@@ -143,7 +143,7 @@ _Item = str | tuple[CorpusPosition, str]
 def _write_batch(
     batch: Sequence[_Item], tokenizer: Tokenizer, writer: StoreWriter, start: CorpusPosition
 ) -> CorpusPosition:
-    """Write a batch that begins at ``start``. Return the position after it."""
+    """Write a batch that begins at ``start``. Return the position after the batch."""
     pieces = [item for item in batch if isinstance(item, str)]
     encoded = iter(tokenizer.encode(pieces))
     position = replace(start, read=start.read + sum(map(len, pieces)))
@@ -165,17 +165,17 @@ def prepare_store(
     report: Callable[[PreparationProgress], None],
     filters: Filters = EVERYTHING,
 ) -> TokenStore:
-    """Tokenise ``corpus`` into the folder ``out``, or continue an interrupted call.
+    """Tokenize ``corpus`` into the folder ``out``, or continue an interrupted call.
 
     If ``out`` is already the complete store of the same arguments, open it and change nothing.
 
     Args:
         tokenizer: ``bytes``, the path of a tokenizer.json, or ``bpe`` to train one on ``corpus``.
-        vocab_size: maximum number of ids of a ``bpe``. None means the default.
-        report: receives the progress.
+        vocab_size: maximum number of ids of a ``bpe``; None for the default.
+        report: function that receives the progress.
 
     Raises:
-        ConfigError: the arguments or the corpus are wrong, ``out`` holds something else, or it is
+        ConfigError: the arguments or the corpus are wrong, or ``out`` holds something else or is
             not writable.
         RunError: the disk is full or fails. The next call continues.
     """
@@ -229,7 +229,7 @@ def _fill(
     If a ConfigError leaves the folder empty, remove it.
 
     Args:
-        given: tokenizer. None means to train a BPE of ``bpe_size`` ids.
+        given: tokenizer; None to train a BPE of ``bpe_size`` ids.
     """
     journal = _open_journal(partial, recipe)
     try:
@@ -273,7 +273,7 @@ def _pieces_to_encode(
 
 
 def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
-    """Return the complete store of ``recipe`` in ``out``, or None if ``out`` is missing or empty.
+    """Return the complete store of ``recipe`` in ``out``; None if ``out`` is missing or empty.
 
     Raises:
         ConfigError: ``out`` holds anything else.
@@ -347,7 +347,7 @@ def _write_arrays(
 
         committed_tokens, committed_at = written.tokens, time.monotonic()
         for position in tokenise(corpus, tokenizer, writer, journal.position):
-            show("tokenising", position.read)
+            show("tokenizing", position.read)
             if (
                 written.tokens - committed_tokens >= _COMMIT_TOKENS
                 or time.monotonic() - committed_at >= _COMMIT_SECONDS
@@ -360,7 +360,7 @@ def _write_arrays(
 
 
 def _open_array(path: Path, size: int) -> BinaryIO:
-    """Open a file to append to it. Cut it to the ``size`` bytes that the journal covers."""
+    """Open a file for appending. First cut the file to the ``size`` bytes of the journal."""
     file = path.open("ab")
     if path.stat().st_size < size:
         raise ConfigError(
@@ -374,7 +374,7 @@ def _open_array(path: Path, size: int) -> BinaryIO:
 def _open_bpe(
     corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[PreparationProgress], None]
 ) -> Tokenizer:
-    """Open the BPE in ``partial`` that an interrupted call has trained. If missing, train it."""
+    """Open the BPE that an interrupted call has trained in ``partial``, or else train a BPE."""
     path = partial / TOKENIZER
     if not path.exists():
         train_bpe(_sample_pieces(corpus, report), vocab_size, path)
@@ -384,7 +384,7 @@ def _open_bpe(
 
 
 def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
-    """Yield the pieces of a corpus; of a large one, an even sample of `_BPE_CHARACTERS` or so."""
+    """Yield the pieces of a corpus. Sample a large corpus evenly to about `_BPE_CHARACTERS`."""
     share_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
     number, base = 0, 0
     for unit in corpus.units:

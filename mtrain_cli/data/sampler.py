@@ -1,4 +1,4 @@
-"""The order of the sequences in a run. Its state is two integers for any number of workers."""
+"""The order of the sequences in a run. The state is two integers for any number of workers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Sampler:
     A sequence number counts through all epochs, so it has no upper limit. Number n belongs to epoch
     n // num_sequences.
 
-    num_sequences: sequences in the dataset.
-    seed: chooses the permutations.
-    consumed: sequences that the run has read so far, over all workers and epochs.
+    num_sequences: number of sequences in the dataset.
+    seed: determines the permutations.
+    consumed: number of sequences that the run has read so far, over all workers and epochs.
     """
 
     def __init__(self, num_sequences: int, seed: int) -> None:
@@ -40,7 +40,7 @@ class Sampler:
         return {"seed": self.seed, "consumed": self.consumed}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from a saved ``state()`` of a sampler over the same dataset."""
+        """Continue from ``state``, which a sampler over the same dataset saved."""
         seed, consumed = int(state["seed"]), int(state["consumed"])
         if consumed < 0:
             raise ValueError(f"The number of consumed sequences cannot be negative: {consumed}.")

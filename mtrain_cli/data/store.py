@@ -1,8 +1,8 @@
-"""The token store: a folder that holds a tokenised corpus in memory-mapped arrays.
+"""The token store: a folder that holds a tokenized corpus in memory-mapped arrays.
 
 ``tokens.bin``: ids of all documents end to end. uint16, or uint32 for vocabularies above 65,536.
 ``documents.bin``: offsets, int64[num_documents + 1]. Document d is tokens[offsets[d] :
-    offsets[d + 1]]. It is never empty.
+    offsets[d + 1]]. No document is empty.
 ``domains.bin``: domain of each document, uint16[num_documents]. A domain is an index into
     `StoreMeta.domains`. The file exists only if the corpus has domains.
 ``meta.json``: a `StoreMeta`. It is written last, so a folder without it is not a store.
@@ -40,17 +40,17 @@ _HASH_CHUNK = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class StoreMeta:
-    """The content of meta.json. Stores of earlier versions lack ``domains`` and what follows it.
+    """The content of meta.json. Stores of earlier versions lack ``domains`` and later fields.
 
     version: version of the store's format.
     dtype: type of the token ids, uint16 or uint32.
     tokenizer: name of the tokenizer.
-    tokenizer_identity: `Tokenizer.identity`. Empty if unknown.
-    eos: id of the end token. None if documents have no end token.
-    vocab_size: number of the tokenizer's ids. 0 if unknown.
+    tokenizer_identity: `Tokenizer.identity`; empty if unknown.
+    eos: id of the end token; None if documents have no end token.
+    vocab_size: number of ids of the tokenizer; 0 if unknown.
     sha256: hash of tokens.bin followed by documents.bin.
     source: description of the corpus.
-    recipe: identities of the corpus, the tokenizer and the filters. Two stores of the same recipe
+    recipe: identities of the corpus, the tokenizer and the filters. Two stores with the same recipe
         hold the same tokens.
     domains: names of the domains.
     left_out: number of documents that the filters left out, by reason.
@@ -112,9 +112,10 @@ class StoreMeta:
 class Stretch:
     """Consecutive tokens of one unit of a `TokenSource`.
 
-    tokens: their ids.
-    ends: positions in ``tokens`` at which a document ends within the unit. None if there are none.
-    targets: bool for each token: whether the loss may predict it. None if it may predict all.
+    tokens: the token ids.
+    ends: positions in ``tokens`` at which a document ends within the unit; None if no document
+        ends within the unit.
+    targets: whether the loss may predict each token; None if it may predict every token.
     """
 
     tokens: np.ndarray
@@ -122,7 +123,7 @@ class Stretch:
     targets: np.ndarray | None = None
 
     def target_mask(self) -> np.ndarray:
-        """Return ``targets``, or an array of true values if it is None."""
+        """Return ``targets``. If ``targets`` is None, return an array of true values."""
         return np.ones(self.tokens.size, bool) if self.targets is None else self.targets
 
 
@@ -132,8 +133,8 @@ class TokenStore:
 
     tokens: uint16 or uint32[num_tokens].
     offsets: int64[num_documents + 1]. Document d is tokens[offsets[d] : offsets[d + 1]].
-    folder: None if the store is in memory only.
-    domains: uint16[num_documents], indices into ``meta.domains``. None without domains.
+    folder: folder of the store; None if the store is in memory only.
+    domains: uint16[num_documents], indices into ``meta.domains``; None without domains.
     """
 
     meta: StoreMeta
@@ -208,9 +209,9 @@ class TokenStore:
 
 @dataclass
 class Written:
-    """Content of the files of an unfinished store.
+    """What the files of an unfinished store hold.
 
-    tokens, documents: number of tokens and of documents.
+    tokens, documents: number of tokens, and number of documents.
     domains, left_out, cut: as in `StoreMeta`.
     """
 
@@ -221,7 +222,7 @@ class Written:
     cut: int = 0
 
     def file_sizes(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Return the size of each file in bytes, by its name."""
+        """Return the size of each file in bytes, by file name."""
         return {
             TOKENS: self.tokens * _token_dtype(tokenizer).itemsize,
             DOCUMENTS: (self.documents + 1) * _OFFSET.itemsize if self.documents else 0,
@@ -230,13 +231,13 @@ class Written:
 
 
 class StoreWriter:
-    """Writer that appends documents to the files of a store.
+    """Append documents to the files of a store.
 
     Tokens wait in memory until `flush` writes them, so that many small documents cost one write.
 
     tokens, offsets, labels: the open files tokens.bin, documents.bin and domains.bin. ``labels`` is
         None if the store needs no domains.
-    written: what the files already hold. None means nothing.
+    written: what the files already hold; None if the files are empty.
     filters: conditions that a document must meet.
     """
 
@@ -263,7 +264,7 @@ class StoreWriter:
         self._pending_labels: list[int] = []
 
     def append(self, ids: np.ndarray) -> None:
-        """Add ids[N] to the open document. The first call after `end_document` opens one."""
+        """Add ids[N] to the open document. The first call after `end_document` opens a document."""
         limit = self.filters.max_tokens
         if limit and self._open_document + ids.size > limit:
             self._exceeds_limit = True
@@ -274,7 +275,7 @@ class StoreWriter:
     def end_document(self, domain: str = "") -> None:
         """Append the end token and close the document.
 
-        A document without tokens, or one that the filters reject, leaves nothing in the files.
+        A document without tokens, or a document that the filters reject, is not written.
         """
         if self._open_document:
             reason = self._close_document()
@@ -287,7 +288,7 @@ class StoreWriter:
         self._open_start = len(self._pending_tokens)
 
     def reject(self, reason: str) -> None:
-        """Count a document that the filters leave out. reason: key in ``left_out``."""
+        """Count a document that the filters leave out. reason: key of ``left_out``."""
         self.written.left_out[reason] = self.written.left_out.get(reason, 0) + 1
 
     def _close_document(self) -> str:
@@ -353,7 +354,7 @@ class StoreWriter:
             os.fsync(file.fileno())
 
     def memory_store(self, tokens: memoryview, offsets: memoryview, corpus: Corpus) -> TokenStore:
-        """Return the store in memory. tokens, offsets: contents of the two files after `flush`.
+        """Return the store in memory. tokens, offsets: contents of these files after `flush`.
 
         Raises:
             ConfigError: the store has no documents.
@@ -363,7 +364,7 @@ class StoreWriter:
         return TokenStore(self._meta(corpus, {}, *arrays), *arrays)
 
     def finish(self, folder: Path, corpus: Corpus, recipe: dict[str, str]) -> None:
-        """Sync the files in ``folder`` and write meta.json next to them.
+        """Call `sync`, and write meta.json to ``folder``, which holds the store's files.
 
         Raises:
             ConfigError: the store has no documents.
@@ -412,7 +413,7 @@ def _token_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replace a JSON file atomically: after a crash it holds the old or the new content."""
+    """Replace a JSON file atomically: after a crash the file holds the old or the new content."""
     unfinished = path.with_name(path.name + ".tmp")
     with unfinished.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
@@ -428,7 +429,7 @@ def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarr
         if size != expected:
             raise ConfigError(
                 f"{place} has {size:,} bytes, but {META} implies {expected:,}. The file is "
-                "incomplete or of another store: prepare the store again."
+                "incomplete, or belongs to another store: prepare the store again."
             )
         # A view of class ndarray, because slicing an np.memmap takes microseconds.
         return np.memmap(path, dtype, mode="r").view(np.ndarray)

@@ -1,7 +1,7 @@
 """Read the user's text from .txt, .md, .py, .jsonl and .parquet files.
 
-A .txt, .md or .py file is one document. In a .jsonl file each line, and in a .parquet file each row
-is one document. A fault in a file gives a ConfigError of one line. To add a format, write a
+A .txt, .md or .py file is one document. Each line of a .jsonl file is one document, and so is each
+row of a .parquet file. A fault in a file raises a ConfigError of one line. To add a format, write a
 function of type ``Reader`` and add it to ``READERS``.
 """
 
@@ -79,7 +79,8 @@ def text_corpus(
     Args:
         path: the file or folder.
         text_key: name of the key or column that holds the text.
-        path_option, key_option: what the user set to give ``path`` and ``text_key``, for messages.
+        path_option, key_option: names of the settings that gave ``path`` and ``text_key``, for
+            messages.
 
     Raises:
         ConfigError: the path is missing, or holds no file of a readable kind.
@@ -212,7 +213,7 @@ def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
         label: beginning of a message.
 
     Raises:
-        ConfigError: a line has more than ``LONGEST_LINE`` bytes. The rest of it is not read.
+        ConfigError: a line has more than ``LONGEST_LINE`` bytes. The rest of the line is not read.
     """
     for number in count(1):
         line = file.readline(LONGEST_LINE + 1)

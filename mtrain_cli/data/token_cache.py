@@ -1,4 +1,4 @@
-"""Tokenise a corpus at the start of a run, and cache the tokens for all workers and later runs."""
+"""Tokenize a corpus at the start of a run, and cache the tokens for all workers and later runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from mtrain_cli.launch.temporary_folders import lies_at
 
 
 def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]:
-    """Return the token store of a corpus, and a phrase for messages that says where it is.
+    """Return the token store of a corpus, and a phrase for messages that says where the store is.
 
-    Several processes may call this at the same time. The first one tokenises the corpus into the
-    cache folder, the others wait and map its files. If the cache folder cannot be written, for
-    example because the disk is full, each process makes the store in its own memory.
+    Several processes may call this at the same time. The first process tokenizes the corpus into
+    the cache folder; the other processes wait and map the files. If the cache folder cannot be
+    written, for example because the disk is full, each process makes the store in its own memory.
 
     Raises:
         ConfigError: the corpus is broken.
@@ -55,7 +55,7 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
     """Return the array that ``key`` identifies from the cache folder.
 
-    If it is not there, or broken, call ``make`` and write the result there.
+    If the array is missing or broken, call ``make`` and write the result to the cache folder.
     """
     try:
         with _locked_entry(f"{key}.npy") as (entry, _):
@@ -101,7 +101,7 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
     """Wait for an exclusive lock on the file ``path``. Yield False if the file system has no locks.
 
     Without locks, atomic renames still keep the cache intact. If ``entry`` does not exist at the
-    end, for example because the corpus is broken, the lock file is removed.
+    end of the ``with`` block, for example because the corpus is broken, the lock file is removed.
     """
     while True:
         with path.open("a") as lock:
@@ -124,7 +124,7 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
 
 
 def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
-    """Return the store in ``entry``, or None if it is missing or broken.
+    """Return the store in ``entry``, or None if the store is missing or broken.
 
     Remove a broken entry. If this process has the lock, also remove the unfinished folders of
     processes that were killed.

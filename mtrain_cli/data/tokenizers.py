@@ -22,12 +22,12 @@ SMALLEST_BPE = 256 + 1 + 1  # all bytes, the end token and one merge
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer.
+    """The interface of a tokenizer that the data pipeline uses.
 
-    name: for messages and metadata.
-    identity: fingerprint. It differs between tokenizers that may encode a text to different ids.
-    vocab_size: number of ids. Every id is below it.
-    eos: id of the end token, which follows each document. None if the tokenizer has no end token.
+    name: name for messages and metadata.
+    identity: fingerprint, which differs between tokenizers that may encode a text to different ids.
+    vocab_size: number of ids. Every id is below this number.
+    eos: id of the end token, which follows each document; None if the tokenizer has no end token.
     exact_pieces: whether the pieces of `corpora.split_text`, encoded one by one, give the same ids
         as the whole text.
     """
@@ -106,7 +106,7 @@ class FileTokenizer:
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids[N]. Special tokens appear by name."""
+        """Return the text of ids[N], with special tokens by name."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
@@ -157,7 +157,7 @@ def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
     other ids are merges, by falling frequency.
 
     Args:
-        vocab_size: maximum number of ids. A small corpus gives fewer.
+        vocab_size: maximum number of ids. A small corpus gives fewer ids.
     """
     assert vocab_size >= SMALLEST_BPE
     library = _import_tokenizers("--tokenizer bpe")
@@ -196,10 +196,10 @@ def _import_tokenizers(key: str) -> Any:
 
 
 def _find_end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
-    """Return the name of the end token, or None if the tokenizer has none.
+    """Return the name of the end token, or None if the tokenizer has no end token.
 
-    It is the ``eos_token`` of tokenizer_config.json in the folder of ``path``. If that file names
-    no token of the vocabulary, it is the first of `_USUAL_END_TOKENS` in the vocabulary.
+    Use the ``eos_token`` of tokenizer_config.json in the folder of ``path``. If that file names no
+    token of the vocabulary, use the first of `_USUAL_END_TOKENS` in the vocabulary.
     """
     try:
         named = documents.read_json(path.with_name("tokenizer_config.json")).get("eos_token")

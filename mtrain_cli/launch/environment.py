@@ -53,7 +53,7 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
 
     Args:
         planning: whether the run is only planned, perhaps for other machines. Then the number of
-            GPUs of this machine and the job of this process do not limit it.
+            GPUs of this machine and the job of this process do not limit the run.
 
     Raises:
         ConfigError: a size contradicts another size, this machine or the job. The message has a
@@ -188,7 +188,7 @@ def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
     NCCL's watchdog ends a process whose collective takes longer than ``topology.timeout_s``. With
     NCCL's default settings, two things delay this end:
     - The watchdog may itself hang for 8 minutes in a call to a device that does not respond.
-    - When the watchdog finds a late collective, it waits 4 x 15 seconds while all ranks write a
+    - After finding a late collective, the watchdog waits 4 x 15 seconds while all ranks write a
       dump of their last collectives. Here 4 x 2.5 seconds are enough: the dumps are small.
 
     Args:

@@ -134,7 +134,7 @@ def _wait_for_restart(
     """Announce the restart and wait until it is due.
 
     Returns:
-        None, or the exit code if the user asks to stop in the meantime.
+        The exit code if the user asks to stop during the wait, else None.
     """
     entry = decision.entry
     line = restart.describe_restart(decision, decision.environment.restarts)
@@ -176,8 +176,8 @@ class _Workers:
             devices: GPUs that the workers can see, as in CUDA_VISIBLE_DEVICES. None means all.
 
         Returns:
-            The exit code, and the failure that ended the workers or None. The failure has been
-            printed.
+            The exit code, and the failure that ended the workers, which has been printed. The
+            failure is None if no worker failed.
 
         Raises:
             ConfigError: a worker found a user's mistake.
@@ -243,7 +243,7 @@ def _wait(
 
 
 def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
-    """Print and return the failure that caused the others.
+    """Print and return the failure that caused the other failures.
 
     Raises:
         ConfigError: the cause is a user's mistake. The run has been discarded.

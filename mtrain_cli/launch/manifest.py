@@ -71,7 +71,7 @@ class Manifest:
         """Read and check the manifest of `folder`.
 
         Raises:
-            ManifestError: it is missing, unreadable, altered, or has another schema.
+            ManifestError: the manifest is missing, unreadable or altered, or has another schema.
         """
         try:
             body = read_json(folder / NAME)

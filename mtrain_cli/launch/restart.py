@@ -5,8 +5,8 @@ A run restarts after a failure of a machine: a killed process, a failed device, 
 A run does not restart
 - after a failure that would happen again: a mistake, an exception, a loss that is not finite, out
   of memory
-- after a second failure, if the run has not written a checkpoint since the first: it would make no
-  progress
+- after a second failure, if the run has not written a checkpoint since the first failure: the run
+  would make no progress
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class RunDir:
     def last_commit(self) -> int:
         """Return when the newest checkpoint was completed, in nanoseconds since the epoch.
 
-        The time comes from the clock of the disk. It is 0 without a checkpoint.
+        The time comes from the clock of the disk. Return 0 without a checkpoint.
         """
         times = [0]
         for step in committed_steps(self.checkpoints):

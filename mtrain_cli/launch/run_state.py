@@ -1,13 +1,13 @@
 """The state of a run, which other terminals and machines can read, and whether the run is alive.
 
-`state.json` has the state. Rank 0 writes it when a step finishes, at most once a second. If the
-workers fail, the launcher writes it.
+`state.json` has the state. Rank 0 writes the file when a step finishes, at most once a second. If
+the workers fail, the launcher writes the file.
 
 A process that is killed cannot update `state.json`. Whether the run is alive is therefore decided
 by the lock on the run's folder:
 - On the same machine: the operating system releases the lock when its process ends.
-- On other machines: they may see a held lock as free, so the age of the lock file's time stamp
-  decides. The process renews the time stamp every HEARTBEAT_S seconds.
+- On other machines: a held lock may look free, so the age of the lock file's time stamp decides.
+  The process that holds the lock renews the time stamp every HEARTBEAT_S seconds.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def private_folder() -> Iterator[Path]:
 def _locked_folder() -> tuple[Path, int]:
     """Make a folder and lock it. Return its path and the file descriptor of the lock.
 
-    Try again if another process removes the folder as abandoned before it is locked.
+    If another process removes the unlocked folder as abandoned, make another folder.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))

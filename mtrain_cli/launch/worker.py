@@ -101,7 +101,7 @@ def run_in_job(
     Args:
         resume: whether to resume from the newest checkpoint.
         target: ``module:function`` (see `local.launch`).
-        config: the configuration that this rank composed. It must equal the one of rank 0.
+        config: the configuration that this rank composed, equal to that of rank 0.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -233,7 +233,8 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
 def _rank_zero_config(run_dir: RunDir) -> Config:
     """Return the resolved configuration that rank 0 reads from its disk.
 
-    Rank 0 sends it through the job's store, because other machines may not have the same disk.
+    Rank 0 sends the configuration through the job's store, because other machines may not have the
+    same disk.
     """
     text = decide_on_rank_zero(run_dir.resolved.read_text)
     run_dir.path.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """The mathematics of a decoder-only language model.
 
 The caller passes attention in as a function. Masks, layouts and workers therefore do not appear
-here. How layers run in less memory or time is in `layer_execution.py`.
+here. `layer_execution.py` runs layers in less memory or time.
 
 Parameters have the names of Hugging Face without the leading ``model.``. A checkpoint is converted
 by renaming its tensors.
@@ -29,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension: x / rms(x) * weight.
+    """Root-mean-square normalization over the last dimension: x / rms(x) * weight.
 
     See arXiv:1910.07467, equation 4. The mean square is computed in float32 for every input dtype.
     """
@@ -115,16 +115,16 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model.
 
-    To build one:
-    1. Construct it under ``torch.device("meta")``, without memory.
-    2. Prepare it for many workers (`parallelize`).
+    To build a decoder:
+    1. Construct the object under ``torch.device("meta")``, without memory.
+    2. Prepare the decoder for many workers (`parallelize`).
     3. Allocate its parameters with ``to_empty(device=...)``.
-    4. Initialise the parameters (`init.py`) or load them (`huggingface.py`).
+    4. Initialize the parameters (`init.py`) or load them (`huggingface.py`).
 
-    Steps 3 and 4 fill parameters only. Therefore the decoder has no buffers.
+    Steps 3 and 4 handle only parameters, so the decoder has no buffers.
 
-    rope_factor: how far positions are stretched (`rope.rope_factor`).
-    loss: how the loss is computed.
+    rope_factor: factor by which positions are stretched (`rope.rope_factor`).
+    loss: options of the loss.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return ``loss_scale`` times the sum of the token losses, a float32 scalar.
 
-        If the loss options ask for a z-loss, the gradient includes it and the returned value does
-        not. The value stays comparable with runs that have no z-loss.
+        If the loss options ask for a z-loss, the gradient includes the z-loss, but the returned
+        value does not. The value stays comparable with runs that have no z-loss.
 
         Args:
             positions_BN: index of each token in the whole sequence. Any order is allowed.
             labels_BN: the token that follows each token. Tokens with label -100 do not count.
-            loss_scale: factor of the loss. A tensor must be float32 when it arrives here. FSDP2
-                rounds floating-point inputs to bfloat16, unless its mixed-precision policy has
+            loss_scale: factor of the loss, a number or a float32 tensor. FSDP2 rounds a float32
+                tensor to bfloat16, unless its mixed-precision policy has
                 ``cast_forward_inputs=False``.
         """
         x_NC = self.hidden(tokens_BN, positions_BN, attend).flatten(0, 1)
@@ -192,7 +192,7 @@ class Decoder(nn.Module):
         return losses_N.view(labels_BN.shape)
 
     def logits(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
-        """Return the logits ``[B, N, V]``. All are in memory at once, so use few tokens."""
+        """Return the logits ``[B, N, V]``. All logits are in memory at once, so use few tokens."""
         return functional.linear(self.hidden(tokens_BN, positions_BN, attend), self._head_weight())
 
     def _head_weight(self) -> Tensor:

@@ -1,9 +1,9 @@
 """The part of a layer after attention: output projection, norm and MLP, in tiles of the sequence.
 
-By default only the inputs are kept for the backward pass. Backward recomputes the forward pass of
-one tile at a time, so tensors of the MLP's intermediate size exist for one tile only (TiledMLP in
-ALST, arXiv:2506.13996, section 3.1.1). If memory allows, the results of the matrix products are
-kept instead.
+By default, forward keeps only its inputs. Backward recomputes the forward pass of one tile at a
+time, so tensors of the MLP's intermediate size exist for one tile only (TiledMLP in ALST,
+arXiv:2506.13996, section 3.1.1). If memory allows, forward also keeps the results of the matrix
+products.
 
 Backward is written by hand. Autograd would allocate a weight gradient for each tile, but here all
 tiles add to one float32 sum.
@@ -58,12 +58,12 @@ class FeedForwardOptions:
 
     eps: epsilon of the norm.
     rows: tokens per tile (`tiling.tile_rows`).
-    layer: layer number for messages about memory.
+    layer: layer number, for messages about memory.
     compile: compile the operations between the matrix products.
-    inputs_only: keep the inputs for backward, but compute nothing, and return a placeholder that
-        must not be read. This is enough for the second forward pass of a checkpoint.
-    keep_products: also keep h, gate(n) and up(n), so that backward repeats no matrix product. The
-        first forward pass of a checkpoint keeps them, not the second.
+    inputs_only: keep the inputs for backward, compute nothing, and return a placeholder that must
+        not be read. The second forward pass of a checkpoint needs no more.
+    keep_products: also keep h, gate(n) and up(n), so that backward repeats no matrix product. In a
+        checkpoint, the first forward pass keeps these tensors.
     """
 
     eps: float
@@ -171,8 +171,8 @@ class _FeedForward(torch.autograd.Function):
 class _GradientSums:
     """Weight gradients, summed over tiles.
 
-    The sum is float32 for several tiles. For a single tile it has the compute dtype, as autograd's
-    gradient does.
+    The sum of several tiles is float32. For a single tile, the sum has the compute dtype, as the
+    gradient of autograd does.
     """
 
     def __init__(self, multiple_tiles: bool) -> None:
@@ -204,7 +204,7 @@ def _tiles(tensor: Tensor, rows: int) -> tuple[Tensor, ...]:
 
 
 def _join(x_RC: Tensor, projected_RC: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return h, the residual stream after attention, and n, its normalised values."""
+    """Return h, the residual stream after attention, and n, the normalized h."""
     h_RC = x_RC + projected_RC
     return h_RC, _normed(h_RC, norm_C, eps)
 
@@ -222,7 +222,7 @@ def _gate_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return silu(gate) * up, the gradient of gate and the gradient of up.
 
-    Overwrites ``dinner_RI``, the gradient of the product.
+    Overwrite ``dinner_RI``, the gradient of the product.
     """
     silu_RI = functional.silu(gate_RI)
     inner_RI = silu_RI * up_RI
@@ -236,8 +236,8 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of h and the gradient of the norm's weight.
 
-    h goes into both the norm and the residual stream, so its gradient is a sum of two. It is
-    computed in float32. Inputs ``h_RC`` and ``dn_RC`` that are float32 are overwritten.
+    The gradient of h is the sum of the norm's gradient and the residual stream's gradient. The sum
+    is computed in float32. Float32 inputs ``h_RC`` and ``dn_RC`` are overwritten.
 
     Args:
         dn_RC: gradient of the norm's output.
@@ -256,6 +256,6 @@ def _norm_backward(
 
 @cache
 def _elementwise(compile: bool) -> tuple[Callable[..., Any], ...]:
-    """Return the functions between the matrix products. All layers share one set."""
+    """Return the functions that run between the matrix products, the same for all layers."""
     functions = (_join, _gated, _gate_backward, _norm_backward, _normed)
     return tuple(torch.compile(f, dynamic=False) for f in functions) if compile else functions

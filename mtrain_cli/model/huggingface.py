@@ -40,7 +40,7 @@ def hf_name(name: str) -> str:
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a decoder, by name. Allocates no parameter."""
+    """Return the shape of every parameter of a decoder, by name. Allocate no parameter."""
     with torch.device("meta"):
         decoder = Decoder(model)
     return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
@@ -55,13 +55,13 @@ def parameter_problems(
 ) -> list[str]:
     """Return a line for each tensor that is missing, unexpected or has the wrong shape.
 
-    A list of more than eight lines is cut.
+    If there are more than eight problems, return eight lines and a line that counts the rest.
 
     Args:
         actual: shape of each tensor in the files, by name.
         expected: shape of each tensor that the model needs, by name.
         where: function that returns the file or folder of a tensor, for the message.
-        expected_by: where the expected shapes come from, for the message.
+        expected_by: source of the expected shapes, for the message.
     """
     problems = []
     for name, shape in expected.items():
@@ -141,7 +141,7 @@ class HuggingFaceFolder:
         for name, file in sorted(file_of.items(), key=lambda item: item[1]):
             if name not in stored[file]:
                 raise ConfigError(
-                    f"{self.path / file}: tensor {name} is missing, though {INDEX} places it here"
+                    f"{self.path / file}: tensor {name} is missing, though {INDEX} lists it here"
                 )
         return file_of
 
@@ -177,8 +177,8 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
     """Load the weights of a Hugging Face folder into a decoder.
 
     The parameters may be plain tensors or sharded by FSDP2, on any device. Each worker reads only
-    the rows of its shards. The decoder and the folder may have different rotary settings: this is
-    how a model is extended to a longer context.
+    the rows of its shards. The decoder and the folder may have different rotary settings, which
+    extends a model to a longer context.
 
     Raises:
         ConfigError: the folder cannot be read, or the decoder has another shape. No parameter has
@@ -230,13 +230,13 @@ def write_folder(
     The files are written to a temporary folder, which gets the name ``path`` at the end.
 
     Args:
-        read: function that returns the whole parameters of the given names. It is called once per
+        read: function that returns the whole parameters of the given names. Called once per weight
             file.
-        rope_factor: how far positions are stretched (`rope.rope_factor`).
+        rope_factor: factor by which positions are stretched (`rope.rope_factor`).
         seq: tokens per sequence in training.
         dtype: dtype of the written weights.
-        tokenizer: tokenizer to write to the folder, too.
-        max_file_bytes: maximum bytes of a weight file, unless a single tensor is larger.
+        tokenizer: tokenizer to write to the folder. None writes no tokenizer.
+        max_file_bytes: maximum size of a weight file. A single larger tensor gets its own file.
 
     Raises:
         ConfigError: the folder is not empty or cannot be written, or no Hugging Face model has this
@@ -277,7 +277,7 @@ def require_new_folder(path: Path) -> None:
     """Check that ``path`` does not exist or is an empty folder.
 
     Raises:
-        ConfigError: it is a file or a folder that is not empty.
+        ConfigError: ``path`` is a file, or a folder that is not empty.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path}: already exists. Give a new or empty folder.")
@@ -310,9 +310,9 @@ def _write_weights(
 def _groups(
     shapes: dict[str, tuple[int, ...]], item_bytes: int, max_bytes: int
 ) -> Iterator[list[str]]:
-    """Yield the names of the parameters of each file.
+    """Yield the names of the parameters in each weight file.
 
-    A file has at most ``max_bytes``, unless it has a single tensor that is larger.
+    A file has at most ``max_bytes``. A single larger tensor gets its own file.
     """
     group, size = list[str](), 0
     for name, shape in shapes.items():

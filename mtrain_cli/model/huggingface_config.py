@@ -1,7 +1,7 @@
-"""Read a Hugging Face config.json as a `ModelConfig`, and write one.
+"""Read a Hugging Face config.json as a `ModelConfig`, and write a config.json.
 
 transformers 5 keeps the rotary settings under ``rope_parameters``. transformers 4 keeps them under
-``rope_theta`` and ``rope_scaling``. This module reads and writes both.
+``rope_theta`` and ``rope_scaling``. This module reads and writes the keys of both versions.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ class _ConfigFields:
         self.problems.append(f"{self.path}: {text}")
 
     def number(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the positive number under ``key``, or ``default`` if it is missing or null.
+        """Return the positive number under ``key``, or ``default`` for a missing or null value.
 
-        If the value is invalid, or missing without a default, record a problem and return 1.
+        Record a problem and return 1 if the value is invalid. Do the same if there is neither a
+        value nor a default.
 
         Args:
             kind: int or float.
@@ -237,8 +238,8 @@ def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
 def _rope_parameters(outer: _ConfigFields) -> dict[str, Any]:
     """Return the rotary settings by their names in transformers 5.
 
-    A setting may be in several places of config.json. If its values differ, record a problem:
-    versions of transformers disagree on which value counts.
+    config.json may contain a setting several times. Record a problem if the values of a setting
+    differ, because versions of transformers disagree on which value counts.
     """
     objects = {key: _rope_object(outer, key) for key in ("rope_scaling", "rope_parameters")}
     settings_by_name: dict[str, tuple[str, Any]] = {}
@@ -277,13 +278,13 @@ def _rope_object(outer: _ConfigFields, key: str) -> dict[str, Any]:
 
 
 def _refuse_sliding_windows(fields: _ConfigFields, family: str) -> None:
-    """Record a problem if a layer has a sliding window. The decoder has none."""
+    """Record a problem if a layer has a sliding window. The decoder has no sliding windows."""
     fields.refuse("use_sliding_window", False)
     if family == "mistral":
         if "sliding_window" not in fields.raw:
             fields.problem(
-                "sliding_window is missing, which means 4096 to transformers; only null is "
-                "supported"
+                "sliding_window is missing, and transformers assumes 4096; mtrain supports only "
+                "null"
             )
         fields.refuse("sliding_window", None)
     kinds = fields.raw.get("layer_types")
@@ -339,7 +340,7 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
     """Return the content of a config.json that describes ``model`` to transformers 4 and 5.
 
     Args:
-        rope_factor: how far positions are stretched (`rope.rope_factor`).
+        rope_factor: factor by which positions are stretched (`rope.rope_factor`).
         seq: tokens per sequence in training.
         dtype: name of the dtype of the weights, such as ``bfloat16``.
 
@@ -350,8 +351,8 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
     if (model.qkv_bias, model.qk_norm) != expected:
         raise ConfigError(
             f"model.qkv_bias={model.qkv_bias}, model.qk_norm={model.qk_norm}: a Hugging Face "
-            f"{model.family} model has qkv_bias={expected[0]}, qk_norm={expected[1]}. Choose the "
-            "model.family that fits, or train with these values."
+            f"{model.family} model has qkv_bias={expected[0]}, qk_norm={expected[1]}. Choose a "
+            "model.family that has your values, or train with the values of this family."
         )
     if model.family == "llama" and model.hidden_size % model.num_heads:
         raise ConfigError(
@@ -392,7 +393,7 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
 
 
 def require_accepted(config: dict[str, Any]) -> None:
-    """Check that transformers accepts a config.json. Check nothing if it is not installed.
+    """Check that transformers accepts a config.json. Skip the check without transformers.
 
     Raises:
         ConfigError: transformers rejects the file.

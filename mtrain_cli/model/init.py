@@ -1,4 +1,4 @@
-"""Initialise parameters with values that do not depend on how the parameters are sharded."""
+"""Initialize parameters with values that do not depend on how the parameters are sharded."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) 
     - For the output projection and the MLP's down projection, which add to the residual stream,
       ``init_std`` is divided by sqrt(2 num_layers) (GPT-2's report, section 2.3).
 
-    Every worker draws each whole matrix, one after another, and keeps only its shard. The random
+    Every worker draws one whole matrix after another, and keeps only its shard. The random
     generator of a matrix is seeded from ``seed`` and the parameter's name.
 
     Args:
-        device: device on which the numbers are drawn. It needs memory for the largest matrix. The
-            default is the parameter's device. CPU and CUDA generators give different numbers: pass
-            the GPU if a GPU run keeps its parameters in host memory, so that they start as they
-            would on the GPU.
+        device: device that draws the numbers, with memory for the largest matrix. The default is
+            the parameter's device. CPU and CUDA generators give different numbers. If a GPU run
+            keeps its parameters in host memory, pass the GPU, so that the parameters get the
+            values that they would have in GPU memory.
     """
     residual_std = decoder.model_config.init_std / math.sqrt(2 * decoder.model_config.num_layers)
     for name, parameter in decoder.named_parameters():

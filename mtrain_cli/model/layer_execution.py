@@ -25,14 +25,14 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 class LayerExecution:
     """How a layer runs.
 
-    recompute: checkpoint the layer. Only its input is kept. The backward pass first runs a second
-        forward pass: it repeats `project`, reuses the tensors that attention kept, and computes the
-        inputs of `feed_forward`. (The modes of ``train.activation_checkpoint`` differ only in what
-        attention keeps.)
+    recompute: checkpoint the layer, which keeps only its input. The backward pass first runs a
+        second forward pass, which repeats `project`, reuses the tensors that attention kept, and
+        computes the inputs of `feed_forward`. (The modes of ``train.activation_checkpoint`` differ
+        only in the tensors that attention keeps.)
     compile: compile `project` and the operations after attention.
     tile_bytes: maximum bytes of temporary tensors after attention. 0 means no limit.
-    keep_products: keep the matrix products of `feed_forward` for the backward pass. This has an
-        effect only with ``recompute`` or tiles: otherwise autograd keeps all intermediate results.
+    keep_products: keep the matrix products of `feed_forward` for the backward pass. With neither
+        ``recompute`` nor tiles, autograd keeps all intermediate results anyway.
     offload: host memory for the layer's input until the backward pass. None keeps the input on the
         device. Requires ``recompute``.
     """
@@ -50,7 +50,7 @@ class LayerExecution:
 
 
 class ExecutedLayer(DecoderLayer):
-    """A decoder layer that runs as its ``execution`` says. See `parallelize.execute_layers`."""
+    """A decoder layer that runs as ``execution`` describes (`parallelize.execute_layers`)."""
 
     execution: LayerExecution
 
@@ -63,7 +63,7 @@ class ExecutedLayer(DecoderLayer):
         # So the second forward pass does not gather them again.
         offload = self.execution.offload
         with nullcontext() if offload is None else _input_offloaded(offload, self.index):
-            # Saving the state of the random generators would synchronise with the GPU. Layers use
+            # Saving the state of the random generators would synchronize with the GPU. Layers use
             # no random numbers.
             return checkpoint(
                 compute,
@@ -112,9 +112,9 @@ def finish(layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
 def stage_functions(
     compile: bool,
 ) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]:
-    """Return `project` and `finish`, compiled if asked.
+    """Return `project` and `finish`, compiled if ``compile`` is true.
 
-    All layers share the two functions. Each is therefore compiled only once.
+    All layers share the two functions, so each function is compiled only once.
     """
     if not compile:
         return project, finish
@@ -136,14 +136,14 @@ def _input_offloaded(offload: ActivationOffload, layer: int) -> AbstractContextM
 class _Passes:
     """The forward passes of one call of a layer.
 
-    second: whether the second forward pass is running, the one that the backward pass starts.
+    second: whether the forward pass that the backward pass starts is running.
     """
 
     def __init__(self) -> None:
         self.second = False
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return a context for each of the two passes, as `checkpoint` expects."""
+        """Return a context for each of the two forward passes, as `checkpoint` expects."""
         return nullcontext(), self._second_pass()
 
     @contextmanager

@@ -1,10 +1,11 @@
 """Compute LM head and cross entropy together, with the logits of only a few rows in memory.
 
 The rows are processed in chunks. The logits of a chunk take a fixed number of bytes, whatever the
-length of the sequence. There are two ways to get the gradients of the inputs and of the LM head:
-- By default they are computed in the forward pass, while the logits of a chunk exist (BurstEngine,
-  SC '25, algorithm 3). This takes three matrix products.
-- With ``recompute`` only the inputs are kept. Backward computes the logits again, a fourth product.
+length of the sequence. There are two ways to compute the gradients of the inputs and the LM head:
+- By default, the forward pass computes the gradients of a chunk while its logits exist
+  (BurstEngine, SC '25, algorithm 3). This way takes three matrix products.
+- With ``recompute``, forward keeps only the inputs, and backward computes the logits again. This
+  way takes four matrix products.
 
 Shape suffixes: N local tokens, C hidden size, V vocabulary size, R rows of one chunk.
 """
@@ -29,8 +30,8 @@ from mtrain_cli.parallel import profiler_labels
 class LossOptions:
     """How to compute the loss.
 
-    chunk_bytes: maximum bytes of the float32 logits of a chunk. A chunk has at least one row. For
-        bfloat16 input, the bfloat16 gradient of the logits takes memory in addition.
+    chunk_bytes: maximum size of the float32 logits of a chunk. A chunk has at least one row. For
+        bfloat16 input, the bfloat16 gradient of the logits takes additional memory.
     z_loss: coefficient of the z-loss (`with_z_loss`). 0 turns the z-loss off.
     recompute: compute the gradients in backward, from recomputed logits.
     compile: compile the operations between the matrix products.
@@ -45,23 +46,23 @@ class LossOptions:
 def with_z_loss(
     x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, scale: float | Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return the total loss, which includes the z-loss, and the cross entropy alone.
+    """Return the total loss and the cross entropy. The total loss includes the z-loss.
 
     - The cross entropy is ``scale`` times the sum of -log softmax(x W^T)[label] over all rows.
-    - The z-loss is ``scale`` times the sum of z_loss * logsumexp(x W^T)^2 over all rows. It keeps
-      logits from drifting (PaLM, arXiv:2204.02311, section 5, with coefficient 1e-4; ST-MoE,
+    - The z-loss is ``scale`` times the sum of z_loss * logsumexp(x W^T)^2 over all rows. The z-loss
+      keeps logits from drifting (PaLM, arXiv:2204.02311, section 5, with coefficient 1e-4; ST-MoE,
       arXiv:2202.08906, equation 5).
 
     Rows with label -100 are left out of both sums. If all rows are left out, both results and all
     gradients are exactly 0.
 
-    Both results are float32 scalars, or float64 for float64 input. Only the total has gradients,
-    for x and W. The gradient of W is summed over chunks in float32 and returned in the dtype of W.
-    Under ``torch.no_grad`` no gradient is computed.
+    Both results are float32 scalars, or float64 for float64 input. Only the total loss has a
+    gradient. The gradient of W is summed over chunks in float32 and returned in the dtype of W.
+    Under ``torch.no_grad``, no gradient is computed.
 
-    The function does not synchronise with a GPU, so it cannot raise an error for a label on CUDA. A
-    label outside [0, V) makes the loss and the gradient of its row NaN. The trainer then reports a
-    step that is not finite.
+    The function does not synchronize with a GPU, so it cannot raise an error for a label on CUDA.
+    Instead, a label outside [0, V) makes the loss and the gradient of its row NaN, and the trainer
+    reports that the loss is not finite.
 
     Args:
         scale: a number, or a 0-dimensional tensor without gradient.
@@ -139,7 +140,8 @@ def _chunks(
     """Return total loss, cross entropy, gradient of x and gradient of W.
 
     Args:
-        needed: whether to compute the gradient of x and of W. The others are None.
+        needed: whether to compute the gradient of x, and whether to compute the gradient of W. A
+            gradient that is not computed is None.
     """
     x_needed, weight_needed = needed
     dtype = accumulation_dtype(x_NC.dtype)
@@ -182,12 +184,12 @@ def _row_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the cross entropy and the total loss of each row, and the gradient of the logits.
 
-    The two losses are not yet multiplied by ``scale``. The gradient belongs to the scaled total, so
-    it is ``scale`` * (softmax * (1 + 2 z_loss logsumexp) - one_hot).
+    The two losses are not multiplied by ``scale``. The gradient is that of the total loss times
+    ``scale``: ``scale`` * (softmax * (1 + 2 z_loss logsumexp) - one_hot).
 
     Args:
-        logits_RV: overwritten. If it has ``gradient_dtype``, the gradient is written into it.
-        gradient_dtype: dtype of the gradient. With None, the third result is meaningless.
+        logits_RV: overwritten. If the logits have ``gradient_dtype``, the gradient overwrites them.
+        gradient_dtype: dtype of the gradient. None computes no gradient. Ignore the third result.
     """
     label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
@@ -216,9 +218,9 @@ def _row_losses_out_of_place(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `_row_losses`, in a form that suits a compiler.
 
-    A compiler turns a tensor that is overwritten into a new tensor. This function overwrites
-    nothing and does not store the exponentials: compiled code computes them twice and allocates
-    only the gradient. Use it if the gradient's dtype differs from that of the logits.
+    A compiler turns an overwritten tensor into a new tensor. This function overwrites nothing and
+    does not store the exponentials. Compiled code computes the exponentials twice and allocates
+    only the gradient. Use this function if the gradient and the logits have different dtypes.
     """
     label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
@@ -239,12 +241,13 @@ def _row_losses_out_of_place(
 
 @dataclass(frozen=True)
 class _RowTerms:
-    """What the losses and gradients of the rows are made of.
+    """Terms from which the losses and gradients of the rows follow.
 
     loss_R: cross entropy.
     total_R: cross entropy plus z-loss.
-    factor_R1: the gradient of a logit is this factor times exp(logit - largest logit of the row).
-    label_gradient_R1: gradient of the label's logit, for which that formula does not hold.
+    factor_R1: gradient of a logit, divided by exp(logit - largest logit of the row). All logits of
+        a row have the same factor, except the label's.
+    label_gradient_R1: gradient of the label's logit.
     """
 
     loss_R: Tensor
@@ -290,7 +293,7 @@ def _row_terms(
 
 
 def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
-    """Return the column of each row's label, ``[R, 1]``, or column 0 if the label is invalid."""
+    """Return the column of each row's label, ``[R, 1]``. The column of an invalid label is 0."""
     return torch.where((labels_R >= 0) & (labels_R < vocab_size), labels_R, 0)[:, None]
 
 
@@ -298,7 +301,7 @@ def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
 def _compiled(in_place: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Return a compiled function for the losses of a chunk's rows.
 
-    in_place: whether the gradient has the dtype of the logits and overwrites them.
+    in_place: whether the gradient has the dtype of the logits and overwrites the logits.
     """
     return torch.compile(_row_losses if in_place else _row_losses_out_of_place, dynamic=False)
 
@@ -313,7 +316,7 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to ``total``, in the dtype of ``total``, without a temporary of that size."""
+    """Add a @ b to ``total``, in the dtype of ``total``, without a temporary tensor of its size."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:

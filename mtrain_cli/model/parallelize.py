@@ -1,11 +1,11 @@
-"""Prepare a decoder to run on many workers. What it computes stays the same.
+"""Prepare a decoder to run on many workers. The preparation does not change the result.
 
 The order of the steps, from the innermost to the outermost:
 
 1. compile: the operations of a layer before attention and after it
 2. tiling: the part of a layer after attention, one tile of the sequence after another
 3. checkpointing: run a layer's forward pass again in the backward pass
-4. FSDP: gather a layer's weights around all of that, and shard its gradients
+4. FSDP: gather the weights of a layer before all its operations, and shard its gradients
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ def set_execution(
 def execute_layers(
     decoder: Decoder, execution: LayerExecution, *, keep_mlp: bool | int = False
 ) -> None:
-    """Make all layers of a decoder run as ``execution`` says. Parameters and names do not change.
+    """Make all layers of a decoder run as ``execution`` describes. Parameters keep their names.
 
     Args:
-        keep_mlp: value of ``train.keep_mlp``. It selects layers, counted from the last, that also
-            keep the results of their matrix products for the backward pass.
+        keep_mlp: value of ``train.keep_mlp``, which selects layers, counted from the last. The
+            selected layers also keep the results of their matrix products for the backward pass.
     """
     layers = len(decoder.layers)
     first_kept = layers - layers_with_products(keep_mlp, layers)

@@ -1,10 +1,10 @@
-"""Rotary position embedding.
+"""Rotary position embedding, plain and scaled to longer sequences.
 
 Each pair of dimensions of a head is rotated by an angle: the token's position times the pair's
 frequency. Dimensions i and i + D/2 form a pair, as in Hugging Face. Frequencies are one of:
 - plain: RoFormer (arXiv:2104.09864), section 3.2
-- yarn: YaRN (arXiv:2309.00071), sections 3.2 to 3.4, for sequences longer than the original length
-- llama3: the scaling of Llama 3.1, also for longer sequences
+- yarn: YaRN (arXiv:2309.00071), sections 3.2 to 3.4
+- llama3: the scaling of Llama 3.1
 
 Shape suffixes: B batch, N local tokens, H heads (query or KV), D head dimension, F = D/2
 frequencies.
@@ -36,7 +36,8 @@ class Rotation:
 def rope_factor(rope: RopeConfig, seq: int) -> float:
     """Return the factor by which positions are stretched for sequences of ``seq`` tokens.
 
-    It is 1 without scaling. ``model.rope.factor=auto`` gives max(1, seq / original_max_position).
+    The factor is 1 without scaling. ``model.rope.factor=auto`` gives
+    max(1, seq / original_max_position).
 
     Raises:
         ConfigError: ``model.rope.factor`` is neither ``auto`` nor a number of at least 1.
@@ -59,7 +60,7 @@ def rope_factor(rope: RopeConfig, seq: int) -> float:
 def attention_factor(rope: RopeConfig, factor: float) -> float:
     """Return the factor that multiplies cosine and sine.
 
-    For YaRN it is the temperature 0.1 ln(factor) + 1 (section 3.4), otherwise 1.
+    YaRN multiplies by 0.1 ln(factor) + 1 (section 3.4), all other scalings by 1.
     """
     return 0.1 * math.log(factor) + 1.0 if rope.scaling == "yarn" else 1.0
 
@@ -67,8 +68,8 @@ def attention_factor(rope: RopeConfig, factor: float) -> float:
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tensor:
     """Return the frequency of each pair of dimensions in radians per position, float32 ``[F]``.
 
-    The result is on the CPU, even under ``torch.device("meta")``. Released models were trained with
-    frequencies rounded to float32, so they are not float64.
+    The result is on the CPU, even under ``torch.device("meta")``. The result is float32, because
+    released models were trained with frequencies rounded to float32.
     """
     exponents_F = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     plain_F = 1.0 / rope.theta**exponents_F
@@ -83,12 +84,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tenso
 
 
 def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return how much of each plain frequency YaRN keeps, ``[F]``.
+    """Return the share of each plain frequency that YaRN keeps, ``[F]``.
 
-    1 keeps the plain frequency, 0 divides it by the factor. Dimensions that turn at least beta_fast
-    times over the model's original length have 1, dimensions that turn at most beta_slow times have
-    0. In between the share falls linearly with the dimension, as in released implementations. (In
-    the paper it falls linearly with the number of turns.)
+    Share 1 keeps the plain frequency. Share 0 divides the frequency by the factor. Dimensions that
+    turn at least beta_fast times over the model's original length have share 1. Dimensions that
+    turn at most beta_slow times have share 0. For dimensions between these limits, the share falls
+    linearly with the dimension, as in released implementations. In the paper, the share falls
+    linearly with the number of turns.
     """
 
     def dimension_that_turns(times: float) -> float:
@@ -105,7 +107,7 @@ def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_unscaled_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
-    """Return how much of each plain frequency Llama 3.1's scaling keeps, ``[F]``.
+    """Return the share of each plain frequency that Llama 3.1's scaling keeps, ``[F]``.
 
     The share grows linearly with the number of turns over the original length: from 0 at
     low_freq_factor turns to 1 at high_freq_factor turns.
@@ -121,10 +123,10 @@ def rotation(
 ) -> Rotation:
     """Return the cosine and sine of the angles of tokens at any positions, in any order.
 
-    Angles are computed in float64. In float32 an angle at position 4 million is wrong by up to a
-    quarter of a radian, so q.k would not depend only on the distance of two tokens.
+    Angles are computed in float64. A float32 angle at position 4 million is wrong by up to a
+    quarter of a radian. With such errors, q.k would not depend only on the distance of two tokens.
 
-    Both tensors must be on the same device.
+    ``positions_BN`` and ``inverse_frequencies_F`` must be on the same device.
     """
     angles_BN1F = (positions_BN[..., None].double() * inverse_frequencies_F.double()).unsqueeze(-2)
     return Rotation(

@@ -12,18 +12,18 @@ _PRODUCT_ROWS = 128
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
     """Return the number of tokens per tile.
 
-    Code is compiled once if all tiles have the same size. So prefer a number of tiles that divides
-    the tokens, even if it exceeds the smallest possible number by up to a quarter (at least 1).
-    More tiles than that would be too slow: each tile of 1,024 tokens adds half a millisecond per
-    pass on an H200 (profiles/notes.md). If no such number exists, the last tile is smaller than the
-    others.
+    Code is compiled once if all tiles have the same size. Therefore prefer a number of tiles that
+    divides the tokens, if that number exceeds the smallest possible number by at most a quarter (or
+    by 1). With more tiles, the layer would be too slow: each tile of 1,024 tokens adds half a
+    millisecond per pass on an H200 (profiles/notes.md). If no such number exists, the last tile is
+    smaller than the other tiles.
 
     Args:
-        tokens: tokens of all sequences of a batch on this worker.
+        tokens: number of tokens in all sequences of a batch on this worker.
         hidden, intermediate: sizes of the model.
         itemsize: bytes per element.
-        tile_bytes: maximum bytes of a tile's temporary tensors. 0 means no limit, so one tile has
-            all tokens.
+        tile_bytes: maximum size of a tile's temporary tensors. 0 means no limit: one tile has all
+            tokens.
     """
     # At the MLP's gate, a token has six tensors of the intermediate size and four of the hidden
     # size.

@@ -16,8 +16,7 @@ def token_losses(x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk_bytes:
     The result is float32, or float64 for float64 input. Rows with label -100 have loss 0.
 
     Args:
-        chunk_bytes: maximum bytes of logits that are in memory at once. Rows are computed in
-            chunks that fit, with at least one row per chunk.
+        chunk_bytes: maximum size of the logits of a chunk of rows. A chunk has at least one row.
     """
     dtype = torch.float64 if x_NC.dtype == torch.float64 else torch.float32
     rows = max(1, chunk_bytes // (dtype.itemsize * weight_VC.shape[0]))

@@ -1,7 +1,8 @@
 """The tokenizer files of an exported model, and the ids of its special tokens.
 
-AutoTokenizer of transformers opens the files. Writing them needs neither transformers nor the
-tokenizers library. mtrain's own byte tokenizer becomes a ``tokenizer.json`` with the same ids.
+AutoTokenizer of transformers opens the files. To write the files, mtrain needs neither transformers
+nor the tokenizers library. mtrain's own byte tokenizer becomes a ``tokenizer.json`` with the same
+ids.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class TokenizerFiles:
     ids: Mapping[str, Any] = field(default_factory=lambda: NO_IDS)
 
     def for_family(self, family: str) -> TokenizerFiles:
-        """Return files from which transformers makes the same token ids for a model of ``family``.
+        """Return files with which transformers gives the same token ids for a model of ``family``.
 
-        The files change only for a tokenizer that is not Qwen's in a folder with a qwen2 model.
+        The files change only if the family is qwen2 and the tokenizer is not Qwen's.
         """
         config = _parse_object(self.files.get(TOKENIZER_CONFIG, b"{}"))
         is_qwen2 = str(config.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
@@ -65,7 +66,7 @@ class TokenizerFiles:
         return replace(self, files=files)
 
     def write(self, folder: Path) -> None:
-        """Write the files to a folder, with the ids in generation_config.json."""
+        """Write the files to a folder. Add the ids to generation_config.json."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         generation = _parse_object(self.files.get(GENERATION_CONFIG, b"{}"))
@@ -81,7 +82,7 @@ def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
     """Return the tokenizer of a Hugging Face folder, with the ids of its config.json.
 
     Args:
-        eos: id of the token that ends a document, if the folder does not name one.
+        eos: id of the token that ends a document, for a folder that names no such token.
 
     Raises:
         ConfigError: the folder has no tokenizer files, or a file cannot be read.
@@ -99,7 +100,7 @@ def of_file(path: Path, eos: int | None) -> TokenizerFiles:
     """Return the tokenizer in a tokenizer.json, under any file name.
 
     Args:
-        eos: id of the token that ends each document of the run's data.
+        eos: id of the token that ends each document of the run's data. None if unknown.
     """
     return TokenizerFiles(str(path), *_complete({TOKENIZER: _read(path)}, NO_IDS, eos))
 
@@ -140,12 +141,12 @@ def _complete(
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the files with a tokenizer_config.json, and the ids with ``eos`` as the end token.
 
-    If the ids already include ``eos`` as an end token, they stay as they are. Otherwise ``eos``
-    replaces the end token of config.json, which may be wrong: some families have 1 and 2 there,
-    whatever the tokenizer.
+    If the end tokens in ``ids`` include ``eos``, keep the ids. Otherwise ``eos`` replaces the end
+    token of config.json, which may be wrong: the config.json of some families has the ids 1 and 2
+    with every tokenizer.
 
     Args:
-        eos: id of the token that ended the documents, None if unknown.
+        eos: id of the token that ended the documents. None if unknown.
     """
     ids = dict(ids)
     if not _includes(ids["eos_token_id"], eos):
@@ -167,7 +168,7 @@ def _complete(
 
 
 def _includes(ids: object, wanted: object) -> bool:
-    """Return whether ``ids`` include all of ``wanted``; true if ``wanted`` is None.
+    """Return whether ``ids`` include all of ``wanted``. None in ``wanted`` asks for nothing.
 
     ids, wanted: one id, a list of ids, or None.
     """
@@ -176,7 +177,7 @@ def _includes(ids: object, wanted: object) -> bool:
 
 
 def _named_eos(files: Mapping[str, bytes], default: int | None) -> int | None:
-    """Return the id of the end token in tokenizer_config.json, or ``default`` if it has none."""
+    """Return the id of the end token in tokenizer_config.json, or else ``default``."""
     named = _parse_object(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     if not isinstance(named, str):

@@ -20,7 +20,7 @@ from mtrain_cli.model.rope import rope_factor
 
 @dataclass(frozen=True)
 class LogitAgreement:
-    """How far the decoder's logits are from those of transformers, the reference.
+    """Differences between the decoder's logits and the logits of transformers, the reference.
 
     tokens: number of tokens compared.
     largest_difference: largest absolute difference of two logits.
@@ -44,7 +44,7 @@ def require_transformers() -> str:
         import transformers
     except ModuleNotFoundError:
         raise ConfigError(
-            f"transformers is not installed, but verify needs it. Run {install_command('hf')}"
+            f"verify needs transformers, which is not installed. Run {install_command('hf')}"
         ) from None
     return transformers.__version__
 
@@ -54,7 +54,7 @@ def verify(
 ) -> LogitAgreement:
     """Compare the logits of random tokens from the decoder and from transformers.
 
-    Both compute in float32 on the CPU, with the weights of a Hugging Face folder.
+    Both models compute in float32 on the CPU, with the weights of a Hugging Face folder.
 
     Args:
         tokens: number of tokens. Many tokens take minutes.
@@ -95,7 +95,7 @@ def _load_with_transformers(folder: Path | str) -> Any:
     """Load the model of a folder with transformers.
 
     Raises:
-        ConfigError: transformers rejects the folder, because it checks more keys of config.json
+        ConfigError: transformers rejects the folder. transformers checks more keys of config.json
             than mtrain does.
     """
     import transformers

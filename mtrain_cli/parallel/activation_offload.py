@@ -3,8 +3,8 @@
 Copies run on their own stream. A layer's tensors move to the host while the next layer runs
 forward, and return while that layer runs backward. At most two offloaded layers have tensors on the
 device. Streams wait for each other; the host never waits. Tensors reuse pinned host blocks: even if
-sizes depend on the data, no block is allocated after the largest sizes have occurred. On a CPU the
-copies are plain copies.
+tensor sizes depend on the data, no block is allocated after the largest sizes have occurred. On a
+CPU the copies are plain copies.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ FULL_BLOCK = 16 << 20
 
 
 def block_sizes(size: int) -> list[int]:
-    """Return the bytes of each host block for a tensor of ``size`` bytes.
+    """Return the size in bytes of each host block that holds a tensor of ``size`` bytes.
 
-    All blocks are full (`FULL_BLOCK`) but the last. Its size is rounded up to a power of two, so
-    that few block sizes serve all tensors.
+    Every block but the last has `FULL_BLOCK` bytes. The size of the last block is rounded up to a
+    power of two, so that few block sizes serve all tensors.
     """
     rest = size % FULL_BLOCK
     return [FULL_BLOCK] * (size // FULL_BLOCK) + ([1 << (rest - 1).bit_length()] if rest else [])
 
 
 class OffloadedTensor:
-    """One tensor between its forward and its backward pass.
+    """One tensor that a layer keeps from its forward to its backward pass.
 
-    device: the tensor on the device; None while it is only on the host.
-    host: its copy, split over host blocks; None while it is only on the device.
-    copied: event at the end of the last transfer; None on a CPU.
+    device: the tensor on the device; None while the tensor is only on the host.
+    host: the tensor's copy on the host, split over blocks; None while the tensor is only on the
+        device.
+    copied: event at the end of the tensor's last transfer; None on a CPU and before any transfer.
     """
 
     # Not a dataclass, and neither is `ActivationOffload`: FSDP searches dataclass arguments of a
@@ -49,7 +50,7 @@ class OffloadedTensor:
         self.copied: torch.cuda.Event | None = None
 
     def get(self) -> torch.Tensor:
-        """Return the tensor on the device, for the current stream. This frees its host blocks."""
+        """Return the tensor on the device, for the current stream, and free its host blocks."""
         return self.store.get(self)
 
 
@@ -57,22 +58,26 @@ Kept = torch.Tensor | OffloadedTensor
 
 
 def layers_on_host(offloaded: bool | int, layers: int) -> int:
-    """Return how many of a decoder's first layers offload their activations.
+    """Return how many of a decoder's layers offload their activations, counted from the first.
 
-    The last layer never does, because its backward pass follows immediately.
+    The last layer never offloads, because its backward pass follows immediately.
 
-    offloaded: value of ``train.offload_activations``: whether to offload, or the number of layers.
-    layers: number of the decoder's layers.
+    offloaded: value of ``train.offload_activations``: True for as many layers as possible, False
+        for none, or the number of layers.
+    layers: number of layers of the decoder.
     """
     return min(layers if offloaded is True else int(offloaded), layers - 1)
 
 
 class ActivationOffload:
-    """Host memory for the tensors that a decoder's layers keep for backward. Every step reuses it.
+    """Host memory for the tensors that a decoder's layers keep for backward.
 
-    leaving: how many of the first layers are offloaded. Other layers' tensors stay on the device.
-    allocated: bytes of all host blocks.
-    moved: bytes copied so far, in both directions.
+    Every training step reuses this memory.
+
+    leaving: number of offloaded layers, counted from the first. The tensors of the other layers
+        stay on the device.
+    allocated: total size of all host blocks in bytes.
+    moved: number of bytes copied so far, in both directions.
     """
 
     def __init__(self, layers: int, device: torch.device, offloaded: bool | int = True) -> None:
@@ -89,13 +94,13 @@ class ActivationOffload:
 
     @property
     def waiting(self) -> int:
-        """Number of tensors between their forward and their backward pass."""
+        """Number of tensors that have been put and not yet fetched with `get`."""
         return sum(len(row) for row in self._waiting.values())
 
     def put(self, layer: int, tensor: torch.Tensor) -> OffloadedTensor:
-        """Start to copy a tensor to the host after the work queued so far.
+        """Keep a layer's tensor. If the layer is offloaded, start to copy the tensor to the host.
 
-        The caller must not change the tensor any more.
+        The copy runs after the work queued so far. The caller must not change the tensor any more.
         """
         if layer != self._at:
             self._begin(layer)
@@ -115,7 +120,7 @@ class ActivationOffload:
         return kept
 
     def _begin(self, layer: int) -> None:
-        """Start a layer. Free the device tensors of layer ``layer - 2`` once they are copied."""
+        """Start a layer. Free layer ``layer - 2``'s tensors on the device after their copies."""
         self._at = layer
         if layer == 0:
             # Drop what is left of a forward pass that had no backward pass.
@@ -130,7 +135,7 @@ class ActivationOffload:
         self._waiting[layer] = []
 
     def get(self, kept: OffloadedTensor) -> torch.Tensor:
-        """Do what `OffloadedTensor.get` says, and start to fetch the layer before this one."""
+        """Do what `OffloadedTensor.get` says, and start to fetch the tensors of the layer below."""
         self._at = -1
         self._fetch(kept.layer)
         self._fetch(kept.layer - 1)
@@ -145,7 +150,7 @@ class ActivationOffload:
         return tensor
 
     def _fetch(self, layer: int) -> None:
-        """Start to copy a layer's tensors back to the device."""
+        """Start to copy a layer's tensors back to the device, unless they are there already."""
         for kept in self._waiting.get(layer, []):
             if kept.device is not None:
                 continue
@@ -159,16 +164,16 @@ class ActivationOffload:
             self.moved += kept.device.nbytes
 
     def _release_blocks(self, kept: OffloadedTensor) -> None:
-        """Return the host blocks for reuse now: later copies are queued behind this tensor's."""
+        """Make the tensor's host blocks free at once.
+
+        This is safe because later copies are queued behind the copies of this tensor.
+        """
         for block in kept.host or ():
             self._free.setdefault(block.nbytes, []).append(block)
         kept.device = kept.host = None
 
     def _block(self, size: int) -> torch.Tensor:
-        """Return the smallest free block that is large enough, or allocate one.
-
-        A tensor no larger than an earlier one always fits in existing blocks.
-        """
+        """Return the smallest free block of at least ``size`` bytes, or allocate a block."""
         large_enough = size
         while large_enough <= FULL_BLOCK:
             if free := self._free.get(large_enough):
@@ -202,7 +207,7 @@ class ActivationOffload:
 def _split_over_blocks(
     tensor: torch.Tensor, blocks: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each part of a contiguous tensor, as bytes, and the part of the block that holds it."""
+    """Yield pairs of views, uint8: a part of a contiguous tensor, and its space in a block."""
     flat, at = tensor.view(-1).view(torch.uint8), 0
     for block in blocks:
         part = flat[at : at + block.nbytes]

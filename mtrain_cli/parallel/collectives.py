@@ -1,4 +1,7 @@
-"""Collectives that move whole shards. PyTorch 2.13 renamed them; this uses the name it finds."""
+"""Collectives that move whole shards, under the old and the new names of PyTorch's functions.
+
+PyTorch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,17 @@ _scatter: Callable[..., Any] = (
 def all_gather(
     own: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Gather contiguous ``own`` [...] from all ranks. Returns [workers, ...] in rank order."""
+    """Gather contiguous ``own`` [...] from all ranks. Return [workers, ...] in rank order."""
     gathered = own.new_empty(workers, *own.shape)
     _gather(gathered.view(-1), own.view(-1), group=group)
     return gathered
 
 
 def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather every rank's ``own``, in rank order. It travels as JSON, so tuples arrive as lists.
+    """Return a list of every rank's ``own``, in rank order.
 
-    torch's object collectives send pickles, which can run code on the receiver.
+    The values travel as JSON, so tuples arrive as lists. torch's own collectives for objects send
+    pickles, which can run code on the receiver.
     """
     workers = dist.get_world_size(group)
     content = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
@@ -48,7 +52,7 @@ def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def start_all_gather(
     own: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """Start `all_gather`. The result is complete after the returned work's ``wait()``."""
+    """Start `all_gather`. The returned tensor is complete after the returned work's ``wait()``."""
     gathered = own.new_empty(workers, *own.shape)
     return gathered, _gather(
         gathered.view(-1), own.contiguous().view(-1), group=group, async_op=True
@@ -58,9 +62,10 @@ def start_all_gather(
 def start_reduce_scatter(
     shards: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """Start to sum contiguous ``shards`` [workers, ...] over ranks; this rank gets shards[rank].
+    """Start to sum contiguous ``shards`` [workers, ...] over ranks.
 
-    The result is complete after the returned work's ``wait()``.
+    This rank gets the sum of shards[rank]. The returned tensor is complete after the returned
+    work's ``wait()``.
     """
     own = torch.empty_like(shards[0])
     return own, _scatter(own.view(-1), shards.view(-1), group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""Attention over a sequence spread over a context group, as one differentiable call."""
+"""Attention over a sequence that is sharded over a context group, as one differentiable call."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _COUNTED_AT_ONCE = 1 << 21
 class IndexRecord:
     """One estimate of an index: the work that the index leaves and the time that the estimate took.
 
-    counts_or_index: the counts. For slashes and columns it is the index itself until
-        `DynamicIndex.count` runs.
+    counts_or_index: the counts of the work. For a `VerticalSlash`, this field is the index itself
+        until `DynamicIndex.count` counts its work.
     workers: number of workers whose counts add up to all queries; 1 if this worker's counts cover
         all queries.
-    started, ended: CUDA events, or seconds on a CPU.
+    started, ended: CUDA events, or on a CPU times in seconds.
     """
 
     layer: int
@@ -52,7 +52,7 @@ class IndexRecord:
 
     @property
     def seconds(self) -> float:
-        """Seconds on the device. On a GPU the work must have finished."""
+        """Time of the estimate in seconds. On a GPU the estimate must have finished."""
         if isinstance(self.started, float):
             assert isinstance(self.ended, float)
             return self.ended - self.started
@@ -64,11 +64,12 @@ class IndexRecord:
 class DynamicIndex:
     """A sparsity pattern applied to one batch.
 
-    foreign_queries: whether this worker also computes for other workers' queries. Block bitmaps are
-        then gathered from all workers.
-    kept: by layer, its index from forward to backward. Recomputation reuses it.
+    foreign_queries: whether this worker also computes for other workers' queries. If True, block
+        bitmaps are gathered from all workers.
+    kept: the index of each layer, from the layer's forward to its backward pass. Recomputation
+        reuses this index.
     records: one per estimate.
-    estimated: by layer, its index, kept after backward for a profile; None outside a profile.
+    estimated: the index of each layer, kept after backward for a profile; None outside a profile.
     """
 
     pattern: Pattern
@@ -81,7 +82,7 @@ class DynamicIndex:
     def of(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None = None
     ) -> Index:
-        """Return the index of a layer. Estimate it on the first call, then reuse it."""
+        """Return the index of a layer. Only the first call for a layer estimates the index."""
         if layer not in self.kept:
             started = _now(q.device)
             span = nvtx_ranges.span(INDEX, "", "", -1)
@@ -110,7 +111,7 @@ class DynamicIndex:
         return self.kept[layer]
 
     def count(self) -> None:
-        """Replace slashes and columns in ``records`` by the counts of the work that they leave.
+        """Replace each `VerticalSlash` in ``records`` by counts of the work that the index leaves.
 
         Call this once, at the end of a step: counting launches about fifty kernels, and no layer
         should wait for a metric.
@@ -152,9 +153,9 @@ class ContextAttention:
 
     plan: what this rank computes, on the device.
     index: None for dense attention.
-    kept: by layer, the tensors of the first forward pass that recomputation needs.
-    offload: host memory for `kept`; None keeps it on the device.
-    narrowed: by layer, its tiles and early tiles (`Plan`) after its index has narrowed them. An
+    kept: for each layer, the tensors of the first forward pass that recomputation needs.
+    offload: host memory for the tensors in `kept`; None keeps them on the device.
+    narrowed: for each layer, the tiles and early tiles of `plan`, narrowed by the layer's index. An
         entry lives until the layer's backward pass, because kernels cache in the tiles what they
         derive from the index (`Tiles.index_cache`).
     """
@@ -186,7 +187,8 @@ class ContextAttention:
             masks: one per sequence of the batch.
             pattern: None for dense attention.
             keep: see `Plan.make`.
-            offload: host memory for the tensors that recomputation needs; None for the device.
+            offload: host memory for the tensors that recomputation needs; None keeps them on the
+                device.
 
         Raises:
             ValueError: the layout's shards are not whole blocks of the index.
@@ -208,7 +210,8 @@ class ContextAttention:
         Args:
             plan: a plan on the device, made for the pattern's kind of index.
             pattern: None for dense attention.
-            offload: host memory for the tensors that recomputation needs; None for the device.
+            offload: host memory for the tensors that recomputation needs; None keeps them on the
+                device.
         """
         index = None
         if pattern is not None:
@@ -218,7 +221,7 @@ class ContextAttention:
         return ContextAttention(exchange, kernel, plan, index, offload=offload)
 
     def for_next_batch(self) -> ContextAttention:
-        """Return a copy for another batch under the same masks, with nothing estimated or kept."""
+        """Return a copy for another batch with the same masks, without any index or kept tensor."""
         index = self.index
         if index is not None:
             index = replace(index, kept={}, records=[], estimated=None)
@@ -236,11 +239,11 @@ class ContextAttention:
         """Compute attention of this rank's queries over the whole sequence.
 
         Args:
-            q: [batch, tokens, heads, head_dim], of this rank.
-            k, v: [batch, tokens, kv_heads, head_dim], of this rank.
+            q: this rank's queries, [batch, tokens, heads, head_dim].
+            k, v: this rank's keys and values, [batch, tokens, kv_heads, head_dim].
 
         Returns:
-            out, like q.
+            out, with the shape and dtype of q.
         """
         recorder = self.exchange.recorder
         # This call only joins kept tensors: no computation and no message to record.
@@ -278,7 +281,7 @@ class ContextAttention:
         return 1.0 / math.sqrt(head_dim)
 
     def keep_for_recompute(self, layer: int, saved: tuple[torch.Tensor, ...]) -> None:
-        """Keep what recomputation needs. saved: the tensors that the first forward pass saved."""
+        """Keep the tensors that recomputation needs. saved: what the first forward pass saved."""
         early = self.plan.early
         if early is None:
             return

@@ -1,7 +1,7 @@
 """Exchanges: bring keys and values to the queries of a context group.
 
-An exchange binds a schedule to a layout and to the ranks of a context group. Its programs
-(`lowering.lower`) are made once; the `Executor` runs them with any kernel.
+An exchange binds a schedule to a layout and to the ranks of a context group. It makes each of its
+programs (`lowering.lower`) once. The `Executor` runs a program with any kernel.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class ShardTiles:
     """What each kernel call of one rank computes for a batch.
 
-    tiles: the query-key pairs that the masks allow (`Tiles`), by (query shard, key shard) of the
-        call. Made once per batch and shared by all layers.
-    index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None narrows none.
+    tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (query shard, key
+        shard). They are made once per batch, and all layers share them.
+    index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None for dense
+        attention.
     """
 
     tiles: dict[tuple[Shards, Shards], Tiles]
@@ -68,11 +69,12 @@ class ShardTiles:
 class Exchange:
     """One way of moving keys and values, bound to a layout, a context group and a schedule.
 
-    shared_columns: whether a ring gathers the KV of the index's single columns once per pass. Its
-        steps then compute block diagonals only.
-    inside: the layout between the two all-to-alls. It counts ranks that share heads as one rank.
-    part: (i, n), the part of the model's heads that this rank computes.
-    own: the shard of this rank, or of the ranks that share heads with it.
+    shared_columns: whether a ring gathers the KV of the index's single columns once per pass. If
+        True, the ring's steps compute block diagonals only.
+    inside: the layout between the two Ulysses all-to-alls, in which the ranks that share heads
+        count as one rank. Without Ulysses it is the layout itself.
+    part: (i, n), the part of the model's heads that this rank computes: the i-th of n equal parts.
+    own: the shard of this rank in `inside`.
     """
 
     def __init__(
@@ -106,7 +108,10 @@ class Exchange:
         self.recorder = recorder
 
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
-        """Return this rank's program of a pass. traits: of kernel and index; None for defaults."""
+        """Return this rank's program of a pass.
+
+        traits: the properties of kernel and index; None for the defaults of `Traits`.
+        """
         key = backward, traits or Traits()
         if key not in self._programs:
             self._programs[key] = lower(
@@ -123,24 +128,24 @@ class Exchange:
     def num_queries(self) -> int:
         """Number of queries per sequence for which this rank computes attention.
 
-        If this rank shares heads with others, their queries count, too.
+        Under Ulysses these include the queries of all ranks that share heads with this rank.
         """
         return self.inside.tokens_per_worker
 
     def recomputes(self, early: int | None) -> Recompute:
-        """Return what `recompute` runs again.
+        """Return which part of the forward program `recompute` runs again.
 
-        early: number of this rank's first queries to recompute; None for all.
+        early: number of queries to recompute, counted from this rank's first; None for all.
         """
         return Recompute.of(early, self.schedule.heads)
 
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
     ) -> set[tuple[Shards, Shards]]:
-        """Return the (query, key) shards of all tiles that `forward` and `backward` ask for.
+        """Return the (query shard, key shard) of all tiles that `forward` and `backward` need.
 
         indexed: whether a dynamic index narrows the tiles.
-        forward_only: leave out the tiles of `backward`.
+        forward_only: leave out the tiles that only `backward` needs.
         """
         passes = (False,) if forward_only else (False, True)
         computes = (op for b in passes for op in self.program(backward=b).computes)
@@ -151,7 +156,7 @@ class Exchange:
     def columns_of(self, shard_tiles: ShardTiles) -> SharedColumns | None:
         """Return the single columns of the index that this rank gathers once per pass.
 
-        None if the ring steps compute the columns, or the index has none.
+        Return None if the steps of the ring compute the columns, or if the index has no columns.
         """
         if not self.gathers_columns or shard_tiles.index is None:
             return None
@@ -161,10 +166,10 @@ class Exchange:
         return SharedColumns.make(whole, own)
 
     def token_order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the permutation that sorts the tokens of ranks that share heads, and its inverse.
+        """Return the permutation that sorts the tokens after an all-to-all, and its inverse.
 
-        The all-to-all delivers the tokens rank after rank. Both tensors, int64[tokens], are copied
-        to the device once.
+        The all-to-all delivers the tokens of the ranks that share heads rank after rank. Both
+        results are int64 [tokens]. They are copied to the device once.
         """
         if device not in self._token_order:
             first = self.own[0] * self.schedule.heads
@@ -191,10 +196,10 @@ class Exchange:
         Args:
             q: [batch, tokens, heads, head_dim].
             k, v: [batch, tokens, kv_heads, head_dim].
-            label: name for messages, such as ``layer 3``.
+            label: name of the layer in error messages, such as ``layer 3``.
 
         Returns:
-            out like q; lse [batch, heads, tokens]; the tensors that `backward` needs.
+            out, with the shape of q; lse [batch, heads, tokens]; the tensors that `backward` needs.
         """
         run = self._begin_forward(q, k, v, shard_tiles, kernel, scale, label)
         run.run(run.program.operations)
@@ -234,11 +239,11 @@ class Exchange:
         return Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
 
     def kept_for_recompute(self, saved: Saved, early: int) -> Saved:
-        """Return the part of ``saved`` to keep for `recompute` of the first ``early`` queries.
+        """Return the tensors to keep if `recompute` computes only the first ``early`` queries.
 
-        These are out and lse of the later queries. If ``early`` is 0, also keep the KV from other
-        ranks. With grouped heads that KV takes fewer bytes than this rank's own activations, and
-        fetching it again would stall the backward pass.
+        These are out and lse of the later queries. If ``early`` is 0, a ring also keeps the KV that
+        it received from other ranks: fetching this KV again would stall the backward pass, and with
+        grouped heads it takes fewer bytes than this rank's own activations.
         """
         _, keys, out, lse, *columns = saved
         if early:
@@ -261,8 +266,8 @@ class Exchange:
     ) -> tuple[torch.Tensor, Saved]:
         """Restore the results of `forward` from what `kept_for_recompute` kept.
 
-        Compute attention for the first ``early`` queries only. If there are any, all ranks exchange
-        KV again as in forward.
+        Compute attention for the first ``early`` queries only. If ``early`` is not 0, all ranks
+        exchange KV again as in forward.
 
         Args:
             kept: result of `kept_for_recompute` for the same ``early``.
@@ -300,7 +305,7 @@ class Exchange:
 def _restored(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Saved
 ) -> tuple[torch.Tensor, Saved]:
-    """Return out and the saved tensors for `Exchange.recompute` if it computes nothing again.
+    """Return the result of `Exchange.recompute` for ``early`` 0, without any computation.
 
     kept: result of `Exchange.kept_for_recompute` with ``early`` 0.
     """

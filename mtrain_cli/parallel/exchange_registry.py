@@ -22,7 +22,7 @@ def make_exchange(
     """Make the exchange of a run. `exchange_selection.choose_exchange` resolves ``auto`` first.
 
     chunks, prefetch, circulates: see `schedule.ScheduleOptions`.
-    shared_columns: whether a ring gathers the single columns of an index once.
+    shared_columns: whether a ring gathers the single columns of an index once per pass.
     """
     options = ScheduleOptions(group.size, group.per_node, chunks, prefetch, circulates, group.heads)
     return Exchange(layout, group, make_schedule(name, options), shared_columns=shared_columns)

@@ -1,4 +1,4 @@
-"""Choose the exchange of a run: resolve the ``auto`` settings of how keys and values move."""
+"""Choose the exchange of a run: resolve ``auto`` in the settings that say how KV moves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class ExchangeChoice:
     """The exchange of a run and the reason for it.
 
     per_node, heads, chunks, prefetch, circulates: see `ScheduleOptions`.
-    shared_columns: whether a ring gathers the single columns of an index once.
-    channels: the schedule's channels; empty if the workers only share heads.
+    shared_columns: whether a ring gathers the single columns of an index once per pass.
+    channels: the channels on which keys or queries move; empty if neither moves between workers,
+        because one worker computes alone or all workers share heads (Ulysses).
     """
 
     name: str
@@ -62,14 +63,14 @@ class ExchangeChoice:
         return 1 + 2 * len(self.channels) + (1 + bool(self.channels) if self.heads > 1 else 0)
 
     def options(self, workers: int) -> ScheduleOptions:
-        """Return the options for the schedule of ``workers`` workers."""
+        """Return the options of the schedule for a context group of ``workers`` workers."""
         return ScheduleOptions(
             workers, self.per_node, self.chunks, self.prefetch, self.circulates, self.heads
         )
 
     @property
     def label(self) -> str:
-        """The exchange in a few words, for banners."""
+        """A description of the exchange in a few words, for banners."""
         parts = []
         if self.heads > 1:
             parts.append(f"ulysses over {self.heads}")
@@ -90,13 +91,14 @@ class ExchangeNeeds:
     """What the choice of an exchange depends on.
 
     workers: size of the context group.
-    per_node: workers of the group that share a node.
-    tokens: padded length of a sequence, times the sequences of a micro-batch.
-    heads, kv_heads, head_dim: the model's query heads, key-value heads and elements per head.
+    per_node: number of the group's workers that share a node.
+    tokens: padded length of a sequence, times the number of sequences in a micro-batch.
+    heads, kv_heads: the model's numbers of query heads and of key-value heads.
+    head_dim: number of elements per head.
     dtype_bytes: bytes per element in the compute dtype.
-    device_memory: bytes of one device; None if unknown.
-    index: kind of the dynamic index; None if dense.
-    columns: upper bound on the single columns per head; None if unbounded.
+    device_memory: memory of one device in bytes; None if unknown.
+    index: kind of the dynamic index; None for dense attention.
+    columns: upper bound on the number of single columns per head; None if there is no bound.
     needs_out: whether the kernel needs out in backward.
     """
 
@@ -118,7 +120,7 @@ class ExchangeNeeds:
 
     @property
     def shard(self) -> int:
-        """Tokens of a worker, over all sequences of a micro-batch."""
+        """Number of tokens of a worker, over all sequences of a micro-batch."""
         return self.tokens // self.workers
 
 
@@ -129,10 +131,10 @@ _LABEL = re.compile(
 
 
 def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleOptions] | None:
-    """Return the exchange and the schedule's options that an `ExchangeChoice.label` describes.
+    """Return the name of the exchange and the options that an `ExchangeChoice.label` describes.
 
-    The exchange is ``all_gather`` if workers only share heads. The result is None if this version
-    does not know the label.
+    The name is ``all_gather`` if the label names only the sharing of heads (Ulysses). Return None
+    if this version of mtrain does not know the label.
 
     workers, per_node: as in `ScheduleOptions`.
     """
@@ -156,13 +158,14 @@ def short_label(label: str) -> str:
 
 
 def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int:
-    """Return the bytes that all-gather needs in a layer's backward pass.
+    """Return how many bytes of gathered tensors all-gather holds in a layer's backward pass.
 
-    They hold the gathered KV, its gradients, and these gradients in float32.
+    The tensors are the gathered KV, its gradients in the compute dtype, and the same gradients in
+    float32.
 
-    heads: ranks that share heads.
-    chunks: parts of the heads, gathered one after the other. With more than one, the KV of two
-        parts is held at a time.
+    heads: number of ranks that share heads.
+    chunks: number of equal parts of the heads, gathered one after the other. With more than one
+        part, the KV of two parts is in memory at a time.
     """
     one_token = ShardSizes(1, needs.heads, needs.kv_heads, needs.head_dim, needs.dtype_bytes)
     size = _gathered(needs.workers, heads, chunks).of(one_token, heads)
@@ -178,10 +181,11 @@ def _gathered(workers: int, heads: int, chunks: int) -> Size:
 
 
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
-    """Return the bytes that a worker of a ring sends per hop in a layer's backward pass.
+    """Return how many bytes a worker of a ring sends per hop in a layer's backward pass.
 
-    If queries circulate: q, dout, lse, delta (or out, if the kernel needs it) and float32 dq
-    (BurstEngine, section 3.1). Otherwise KV and its float32 gradient.
+    If queries circulate, the worker sends q, dout, lse, float32 dq, and delta or, if the kernel
+    needs it, out (BurstEngine, section 3.1). If keys circulate, it sends KV and their float32
+    gradients.
 
     circulates: KV or QUERIES.
     """
@@ -210,11 +214,11 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
     elif topology.exchange != "auto":
         name, reason = topology.exchange, "as configured"
     elif groups == 1:
-        name, reason = "all_gather", "the workers share heads only"
+        name, reason = "all_gather", "the workers only split the heads among themselves"
         if heads == 1:
             parts = _chunks(topology, needs, name, groups, heads)
             calls = f"; one kernel call for each of {parts} parts of the heads" if parts > 1 else ""
-            reason = f"one worker holds the whole sequence, nothing moves{calls}"
+            reason = f"one worker holds the whole sequence, so nothing moves{calls}"
     else:
         name, reason = _fastest(topology, needs, groups, heads)
     choice = ExchangeChoice(
@@ -290,10 +294,10 @@ def _fastest(
 
 
 def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
-    """Return the number of parts in which to gather the heads, one after the other.
+    """Return the number of equal parts of the heads to gather one after the other.
 
-    It is 2 for a large gather, and more only if memory requires it: more parts mean more and
-    smaller kernel calls, and beyond two they hide little more communication.
+    A small gather has one part, a large gather two. More parts are used only to save memory: they
+    mean more and smaller kernel calls, and hide little more communication than two parts do.
     """
     kv_heads = max(1, needs.kv_heads // heads)
     large = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes >= 2 * _CHUNK_BYTES
@@ -307,9 +311,9 @@ def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
 
 
 def _fewest_parts(needs: ExchangeNeeds) -> int:
-    """Return the number of parts in which a single worker computes the heads, one by one.
+    """Return the number of equal parts of the heads that a single worker computes one by one.
 
-    A kernel accumulates dq in float32 for one part at a time, so parts bound its memory.
+    A kernel accumulates dq in float32 for one part at a time, so more parts need less memory.
     """
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
     size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
@@ -343,7 +347,7 @@ def _chunks(
 
 
 def _user_exchange(topology: TopologyConfig, name: str) -> str:
-    """Return the exchange as the user set it, and what ``auto`` resolves to."""
+    """Return the user's setting of topology.exchange. If it is ``auto``, add the chosen name."""
     resolved = f" (here: {name})" if topology.exchange == "auto" else ""
     return f"topology.exchange={topology.exchange}{resolved}"
 

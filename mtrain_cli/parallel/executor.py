@@ -6,7 +6,7 @@ return to the pool. A method must not keep a tensor after its operation, because
 add to the next kernel's peak memory.
 
 k and v travel as one message [2, batch, tokens, kv_heads, head_dim]. Partial outputs and gradients
-are summed in float32 (float64 for float64 inputs). Gradients travel in that dtype, too.
+are summed in float32 (float64 for float64 inputs). Gradients also travel in the dtype of the sums.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ if TYPE_CHECKING:
 class Executor:
     """Runs the program of one pass of one layer's attention on this rank.
 
-    exchange: provides the layout and the pool.
+    exchange: provides the layout and the pool of buffers.
     transport: runs the transfers and records times.
-    columns: the single columns of the index that are gathered once per pass, or None.
-    tensors: the live buffers by name. Initially these are the program's inputs.
+    columns: the single columns of the index that are gathered once per pass; None if no columns
+        are gathered.
+    tensors: the live buffers by name. At first these are the program's inputs.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Executor:
         self.tensors[op.writes[0]], self.tensors[op.writes[1]] = dq, (dk, dv)
 
     def _rows(self, op: Compute) -> tuple[Any, ...]:
-        """Return q, dout, out, lse and delta of a step's queries."""
+        """Return q, dout, out, lse and delta of the queries that a kernel call computes."""
         if len(op.reads) == 2:
             assert self._message is not None
             return self._message.unpack(self.tensors[op.reads[0]])
@@ -297,7 +298,7 @@ class Executor:
         return head_parts.concatenate(outs, 2), head_parts.concatenate(lses, 1)
 
     def _to_heads(self, op: Arrange) -> Sequence[Any]:
-        """Cut out the heads for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
+        """Return the heads for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = [head_parts.split_heads(t, self.program.sharing) for t in self._read(op)]
         self._widths = [part.shape[3] for part in parts]
         return (torch.cat(parts, 3),)
@@ -310,7 +311,7 @@ class Executor:
         return [t.contiguous() for t in whole.split(self._widths, 2)]
 
     def _to_tokens(self, op: Arrange) -> Sequence[Any]:
-        """Cut out the tokens for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
+        """Return the tokens for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = self._read(op)
         self._widths = [part.shape[2] for part in parts]
         _, back = self.exchange.token_order(parts[0].device)

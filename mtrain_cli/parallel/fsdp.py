@@ -31,14 +31,14 @@ def shard_parameters(
 ) -> None:
     """Shard a decoder in place, layer by layer. Parameters keep their dtype.
 
-    Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of
-    the whole step. Over micro-batches a worker accumulates them in the parameters' dtype. Under
-    ``optimizer`` it accumulates them in reduce_dtype.
+    Gradients are summed over workers, not averaged: the loss is already divided by the number of
+    valid tokens in the whole step. Over micro-batches a worker accumulates gradients in the
+    parameters' dtype, but in reduce_dtype under ``optimizer``.
 
     Args:
-        compute_dtype: gathered weights have this dtype.
+        compute_dtype: dtype of gathered weights.
         shard: ``full``, ``gradients`` or ``optimizer``.
-        reduce_dtype: gradients are sent and summed over workers in this dtype.
+        reduce_dtype: dtype in which gradients are sent and summed over workers.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -59,8 +59,9 @@ def shard_parameters(
 def begin_micro_batch(decoder: nn.Module, shard: str, *, last: bool) -> None:
     """Set whether the next backward pass frees gathered weights and reduces gradients.
 
-    Under ``full`` every pass does both. Otherwise only the last micro-batch's pass frees weights,
-    and under ``optimizer`` only that pass reduces gradients.
+    Under ``full`` every backward pass frees weights and reduces gradients. Under ``gradients``
+    every pass reduces gradients, but only the last micro-batch's pass frees weights. Under
+    ``optimizer`` only the last micro-batch's pass does either.
 
     last: whether this is the last micro-batch of the optimizer step.
     """
@@ -79,7 +80,7 @@ def reshard(decoder: nn.Module) -> None:
 
 
 def _units(decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules that FSDP2 gathers and reduces as one: each layer, then the root."""
+    """Return the modules that FSDP2 gathers and reduces as one unit: each layer, then the root."""
     return [*decoder.layers, decoder]  # type: ignore[misc]
 
 
@@ -94,12 +95,12 @@ def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def on_reduced_gradients(decoder: nn.Module, hook: Callable[[int, Tensor], None]) -> None:
-    """Call ``hook(unit, packed)`` after every reduction. The parameters get no gradient.
+    """Call ``hook(unit, packed)`` after every reduction of gradients. Keep no ``grad``.
 
-    unit: index into `unit_parameters`.
-    packed: the unit's reduced gradients, 1-D, in the dtype of the reduction. It holds this worker's
-        shards one after the other, each padded with zeros to the size of rank 0's shard. FSDP2
-        writes it on a stream of its own; the hook runs on that stream.
+    unit: index of the unit in `unit_parameters`.
+    packed: the unit's reduced gradients, 1-D, in the dtype of the reduction. This tensor holds the
+        worker's shards one after the other, each padded with zeros to the size of rank 0's shard.
+        FSDP2 writes the tensor on its own stream, and the hook runs on that stream.
     """
     for number, module in enumerate(_units(decoder)):
         assert isinstance(module, FSDPModule)

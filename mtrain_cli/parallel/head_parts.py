@@ -10,7 +10,7 @@ from mtrain_cli.attention.partials import accumulation_dtype
 
 
 def part_of_heads(tensor: torch.Tensor, piece: tuple[int, int], dim: int) -> torch.Tensor:
-    """Return a view of the i-th of n equal parts of dimension ``dim``. piece: (i, n)."""
+    """Return a view of one of n equal parts of dimension ``dim``. piece: (i, n), for the i-th."""
     i, n = piece
     return tensor if n == 1 else tensor.unflatten(dim, (n, -1)).select(dim, i)
 
@@ -22,7 +22,7 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 def split_heads(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
     """Split [batch, tokens, heads, head_dim] into [ranks, batch, tokens, heads per rank, head_dim].
 
-    If there are fewer heads than ranks, repeat each head.
+    If the tensor has fewer heads than there are ranks, repeat each head.
     """
     heads = tensor.shape[2]
     if heads < ranks:
@@ -33,7 +33,7 @@ def split_heads(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 def sum_repeated_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     """Turn [batch, tokens, ranks, heads per rank, head_dim] into [batch, tokens, heads, head_dim].
 
-    Sum the gradients of the copies that `split_heads` made of a head.
+    If `split_heads` repeated each head, sum the gradients of the copies of a head.
     """
     flat = gradient.flatten(2, 3)
     repeats = flat.shape[2] // heads

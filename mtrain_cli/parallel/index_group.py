@@ -1,4 +1,4 @@
-"""The collectives with which the workers of a context group estimate one index together."""
+"""Collectives that the workers of a context group use to estimate one index together."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mtrain_cli.sparsity.pattern import IndexGroup, MaskedPositions, SingleWorke
 class DistributedIndexGroup:
     """The process group whose workers estimate one sparse index together.
 
-    rank, size: this worker's rank in the group, and the number of workers.
-    ranks: their global ranks.
+    rank, size: this worker's rank in the group, and the number of workers in the group.
+    ranks: global ranks of the group's workers.
     """
 
     rank: int
@@ -54,9 +54,9 @@ class DistributedIndexGroup:
 
     @contextmanager
     def _recorded_wait(self, nbytes: int) -> Iterator[None]:
-        """Record a blocking message of the estimate.
+        """Record the ``with`` block as a wait for a message of the estimate.
 
-        nbytes: bytes that this worker sends. It receives the same number.
+        nbytes: number of bytes that this worker sends. It receives the same number of bytes.
         """
         recorder = self._recorder
         if recorder is None:
@@ -72,9 +72,9 @@ class DistributedIndexGroup:
 
 
 def make_index_group(group: ContextGroup) -> IndexGroup:
-    """Return the group with which a context group's workers estimate an index.
+    """Return a group that lets the workers of a context group estimate an index together.
 
-    Its communicator is separate from the exchange's.
+    The group's communicator is separate from those of the exchange.
     """
     if group.size == 1:
         return SingleWorkerGroup()
@@ -89,7 +89,7 @@ def record_index_messages(group: IndexGroup, recorder: Recorder | None) -> None:
 
 
 def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
-    """Gather the bitmap's rows from all workers. Each has estimated those of its own queries."""
+    """Gather the rows of a bitmap: each worker has estimated the rows of its own queries."""
     if masked.group.size == 1:
         return index
     own_bits = index.bits.to(torch.uint8)

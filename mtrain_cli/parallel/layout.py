@@ -2,7 +2,8 @@
 
 A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a
 worker's slots hold ascending positions, so the mask of any (query shard, key shard) pair is one
-interval per row (`mtrain_cli.attention.mask`). Lengths that do not divide are padded at the end.
+interval per row (`mtrain_cli.attention.mask`). If a sequence cannot be split into equal shards,
+padding is added at its end.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Layout(ABC):
     """A distribution of a sequence's tokens over workers.
 
     workers: size of the context group.
-    seq: tokens of a sequence, before padding.
-    block_size: tokens per block of a striped layout.
-    unit: tokens. The length of every contiguous piece that a rank holds is a multiple of it. With
-        a dynamic index it is the index's block.
+    seq: number of tokens in a sequence, before padding.
+    block_size: number of tokens per block of a striped layout.
+    unit: number of tokens that divides the length of every contiguous piece of a shard. With a
+        dynamic index, ``unit`` is the index's block size.
     """
 
     workers: int
@@ -42,7 +43,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def _multiple(self) -> int:
-        """`padded_seq` is a multiple of this."""
+        """The number of tokens of which `padded_seq` is a multiple."""
 
     @property
     def padded_seq(self) -> int:
@@ -54,7 +55,7 @@ class Layout(ABC):
 
     @abstractmethod
     def positions(self, rank: int) -> NDArray[np.int64]:
-        """Return the global positions [tokens_per_worker] of a rank's slots, ascending."""
+        """Return the global position of each slot of a rank, ascending, [tokens_per_worker]."""
 
     def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
         """Turn shards in rank order into the sequence, with one copy.
@@ -67,7 +68,10 @@ class Layout(ABC):
         return self._to_sequence(as_wide(shards) if shards.ndim > 3 else shards).view(shards.dtype)
 
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        """Turn a sequence into shards: undo `to_sequence`. A view if the layout allows one."""
+        """Turn a sequence into shards: the inverse of `to_sequence`.
+
+        Return a view if the layout allows a view.
+        """
         from mtrain_cli.parallel.wide_copy import as_wide
 
         return self._to_shards(as_wide(sequence) if sequence.ndim > 2 else sequence).view(
@@ -75,22 +79,25 @@ class Layout(ABC):
         )
 
     def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
-        """Write the result of `to_shards` into ``shards``, which can have another dtype."""
+        """Write the result of `to_shards` into ``shards``, which may have another dtype."""
         from mtrain_cli.parallel.wide_copy import copy
 
         copy(self.to_shards(sequence), shards)
 
     @abstractmethod
     def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
-        """Reorder as `to_sequence` does. ``shards`` may be a view with wider elements."""
+        """Do the work of `to_sequence`. ``shards`` may be a view with wider elements."""
 
     @abstractmethod
     def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        """Reorder as `to_shards` does. ``sequence`` may be a view with wider elements."""
+        """Do the work of `to_shards`. ``sequence`` may be a view with wider elements."""
 
 
 class Contiguous(Layout):
-    """Rank r holds the r-th part. Under a causal mask the last rank computes the most."""
+    """Rank r holds the r-th of ``workers`` equal parts.
+
+    Under a causal mask the last rank computes the most pairs.
+    """
 
     name = "contiguous"
 
@@ -110,9 +117,9 @@ class Contiguous(Layout):
 
 
 class Zigzag(Layout):
-    """Rank r holds the r-th part from the front and the r-th from the back, of 2 * workers parts.
+    """Cut a sequence into 2 * workers parts. Rank r holds part r from the front and from the back.
 
-    Under a causal mask all ranks compute the same amount.
+    Under a causal mask all ranks compute the same number of pairs.
     """
 
     name = "zigzag"
@@ -145,9 +152,9 @@ class Zigzag(Layout):
 class Striped(Layout):
     """Deal blocks to the ranks in turn: rank r holds blocks r, r + workers, r + 2 * workers, ...
 
-    In each ring step all ranks then compute the same set of block diagonals: those whose number has
-    the same remainder modulo workers. This also balances dynamic sparse attention, which keeps
-    whole diagonals (MTraining, section 4.1).
+    In each ring step all ranks compute the same set of block diagonals: all diagonals whose number
+    has the same remainder modulo workers. The layout therefore also balances dynamic sparse
+    attention, which keeps whole diagonals (MTraining, section 4.1).
     """
 
     name = "striped"
@@ -180,10 +187,10 @@ class Striped(Layout):
 
 @dataclass(frozen=True)
 class Joined(Layout):
-    """A layout whose shards each join the tokens of neighbouring ranks of another layout.
+    """A layout in which each shard joins the shards of neighboring ranks of another layout.
 
     base: the other layout.
-    together: ranks of ``base`` per shard. A shard holds their tokens in ascending order.
+    together: number of ranks of ``base`` per shard. The positions of a shard's tokens ascend.
     """
 
     base: Layout | None = None
@@ -208,7 +215,7 @@ class Joined(Layout):
 
     @cached_property
     def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each position, its place in the concatenated shards; and the inverse permutation."""
+        """The index of each position in the concatenated shards, and the inverse permutation."""
         order = np.concatenate([self.positions(r) for r in range(self.workers)])
         return np.argsort(order), order
 
@@ -217,7 +224,7 @@ class Joined(Layout):
         return {}
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_places` as tensors on a device. They are copied there once."""
+        """Return `_places` as tensors on a device. Only the first call for a device copies them."""
         from mtrain_cli.attention.device_copy import to_device
 
         if device not in self._moved:
@@ -237,7 +244,11 @@ _LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigza
 
 
 def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 1) -> Layout:
-    """Make a layout by name. Raises ValueError if there is none of that name."""
+    """Make the layout called ``name``.
+
+    Raises:
+        ValueError: no layout has this name.
+    """
     if name not in _LAYOUTS:
         raise ValueError(f"topology.layout={name}: no such layout; allowed: {', '.join(_LAYOUTS)}")
     return _LAYOUTS[name](workers, seq, block_size, unit)
@@ -246,12 +257,12 @@ def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 
 def early_queries(queries: int, keep: float, block: int | None) -> int:
     """Return how many of a worker's queries recomputation computes again.
 
-    The result is a whole number of index blocks. Without an index it is a whole number of kernel
-    tiles, if the worker has enough tiles for the rounding not to matter.
+    The number is rounded to whole blocks of the index. Without an index, it is rounded to whole
+    kernel tiles if the worker has at least 16 tiles.
 
     queries: number of the worker's queries.
     keep: share of the queries whose out and lse the first forward pass keeps.
-    block: tokens per block of the index; None without an index.
+    block: number of tokens per block of the index; None for dense attention.
     """
     unit = block or (_TILE if queries % _TILE == 0 and queries >= 16 * _TILE else 1)
     return min(queries, round((1 - keep) * queries / unit) * unit)

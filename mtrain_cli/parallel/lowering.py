@@ -1,15 +1,15 @@
 """Lower a schedule to the program of one rank in one pass (`program.Program`).
 
 Each kind of exchange has one function per pass, such as `_ring_forward`. The function emits the
-operations in order through `_Builder`. Under Ulysses, `_trade_heads` adds an all-to-all before and
-one after them.
+operations in order through `_Builder`. Under Ulysses, `_trade_heads` adds one all-to-all before
+these operations and one after them.
 
 A buffer's name is its kind and a number. "kv 2", "dkv 2" and "queries 2" belong to shard 2.
 "keys 1", "part 1", "dq 1" and "dkeys 1" belong to step 1. "gathered 3" and "sum 3" arrive by
 transfer 3. `_Builder.program` derives from the operations when each buffer is freed.
 
-The simulator charges the bytes in an operation's `moves`. If one charge covers several copies, it
-stands on the first copy.
+The simulator charges time for the bytes that an operation's `moves` gives. If one charge covers
+several copies, only the first copy carries the charge.
 """
 
 from __future__ import annotations
@@ -111,14 +111,15 @@ class Traits:
 def query_message(traits: Traits) -> Size:
     """Return the size of the message from which other ranks compute gradients of queries.
 
-    It holds q, dout and lse, and out (if the kernel needs it) or delta.
+    The message holds q, dout and lse. It also holds out if the kernel needs out, and delta
+    otherwise.
     """
     return 2 * low(ROWS) + high(STATS) + (low(ROWS) if traits.needs_out else high(STATS))
 
 
 @cache
 def _payload(payload: str, parts: int, traits: Traits) -> Size:
-    """Return the bytes of one rank's shard of a payload, such as KV, for 1 / parts of the heads."""
+    """Return the size of one rank's shard of a payload, such as KV, for 1 / parts of the heads."""
     message = query_message(traits)
     return {KV: low(KEYS), DKV: high(KEYS), DQ: high(ROWS), QUERIES: message}[payload] / parts
 
@@ -175,7 +176,8 @@ def _ring_forward(b: _Builder, steps: Steps) -> None:
 def _keys_backward(b: _Builder, steps: Steps) -> None:
     """Send key shards back to their owners.
 
-    The gradient of a shard follows one step behind. Each rank adds its own part to it.
+    The gradient of a shard follows one step behind the shard. Each rank adds its own part to the
+    gradient.
     """
     b.begin(0, steps[0])
     rows = b.begin_backward(2 * low(ROWS) + high(ROWS))
@@ -194,7 +196,7 @@ def _keys_backward(b: _Builder, steps: Steps) -> None:
 
 
 def _queries_backward(b: _Builder, steps: Steps) -> None:
-    """Keep the keys in place. Circulate messages of queries; their gradients follow."""
+    """Keep the keys on their rank, and circulate query messages. The queries' gradients follow."""
     b.begin(0, steps[0])
     rows = b.begin_backward(6 * low(ROWS) + high(ROWS))  # includes the message
     b.arrange(MESSAGE, rows, (f"queries {b.own}",))
@@ -217,7 +219,7 @@ def _queries_backward(b: _Builder, steps: Steps) -> None:
 
 
 def _gather_forward(b: _Builder, steps: Steps) -> None:
-    """Gather each part of the heads while the part before it is computed."""
+    """Gather each part of the heads while the previous part is computed."""
     b.begin(0, steps[0])
     b.arrange(PACK, ("k", "v"), (f"kv {b.own}",), 2 * low(KEYS))
     parts = []
@@ -231,7 +233,7 @@ def _gather_forward(b: _Builder, steps: Steps) -> None:
 
 
 def _gather_backward(b: _Builder, steps: Steps) -> None:
-    """Gather as in forward. Reduce-scatter a part's gradients while the next part is computed."""
+    """Gather keys as in forward. Reduce-scatter the gradients of a part during the next part."""
     parts = len(steps)
     cut = (low(KEYS) + high(KEYS)) * b.schedule.groups / parts
     copies = b.traits.copies_parts and b.schedule.groups > 1 and parts > 1
@@ -262,7 +264,11 @@ def _joined(parts: int) -> Size:
 
 
 def _trade_heads(b: _Builder, steps: Steps, inside: _Lowering, *, backward: bool) -> None:
-    """Ulysses: trade tokens of all heads for heads of all tokens, exchange, and trade back."""
+    """Emit the operations of an exchange between two Ulysses all-to-alls.
+
+    The first all-to-all trades tokens for heads, the second undoes this trade. ``inside`` emits the
+    operations of the exchange.
+    """
     queries, both = low(ROWS), low(ROWS) + low(KEYS)
     there, given = (["dout"], queries) if backward else (["q", "k", "v"], both)
     back, returned = (["dq", "dk", "dv"], both) if backward else (["out"], queries)
@@ -283,7 +289,10 @@ def _trade_heads(b: _Builder, steps: Steps, inside: _Lowering, *, backward: bool
 
 
 class _Builder:
-    """Collects the operations of one rank. The shards of ranks that share heads count as one."""
+    """Collect the operations of one rank.
+
+    The shards of the ranks that share heads count as one shard.
+    """
 
     def __init__(self, schedule: Schedule, rank: int, traits: Traits) -> None:
         self.schedule, self.traits = schedule, traits
@@ -342,7 +351,7 @@ class _Builder:
         )
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Wait for these transfers, which must be in flight."""
+        """Wait for the transfers with these numbers, which must be in flight."""
         for number in numbers:
             assert number in self._in_flight, f"transfer {number} is not in flight"
             del self._in_flight[number]
@@ -357,20 +366,20 @@ class _Builder:
         self.wait((transfer.number,))
 
     def hops(self, transfers: Sequence[Transfer]) -> None:
-        """Pass shards on, and receive others into pooled buffers."""
+        """Send shards to the next rank, and receive other shards into pooled buffers."""
         for t in transfers:
             leaves, arrives = (f"{t.payload} {self.shard(s)}" for s in (t.sends, t.receives))
             self._pooled.add(arrives)
             self._post(t, (leaves,), (arrives,), _payload(t.payload, t.part[1], self.traits))
 
     def hold(self, *names: str) -> None:
-        """Keep these buffers alive through the operation emitted last."""
+        """Keep these buffers alive until the end of the last operation emitted so far."""
         self._held |= dict.fromkeys(names, len(self._operations) - 1)
 
     def end_step(self, step: ScheduleStep, *computed: str) -> None:
         """End a step. Free the shards that it computed and the buffers that it finished sending.
 
-        If they were free any earlier, the step's gradients could reuse their memory.
+        If these buffers were freed earlier, the step's gradients could reuse their memory.
         """
         left = (self._transfers[n].reads for n in step.wait if n in self._transfers)
         self.hold(*computed, *(name for names in left for name in names))
@@ -385,7 +394,10 @@ class _Builder:
         self._post(transfer, (name,), (name,), size)
 
     def gather_keys(self, at: int, step: ScheduleStep) -> str:
-        """Post the gathers of a step and order its keys. Return the name of the ordered buffer."""
+        """Post the gathers of a step, and put the step's keys in order of position.
+
+        Return the name of the buffer with the ordered keys.
+        """
         own, keys = f"kv {self.own}", f"keys {at}"
         for t in step.post:
             source, piece, leaving = f"gathered {t.after}", (0, 1), []
@@ -406,9 +418,11 @@ class _Builder:
         return keys
 
     def scatter_gradients(self, at: int, step: ScheduleStep, made: str, moves: Size) -> str:
-        """Cut key gradients into shards and reduce-scatter them. Return the name of the sum.
+        """Cut key gradients into shards and reduce-scatter the shards.
 
-        made: the buffer of dk and dv that the kernel returned.
+        Return the name of the buffer with the sum.
+
+        made: name of the buffer with the dk and dv that the kernel returned.
         """
         name = f"shards {at}"
         among = len(step.send[0].peers) if len(step.send) > 1 else 0
@@ -426,7 +440,7 @@ class _Builder:
         return name
 
     def exchange_gradients(self, step: ScheduleStep) -> None:
-        """Add the gradients that arrived, then pass on those that this step completes."""
+        """Add the gradients that arrived, then send the gradients that this step completes."""
         for number in step.collect:
             post = self._in_flight[number]
             self.wait((number,))
@@ -441,9 +455,10 @@ class _Builder:
             self._post(t, (leaves,), (arrives,), _payload(t.payload, t.part[1], self.traits))
 
     def begin_backward(self, moves: Size) -> tuple[str, ...]:
-        """Start the sum of dq. With gathered columns, compute their gradients first.
+        """Begin a ring's backward pass: compute delta if needed, and start the sum of dq.
 
-        Return the names of the buffers that a kernel reads in addition to the keys.
+        If columns are gathered, compute their gradients first. Return the names of the buffers that
+        a kernel reads in addition to the keys.
         """
         columns = self.traits.columns
         delta = ("delta",) if columns or not self.traits.needs_out else ()
@@ -455,7 +470,10 @@ class _Builder:
         return rows
 
     def end_backward(self, gradient: str) -> None:
-        """Add the gradients of gathered columns, if any. Cast the sums to the compute dtype."""
+        """End a ring's backward pass: cast the sums of gradients to the compute dtype.
+
+        If columns are gathered, add their gradients first.
+        """
         self._pooled.add(gradient)
         if self.traits.columns:
             self.wait((UNSCHEDULED,))
@@ -501,7 +519,7 @@ class _Builder:
     def _last_uses(self) -> dict[str, int]:
         """Return the index of the last operation that uses each buffer.
 
-        A buffer that is being sent is in use until the transfer's `Wait`.
+        A buffer that a transfer sends is in use until the transfer's `Wait`.
         """
         waits = {op.number: at for at, op in enumerate(self._operations) if isinstance(op, Wait)}
         found = dict(self._held)
@@ -542,7 +560,10 @@ class _Builder:
         self._in_flight[transfer.number] = self._transfers[transfer.number] = post
 
     def _size(self, name: str, sizes: dict[str, Size]) -> Size:
-        """Return the bytes of a buffer. sizes: `_sizes`, by first word of a buffer's name."""
+        """Return the size of a buffer.
+
+        sizes: the result of `_sizes`. The keys are the first words of buffer names.
+        """
         word, _, number = name.partition(" ")
         if word in ("gathered", "leaving", "sum"):
             post = self._transfers[int(number)]

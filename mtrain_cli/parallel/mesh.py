@@ -1,4 +1,4 @@
-"""Process groups: the workers that share a sequence, and those that share parameters."""
+"""Process groups: the workers that share a sequence, and the workers that share parameters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ WHOLE: Channel = ("whole", False)
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The workers that share one sequence, as seen by one of them.
+    """The workers that share one sequence, from the view of one worker.
 
     rank: this worker's rank in the group.
-    ranks: global ranks, in context order.
-    per_node: consecutive ranks that share a node.
-    channels: communicators. Each channel of the exchange has one for data and one for gradients, so
-        that neither queues behind the other. Empty for a group of one.
+    ranks: global ranks of the group's workers, in order of their ranks in the group.
+    per_node: number of consecutive ranks that share a node.
+    channels: communicators. Each channel of the exchange has one communicator for data and one for
+        gradients, so that neither queues behind the other. Empty for a group of one worker.
     heads: number of ranks that trade tokens for heads (Ulysses) before keys move.
-    exchange: the ranks among which keys move: those with this rank's heads. None if that is this
-        whole group.
+    exchange: the ranks that hold this rank's heads; keys move among these ranks. None if all ranks
+        of the group hold the same heads.
     """
 
     rank: int
@@ -44,12 +44,12 @@ class ContextGroup:
 
     @property
     def whole(self) -> dist.ProcessGroup | None:
-        """The communicator of all ranks, for dynamic indices and their shared columns."""
+        """The communicator of all ranks of the group, for dynamic indices and their columns."""
         return self.channels.get(WHOLE)
 
     @property
     def same_heads(self) -> ContextGroup:
-        """The ranks that hold the same heads; keys or queries move between them."""
+        """The ranks that hold this rank's heads. Keys or queries move among these ranks."""
         return self.exchange or self
 
     def channel(self, name: str, payload: str) -> dist.ProcessGroup:
@@ -77,11 +77,11 @@ def make_context_group(
     All ranks must call this: `dist.new_group` is collective over the whole job.
 
     Args:
-        timeout: longest wait for one message; after it the peer counts as hung. None for torch's
-            default.
-        per_node: ranks of a node; None if all share one.
-        heads: ranks that trade tokens for heads.
-        channels: the exchange's channels.
+        timeout: longest wait for one message. A peer that takes longer counts as hung. None for
+            torch's default.
+        per_node: number of consecutive ranks that share a node; None if all ranks share one node.
+        heads: number of ranks that trade tokens for heads (Ulysses).
+        channels: names of the exchange's channels.
     """
     cp, ranks, place = dims.cp, dims.group("cp", rank), dims.coordinate("cp", rank)
     per_node = min(per_node or cp, cp)
@@ -113,9 +113,10 @@ def make_context_group(
 
 @dataclass(frozen=True)
 class _GroupMaker:
-    """Makes communicators. A call makes one per set of context ranks, in every context group.
+    """Make communicators.
 
-    The call returns the communicator of the set that this rank is in.
+    A call makes a communicator for each given set of context ranks in every context group. It
+    returns the communicator to which this rank belongs.
     """
 
     rank: int
@@ -139,9 +140,9 @@ class _GroupMaker:
 def _channels(
     make: _GroupMaker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]
 ) -> dict[Channel, dist.ProcessGroup]:
-    """Make the named channels' communicators within each set of ranks.
+    """Make the communicators of the named channels within each set of ranks.
 
-    Every per_node consecutive members of a set share a node.
+    per_node: number of consecutive members of a set that share a node.
     """
     size = len(sets[0])
     whole_nodes = [members[n : n + per_node] for members in sets for n in range(0, size, per_node)]

@@ -1,7 +1,7 @@
 """NVTX ranges in the domain ``mtrain``, for Nsight Systems and other profilers.
 
-The step of the exchange is a range's payload, not part of its name, so that `nsys stats` can
-aggregate by name. Without a listening profiler a range costs nothing.
+The step of the exchange is the payload of a range, not part of the range's name, so that
+`nsys stats` can aggregate by name. If no profiler listens, a range costs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLORS = {
 
 
 class NvtxRanges:
-    """Push and pop ranges of a domain. The attributes of each kind of range are made once."""
+    """Push and pop the ranges of a domain, and cache the attributes by range name and step."""
 
     def __init__(self, domain: Any) -> None:
         self._domain = domain
@@ -51,7 +51,7 @@ def name(kind: str, direction: str, link: str) -> str:
 
 
 def span(kind: str, direction: str, link: str, step: int) -> AbstractContextManager[None]:
-    """Mark what this thread does in the ``with`` block as one range."""
+    """Mark the ``with`` block as one range of this thread."""
     ranges = listener()
     return nullcontext() if ranges is None else ranges.span(name(kind, direction, link), kind, step)
 
@@ -60,9 +60,9 @@ _LISTENER: list[NvtxRanges | None] = []
 
 
 def listener() -> NvtxRanges | None:
-    """Return the ranges to push to, or None if no profiler listens.
+    """Return the object that records ranges, or None if no profiler listens.
 
-    This is checked once: a profiler attaches before the process starts.
+    Only the first call looks for a profiler, because a profiler attaches before the process starts.
     """
     if not _LISTENER:
         _LISTENER.append(_make_ranges())

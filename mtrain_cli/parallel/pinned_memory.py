@@ -1,10 +1,11 @@
 """Pinned host memory for copies to and from a GPU.
 
-``torch.empty(..., pin_memory=True)`` pins page by page on one thread: 1.6 to 2.7 GiB/s next to an
-H200, so two minutes for the 300 GiB that a long sequence offloads. This module maps whole arenas,
-in huge pages if available, writes to them from several threads, and registers them with CUDA:
-20 GiB/s with eight threads (profiles/notes.md). torch also rounds each allocation up to a power of
-two.
+``torch.empty(..., pin_memory=True)`` pins page by page on one thread. On the host of an H200 it
+pins 1.6 to 2.7 GiB/s, so the 300 GiB that a long sequence offloads take at least two minutes. torch
+also rounds each allocation up to a power of two.
+
+This module maps large regions, in huge pages if available, writes to them from several
+threads, and registers them with CUDA. Eight threads pin 20 GiB/s (profiles/notes.md).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 
 
 class PinnedMemory:
-    """Host tensors for copies to and from one device; plain memory for a CPU.
+    """Allocate pinned host tensors for copies to and from one GPU. For a CPU, pin nothing.
 
-    A mapping is freed with the last tensor in it. This object itself holds the unused rest of up to
-    two arenas.
+    Small tensors share a region of `ARENA` bytes; a large tensor has its own region. A region is
+    freed when no tensor uses it. This object keeps the unused rest of at most two regions.
 
-    mapped: bytes pinned so far, including unused remainders.
-    registers: whether this object pins memory by registering it with CUDA. False once CUDA has
-        refused: torch pins memory from then on.
+    mapped: number of bytes pinned so far, including the unused parts of regions.
+    registers: whether this object pins memory by registering it with CUDA. It becomes False when
+        CUDA refuses. From that moment torch pins the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +51,7 @@ class PinnedMemory:
         self._rest: dict[bool, torch.Tensor] = {}
 
     def empty(self, size: int) -> torch.Tensor:
-        """Return an uninitialised uint8 tensor of ``size`` bytes.
+        """Return an uninitialized uint8 tensor of ``size`` bytes.
 
         Raises:
             RuntimeError: neither CUDA nor torch can pin that much.
@@ -66,7 +67,7 @@ class PinnedMemory:
         return taken
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised contiguous tensor; see `empty`."""
+        """Return an uninitialized contiguous tensor. Raise the errors of `empty`."""
         return self.empty(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def _mapping(self, size: int) -> torch.Tensor:
@@ -78,19 +79,19 @@ class PinnedMemory:
                     return torch.frombuffer(mapping, dtype=torch.uint8)
             self.registers = False
             logging.getLogger(__name__).warning(
-                "CUDA cannot register host memory here, so torch pins it. This takes longer and up "
-                "to twice the memory"
+                "CUDA cannot register host memory here, so torch pins it. Pinning by torch takes "
+                "longer and needs up to twice the memory"
             )
         return pinned_by_torch(size)
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous memory, registered with CUDA until the last tensor in it is gone."""
+    """Anonymous memory that stays registered with CUDA until its last tensor is gone."""
 
     _address = 0
 
     def register(self, device: torch.device) -> bool:
-        """Write to every page, then pin the mapping. Returns whether CUDA pinned it."""
+        """Write to every page, then pin the memory. Return whether CUDA pinned it."""
         for advice in (_WIPE_ON_FORK, mmap.MADV_HUGEPAGE):
             with suppress(OSError):  # this Linux kernel does not support the advice
                 # A forked child would get a copy of every pinned page; with this it gets zeros.
@@ -109,14 +110,16 @@ class _Mapping(mmap.mmap):
 
 
 def touching_threads() -> int:
-    """Return how many threads `touch` one GPU's memory: the cores per GPU, up to a limit."""
+    """Return the number of threads for `touch`: the number of cores per GPU, up to a limit."""
     return max(
         1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
     )
 
 
 def touch(memory: np.ndarray, threads: int) -> None:
-    """Fault in every page of fresh memory with several threads. This is the slow part of pinning.
+    """Write to every page of new memory with several threads, so that the system provides it.
+
+    This is the slow part of pinning.
 
     memory: uint8. The first byte of each page becomes 0.
     """
@@ -133,7 +136,7 @@ def touch(memory: np.ndarray, threads: int) -> None:
 
 
 def register(address: int, size: int, device: torch.device) -> bool:
-    """Pin existing memory. Returns False if CUDA refuses."""
+    """Pin existing memory. Return False if CUDA refuses."""
     if int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0:
         return True
     # CUDA keeps the error for the next caller, which would be torch's next launch: clear it here.
@@ -143,7 +146,7 @@ def register(address: int, size: int, device: torch.device) -> bool:
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Unpin what `register` pinned, after the device has finished its copies or is lost."""
+    """Unpin memory that `register` pinned. First wait until the device has finished its copies."""
     with suppress(RuntimeError):
         torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,8 +1,9 @@
 """The plan of one batch: which query-key pairs a rank computes, and at which step.
 
-A plan joins a layout (who holds which tokens), the masks of a batch (which pairs count) and a
-schedule (which shards meet at which step) as plain data. It is made on the host, on the loader's
-thread, for one rank and without messages. `ContextAttention` runs it, and ``print`` shows it.
+A plan joins a layout (which rank holds which tokens), the masks of a batch (which pairs are
+allowed) and a schedule (which shards meet at which step) as plain data. The thread that loads data
+makes the plan of its rank on the host, without messages. `ContextAttention` runs a plan, and
+``print`` shows it.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 class Plan:
     """What one rank computes for one batch, in every layer.
 
-    layout: who holds which tokens. Ranks that share heads hold one shard together.
+    layout: which rank holds which tokens. Ranks that share heads hold one shard together.
     schedule: what every rank computes and sends at each step.
     rank: this rank in the context group.
     masks: one per sequence of the batch.
     forward, backward: this rank's programs, which name the tiles of each step.
-    tiles: what the steps of both passes compute under the masks, by (query shard, key shard).
-    early: number of this rank's first queries that recomputation computes again. The first forward
-        pass keeps out and lse of the other queries. None: it keeps nothing, and recomputation
-        computes all queries.
-    early_tiles: the tiles of these early queries; None if ``early`` is 0 or None.
-    masked: what the estimate of a dynamic index reads; None for dense attention.
-    allowed_pairs: query-key pairs that the masks allow over all ranks, per head and layer.
-    pairs: query-key pairs that this rank computes under the masks, before any index, per head and
-        layer. A pair in 1/n of the heads counts as 1/n.
+    tiles: the tiles that the masks allow in both passes, by (query shard, key shard).
+    early: number of queries that recomputation computes again, counted from this rank's first. The
+        first forward pass keeps out and lse of the other queries. None if that pass keeps nothing
+        and recomputation computes all queries.
+    early_tiles: the tiles of the first ``early`` queries; None if ``early`` is 0 or None.
+    masked: the masks and positions that the estimate of a dynamic index reads; None for dense
+        attention.
+    allowed_pairs: number of query-key pairs that the masks allow over all ranks, per head and
+        layer.
+    pairs: number of query-key pairs that this rank computes under the masks, before any index, per
+        head and layer. A pair that this rank computes for 1/n of the heads counts as 1/n.
     buffer: uint8, pinned memory that holds all tables; None if each table has its own memory.
     """
 
@@ -70,11 +73,11 @@ class Plan:
         """Make a plan on the host, without the device or other ranks.
 
         Args:
-            exchange: the rank, its layout and its schedule.
+            exchange: gives the rank, the layout and the schedule.
             masks: one per sequence of the batch.
             request: the kind of the dynamic index; None for dense attention.
-            keep: share of this rank's queries, at the end, whose out and lse the first forward pass
-                keeps for recomputation.
+            keep: share of this rank's queries whose out and lse the first forward pass keeps for
+                recomputation, counted from the last query.
 
         Raises:
             ValueError: the layout's shards are not whole blocks of the index.
@@ -119,7 +122,7 @@ class Plan:
         )
 
     def pinned(self) -> Plan:
-        """Return the plan in pinned memory, so that one asynchronous copy moves it to a GPU."""
+        """Return the plan with its tables in one pinned buffer, for one asynchronous copy."""
         parts, buffer = packed(self._parts, pin=True)
         return self._with(parts, buffer)
 
@@ -142,7 +145,7 @@ class Plan:
         return replace(self, tiles=tiles, early_tiles=early_tiles, masked=masked, buffer=buffer)
 
     def __repr__(self) -> str:
-        """Show the layout, the masks, and the pairs of each step of the forward pass."""
+        """Describe layout and masks, and give the number of pairs in each step of forward."""
         layout, tables = self.layout, self.masked and self.masked.tables
         index = f"index of {tables.blocks:,} blocks of {tables.block} tokens" if tables else "dense"
         lines = [

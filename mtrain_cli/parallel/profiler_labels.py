@@ -1,8 +1,9 @@
 """Labels in `torch.profiler` records, with which `mtrain profile step` attributes time to parts.
 
 Kernel names are not enough: attention runs kernels from Triton, CuTe and CUDA C++, and the loss
-uses the same matrix products as the layers. A label is a range. A kernel belongs to the range that
-launches it. Ranges lie outside compiled functions. They cost nothing unless a profiler runs.
+uses the same matrix products as the layers. A label is a range of a thread's work. A kernel belongs
+to the range in which the thread launches it. Labels are set outside compiled functions. A label
+costs nothing unless a profiler runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def label(name: str) -> AbstractContextManager[object]:
-    """Label what this thread launches in the ``with`` block. Of nested labels the inner counts."""
+    """Label the kernels that this thread launches in the ``with`` block.
+
+    If labels are nested, the innermost label counts.
+    """
     # `_profiler_enabled()` would be wrong: it only answers for the thread that started the
     # profiler, and the backward pass runs on another one.
     return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else _NOTHING

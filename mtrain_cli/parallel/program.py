@@ -1,10 +1,12 @@
 """The program of a pass: the operations of one rank in one pass of one layer's attention.
 
-`lowering.lower` makes a program from a schedule. The executor runs it, the simulator prices it, and
-a run plan adds up its bytes. A program is plain data: it needs neither torch nor a process group.
+`lowering.lower` makes a program from a schedule. The executor runs the program, the simulator
+predicts its time, and a run plan adds up the sizes of its buffers. A program is plain data: it
+needs neither torch nor a process group.
 
 An operation names the buffers that it reads and writes. Every buffer is written before it is read.
-The last operation that uses a buffer frees it. The source of a transfer stays until its `Wait`.
+The last operation that uses a buffer frees the buffer. The buffer that a transfer sends stays until
+the transfer's `Wait`.
 """
 
 from __future__ import annotations
@@ -40,15 +42,16 @@ _SUM_BYTES = 4
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """The numbers that determine a shard's bytes.
+    """The numbers that determine the size of a shard.
 
-    tokens: tokens of one rank, over all sequences of a micro-batch.
-    heads, kv_heads, head_dim: the model's query heads, key-value heads and elements per head.
+    tokens: number of tokens of one rank, over all sequences of a micro-batch.
+    heads, kv_heads: the model's numbers of query heads and of key-value heads.
+    head_dim: number of elements per head.
     dtype_bytes: bytes per element in the compute dtype.
-    columns: single columns of the index per head. 0 without an index of columns.
+    columns: number of single columns of the index per head; 0 if the index has no columns.
     column_width: `columns`, rounded up to whole tiles.
-    sequences: sequences of a micro-batch.
-    made_bytes: bytes per element of the dk and dv that a kernel returns. 0 means `dtype_bytes`.
+    sequences: number of sequences in a micro-batch.
+    made_bytes: bytes per element of the dk and dv that a kernel returns; 0 means `dtype_bytes`.
     """
 
     tokens: int
@@ -62,7 +65,7 @@ class ShardSizes:
     made_bytes: int = 0
 
     def width(self, precision: str) -> int:
-        """Return the bytes per element. precision: LOW, HIGH or MADE."""
+        """Return the number of bytes per element. precision: LOW, HIGH or MADE."""
         widths = {LOW: self.dtype_bytes, HIGH: _SUM_BYTES, MADE: self.made_bytes}
         return widths[precision] or self.dtype_bytes
 
@@ -70,7 +73,7 @@ class ShardSizes:
         """Return the number of elements in a unit, such as KEYS, on one rank.
 
         sharing: number of ranks that share heads (Ulysses). Such a rank holds 1 / sharing of the
-            heads for sharing times as many tokens, so most units do not depend on it.
+            heads for sharing times as many tokens, so most results do not depend on ``sharing``.
         """
         if unit in (KEYS, OWN_KEYS):
             kv_heads = self.kv_heads if unit == OWN_KEYS else max(self.kv_heads, sharing)
@@ -104,7 +107,7 @@ class Size:
         return self * Fraction(1, parts)
 
     def of(self, sizes: ShardSizes, sharing: int = 1) -> int | float:
-        """Return the bytes for shards of these sizes: an int if they are whole, else a float."""
+        """Return the number of bytes for these shard sizes: an int if it is whole, else a float."""
         total = sum(
             (
                 count * sizes.count(unit, sharing) * sizes.width(precision)
@@ -115,7 +118,7 @@ class Size:
         return int(total) if total.denominator == 1 else float(total)
 
     def shape(self, sizes: ShardSizes) -> Shape:
-        """Return a key. Two buffers with equal keys can use the same memory in turn."""
+        """Return a key that is equal for two buffers if they can use the same memory in turn."""
         return tuple((count, unit, sizes.width(precision)) for count, unit, precision in self.terms)
 
 
@@ -128,12 +131,12 @@ def total_size(sizes: Iterable[Size]) -> Size:
 
 
 def low(unit: str) -> Size:
-    """Return the bytes of one ``unit``, such as KEYS or ROWS, in the compute dtype."""
+    """Return the size of one ``unit``, such as KEYS or ROWS, in the compute dtype."""
     return Size(((Fraction(1), unit, LOW),))
 
 
 def high(unit: str) -> Size:
-    """Return the bytes of one ``unit``, such as ROWS or STATS, in float32."""
+    """Return the size of one ``unit``, such as ROWS or STATS, in float32."""
     return Size(((Fraction(1), unit, HIGH),))
 
 
@@ -145,8 +148,8 @@ class Operation:
     """One action of a rank.
 
     step: index of the step in the schedule.
-    reads, writes: names of buffers. A buffer that is written again changes in place.
-    frees: buffers that no later operation uses.
+    reads, writes: names of buffers. Writing to an existing buffer changes it in place.
+    frees: names of the buffers that no later operation uses.
     """
 
     step: int
@@ -157,7 +160,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Begin(Operation):
-    """Begin a step. computes: whether the step calls a kernel."""
+    """Begin a step. computes: whether the step calls the kernel."""
 
     computes: bool
 
@@ -166,13 +169,14 @@ class Begin(Operation):
 class Arrange(Operation):
     """Copy tensors into another order, shape or dtype.
 
-    what: one of the names in `lowering`.
-    moves: bytes that memory reads and writes.
-    timed: whether a profile shows the copy as a span. Otherwise its time is part of a gap.
-    piece: (i, n), the part of this rank's heads to copy.
-    among: ranks per node if a hierarchical collective delivers or takes the shards; else 0.
-    scratch: bytes of temporary memory, in addition to the buffers.
-    renames: whether the written buffers reuse the memory of the freed ones.
+    what: name of the copy, such as `lowering.PACK`.
+    moves: number of bytes that the copy reads from and writes to memory.
+    timed: whether a profile shows the copy as a span. If False, the copy's time is part of a gap.
+    piece: (i, n): copy the i-th of n equal parts of this rank's heads.
+    among: number of ranks per node if the shards come from or go to a hierarchical collective;
+        otherwise 0.
+    scratch: size of the temporary memory in addition to the buffers.
+    renames: whether the written buffers take over the memory of the buffers in `frees`.
     """
 
     what: str
@@ -186,13 +190,14 @@ class Arrange(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(Operation):
-    """Start a transfer. The `Wait` with the transfer's number completes it.
+    """Start a transfer. The `Wait` with the transfer's number waits for its end.
 
     A hop or a collective reads the buffer to send and writes the buffer that arrives. An all-reduce
-    changes one buffer in place. A gather of a part of the heads also writes the copy that it sends.
+    changes one buffer in place. If a gather sends only a part of the heads, it also writes the copy
+    that it sends.
 
-    payload: bytes of one shard, or of the whole tensor if the tensor is not per shard.
-    piece: (i, n), the part of this rank's heads to send.
+    payload: size of one shard, or of the whole tensor if the tensor does not consist of shards.
+    piece: (i, n): send the i-th of n equal parts of this rank's heads.
     """
 
     transfer: Transfer
@@ -201,13 +206,13 @@ class Post(Operation):
 
     @property
     def sends(self) -> Size:
-        """Bytes that this rank sends. It receives the same number of bytes."""
+        """Number of bytes that this rank sends. The rank receives the same number of bytes."""
         return self.payload * (self.transfer.shards * self.transfer.share)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(Operation):
-    """Wait for the transfer with this number."""
+    """Wait for the transfer with the number ``number``."""
 
     number: int
 
@@ -218,7 +223,7 @@ class Compute(Operation):
 
     Forward reads (q, keys) and writes one buffer with out and lse. Backward reads
     (q, dout, out, lse, delta, keys), or (message, keys) if the queries came from another rank. It
-    writes dq, and one buffer with dk and dv. A kernel that gets no delta computes it from out.
+    writes dq, and one buffer with dk and dv. Without delta, the kernel computes delta from out.
 
     queries, keys: one shard each; keys can be `WHOLE_SEQUENCE`. Ranks that share heads hold one
         shard together.
@@ -236,7 +241,7 @@ class Compute(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeColumns(Operation):
-    """Compute attention over the single columns of the index, which all ranks hold by now."""
+    """Compute attention over the gathered single columns of the index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +253,10 @@ class AddColumns(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Operation):
-    """Merge the results of one step into the running sums. A step without pairs has no results.
+    """Merge the results of one step into the sums so far. A step without pairs has no results.
 
-    begins: sums to overwrite instead of adding to them; zeroed if the step has no results.
+    begins: names of the sums that this operation overwrites instead of adding to them. If the step
+        has no results, the operation sets these sums to 0.
     """
 
     moves: Size = NOTHING
@@ -266,7 +272,7 @@ class Reduce(Operation):
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that a pass uses. pooled: whether it returns to the pool when it is freed."""
+    """Memory that a pass uses. pooled: whether freeing the buffer returns it to the pool."""
 
     size: Size
     pooled: bool = False
@@ -277,7 +283,7 @@ class Recompute(Enum):
 
     NOTHING: no operation, because nothing is recomputed or everything needed was kept.
     HEAD_TRADES: the two Ulysses all-to-alls, because out and lse were kept but q, k and v were not.
-    EVERYTHING: all operations, for all queries of a rank or for its first ones.
+    EVERYTHING: all operations, for all queries of a rank or only for its early queries.
     """
 
     NOTHING = "nothing"
@@ -288,7 +294,7 @@ class Recompute(Enum):
     def of(early: int | None, sharing: int) -> Recompute:
         """Return what a checkpointed layer recomputes.
 
-        early: number of a rank's first queries whose attention is recomputed; None for all queries.
+        early: number of queries to recompute, counted from a rank's first; None for all queries.
         sharing: number of ranks that share heads.
         """
         if early != 0:
@@ -300,13 +306,13 @@ class Recompute(Enum):
 class Program:
     """The operations of one rank in one pass.
 
-    inputs: buffers that exist at the start.
-    results: buffers that the pass returns.
-    saved: buffers that a forward pass leaves for backward: q, keys, out, lse, and single columns if
-        they were gathered. No operation frees a result or a saved buffer.
+    inputs: names of the buffers that exist at the start.
+    results: names of the buffers that the pass returns.
+    saved: names of the buffers that a forward pass leaves for backward: q, keys, out, lse, and the
+        gathered columns if there are any. No operation frees a result or a saved buffer.
     buffers: all buffers, by name.
-    inside: the operations between the two Ulysses all-to-alls; all operations without Ulysses.
-    sharing: ranks that share heads.
+    inside: slice of the operations between the two Ulysses all-to-alls; all without Ulysses.
+    sharing: number of ranks that share heads.
     """
 
     operations: tuple[Operation, ...]
@@ -327,18 +333,18 @@ class Program:
 
     @property
     def posts(self) -> Iterator[Post]:
-        """The transfers, in the order in which they are posted."""
+        """The operations that post transfers, in order."""
         return (op for op in self.operations if isinstance(op, Post))
 
     @property
     def computes(self) -> Iterator[Compute]:
-        """The calls of the kernel, in order."""
+        """The operations that call the kernel, in order."""
         return (op for op in self.operations if isinstance(op, Compute))
 
     def recomputed(self, what: Recompute) -> Program:
         """Return the part of this forward program that backward runs again.
 
-        For `HEAD_TRADES` the result has an empty ``inside``, because out and lse were kept.
+        ``inside`` is empty in the result for `HEAD_TRADES`, because out and lse were kept.
         """
         if what is Recompute.EVERYTHING:
             return self
@@ -350,7 +356,7 @@ class Program:
         return replace(self, operations=tuple(trades), inside=slice(start, start))
 
     def sent(self, sizes: ShardSizes) -> int | float:
-        """Return the bytes that the rank sends in the pass."""
+        """Return the number of bytes that the rank sends in the pass."""
         return sum(op.sends.of(sizes, self.sharing) for op in self.posts)
 
     def live(self) -> Iterator[tuple[Operation, set[str]]]:
@@ -365,9 +371,10 @@ class Program:
 
     @cached_property
     def _held(self) -> frozenset[tuple[str, Size, Size]]:
-        """For each operation: its name, the size of the buffers live during it, and its scratch.
+        """(name, size, scratch) of each operation.
 
-        The size leaves out the inputs of the pass and pooled buffers.
+        The size is the total size of the buffers that are live during the operation, without the
+        inputs of the pass and without pooled buffers.
         """
         apart = self.pooled.union(self.inputs)
         return frozenset(
@@ -380,9 +387,10 @@ class Program:
         )
 
     def peak_bytes(self, sizes: ShardSizes, scratch: Mapping[str, int]) -> int:
-        """Return the peak bytes of a pass, without its inputs and the pool.
+        """Return the peak memory of a pass in bytes, without its inputs and the pool.
 
-        scratch: lower bound on an operation's temporary bytes, by `Arrange.what` or class name.
+        scratch: minimum number of temporary bytes that an operation needs, by `Arrange.what` or by
+            the name of the operation's class.
         """
         return int(
             max(
@@ -394,14 +402,14 @@ class Program:
 
     @cached_property
     def _pooled_groups(self) -> frozenset[frozenset[tuple[Size, int]]]:
-        """The sets of pooled buffers that are live together, each as (size, count) pairs."""
+        """The sets of pooled buffers that are live at the same time, as (size, count) pairs."""
         return frozenset(
             frozenset(Counter(self.buffers[name].size for name in live & self.pooled).items())
             for _, live in self.live()
         )
 
     def pooled_at_once(self, sizes: ShardSizes) -> Counter[Shape]:
-        """Return the most pooled buffers of each shape that are live at the same time.
+        """Return for each shape the largest number of pooled buffers that are live at one time.
 
         Saved buffers do not count.
         """
@@ -417,10 +425,10 @@ class Program:
 
 
 def pool_bytes(programs: Iterable[Program], sizes: ShardSizes) -> int:
-    """Return the bytes of the pool after these passes have run for many layers.
+    """Return the size in bytes of the pool after these passes have run for many layers.
 
-    A buffer that a forward pass saves for backward leaves the pool for good. With a float32 compute
-    dtype, shards and gradient sums have equal shapes and share buffers.
+    A buffer that a forward pass saves for backward never returns to the pool. If the compute dtype
+    is float32, shards and gradient sums have equal shapes and share buffers.
     """
     most: Counter[Shape] = Counter()
     sharing = 1

@@ -1,4 +1,4 @@
-"""The message from which another rank computes the gradients of this rank's queries."""
+"""Query messages: from such a message another rank computes gradients of this rank's queries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class QueryMessage:
-    """The format of a message from which another worker computes gradients of this one's queries.
+    """The format of a query message.
 
-    The message is one flat byte tensor. It holds q, dout and lse, and out (if the kernel needs it)
-    or delta.
+    The message is one flat byte tensor. It holds q, dout and lse. It also holds out if the kernel
+    needs out, and delta otherwise.
     """
 
     def __init__(self, shapes: list[tuple[torch.Size, torch.dtype]], *, needs_out: bool) -> None:
@@ -33,7 +33,7 @@ class QueryMessage:
         return message, packed
 
     def unpack(self, packed: torch.Tensor) -> tuple[Any, ...]:
-        """Return q, dout, out, lse and delta. Either out or delta was not sent and is None."""
+        """Return q, dout, out, lse, delta. Only one of out and delta is sent; the other is None."""
         places = zip(packed.split(self._room), self._sizes, self._shapes, strict=True)
         q, dout, lse, last = (
             place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places

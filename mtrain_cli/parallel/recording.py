@@ -1,9 +1,9 @@
-"""Record where a rank's attention spends its time, as spans of a step with start and length.
+"""Record where a rank's attention spends its time, as spans with a start and a length.
 
-On a GPU a span is a pair of events on the compute stream. A wait shows as the time for which that
-stream stands still; the end of a message is an event on a stream that does nothing else. Recording
-never blocks: events are read in `Recorder.read` only. If a profiler such as Nsight Systems listens,
-the same places are NVTX ranges of the domain ``mtrain``.
+On a GPU, a span is a pair of events on the compute stream. The span of a wait is the time during
+which the compute stream stands still. The end of a message is an event on a stream that does
+nothing else. Recording never blocks: only `Recorder.read` reads the events. If a profiler such as
+Nsight Systems listens, each span is also an NVTX range of the domain ``mtrain``.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class MessageTag:
     """The message that a span sends, receives or waits for.
 
     link: the message's channel.
-    shard, leaving: shards that arrive and leave; -1 for a collective.
-    to, source: ranks; -1 for a collective.
-    size: bytes, which this rank sends, receives or both.
-    number: the transfer's number in its pass; negative if it is not in a schedule.
+    shard: the shard that arrives; -1 for a collective.
+    leaving: the shard that leaves; -1 for a collective.
+    to, source: the ranks to which and from which this rank sends and receives; -1 for a collective.
+    size: number of bytes that this rank sends. It receives the same number of bytes.
+    number: the transfer's number in its pass; negative if no schedule contains the transfer.
     peers: ranks of a collective.
     """
 
@@ -67,10 +68,10 @@ class Span:
 
     kind: one of `KINDS`.
     micro: number of the micro-batch in the iteration.
-    layer, step: -1 for none.
+    layer, step: -1 if the span belongs to no layer or to no step.
     direction: one of `DIRECTIONS`.
-    start: seconds of this rank's monotonic clock (`time.perf_counter`).
-    seconds: length.
+    start: start time in seconds on this rank's monotonic clock (`time.perf_counter`).
+    seconds: length in seconds.
     """
 
     kind: str
@@ -84,7 +85,7 @@ class Span:
 
     @property
     def of_pass(self) -> tuple[int, int, str]:
-        """The pass of attention that the span belongs to."""
+        """(micro-batch, layer, direction) of the attention pass that contains the span."""
         return self.micro, self.layer, self.direction
 
 
@@ -92,7 +93,7 @@ NOTHING = MessageTag()
 
 
 class Recorder:
-    """Collects spans between `start` and `read`, one pass of one layer at a time."""
+    """Collect spans from `start` to `read`. Only one pass of one layer may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -110,7 +111,10 @@ class Recorder:
         return self._zero is not None
 
     def start(self) -> float:
-        """Start recording. Return by how many seconds device times may be off the host's clock."""
+        """Start recording.
+
+        Return the largest possible difference in seconds between device times and the host's clock.
+        """
         self._spans.clear()
         self._forwards.clear()
         self._micro, self._layer, self._direction = 0, -1, ""
@@ -139,7 +143,7 @@ class Recorder:
     def attention_pass(self, layer: int, direction: str) -> Iterator[None]:
         """Record the ``with`` block as one pass of a layer's attention.
 
-        A second forward pass counts as recompute.
+        A second forward pass of the same layer and micro-batch counts as recomputation.
         """
         if not self.recording:
             yield
@@ -159,7 +163,10 @@ class Recorder:
     def span(
         self, kind: str, step: int, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Record the ``with`` block as one span: what it queues on a GPU, or runs on a CPU."""
+        """Record the ``with`` block as one span.
+
+        On a GPU the span covers the work that the block queues, on a CPU the block itself.
+        """
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager
@@ -175,12 +182,12 @@ class Recorder:
             self._add(kind, step, message, began, self.now())
 
     def posted(self, step: int, message: MessageTag) -> None:
-        """Record that a transfer was posted, after the work queued so far."""
+        """Record when a transfer starts: on a GPU, after the work queued so far."""
         if self.recording:
             self._under_way[message.number] = step, message, self.now()
 
     def watch(self, number: int, works: list[dist.Work]) -> None:
-        """On a GPU, record the end of a transfer when it happens."""
+        """On a GPU, record the end of a transfer, even before the compute stream waits for it."""
         if not self.recording or not self._cuda or number not in self._under_way:
             return
         step, message, began = self._under_way.pop(number)
@@ -195,7 +202,7 @@ class Recorder:
             self._moved(step, message, began, self.now())
 
     def arrived(self, number: int) -> None:
-        """Record the end of a transfer that this rank has waited for; used on a CPU."""
+        """Record the end of a transfer for which the host has waited (on a CPU)."""
         if number in self._under_way:
             step, message, began = self._under_way.pop(number)
             self._moved(step, message, began, self.now())
@@ -209,7 +216,7 @@ class Recorder:
         self._spans.append((span, began, ended))
 
     def read(self) -> list[Span]:
-        """Stop recording, wait for everything recorded, and return the spans."""
+        """Stop recording, wait until all recorded work has ended, and return the spans."""
         assert self._zero is not None, "nothing was started"
         (zero, host, _), self._zero = self._zero, None
         if self._cuda:
@@ -234,7 +241,7 @@ class Recorder:
         return spans
 
     def now(self) -> Moment:
-        """Return a new event on the current stream, or on a CPU the time."""
+        """Return a new event on the current stream. On a CPU, return the time in seconds."""
         if not self._cuda:
             return time.perf_counter()
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
@@ -242,7 +249,7 @@ class Recorder:
         return event
 
     def seconds(self, began: Moment, ended: Moment) -> float:
-        """Return the time between two moments; waits until both have happened."""
+        """Wait until both moments have passed, and return the time between them in seconds."""
         if self._cuda:
             torch.cuda.synchronize()
         return _between(began, ended)
@@ -251,10 +258,10 @@ class Recorder:
 def with_gaps(spans: list[Span]) -> list[Span]:
     """Add a gap for every part of a pass that no span covers.
 
-    A gap belongs to the step of the next span, the last gap to the step of the span before it.
-    Index and arrange spans that contain waits are split around the waits: workers that estimate an
-    index wait for each other, and with gloo the host waits for a collective before it posts the
-    next one.
+    A gap belongs to the step of the next span, and the last gap to the step of the last span. Spans
+    of the kinds index and arrange may contain waits. Split them around these waits: workers that
+    estimate an index wait for each other, and with gloo the host waits for a collective before it
+    posts the next collective.
     """
     waits = sorted((s for s in spans if s.kind == WAIT), key=lambda s: s.start)
     starts = [s.start for s in waits]
@@ -284,10 +291,10 @@ def with_gaps(spans: list[Span]) -> list[Span]:
 
 
 def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
-    """Split a span around the waits inside it.
+    """Return the parts of a span that lie outside all waits.
 
-    waits: ascending by start.
-    starts: the waits' starts, for bisection.
+    waits: all waits, by ascending start.
+    starts: start times of the waits.
     """
     end = span.start + span.seconds
     left, at = [], span.start
@@ -298,5 +305,5 @@ def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
 
 
 def _between(began: Any, ended: Any) -> float:
-    """Return the seconds between two events, or two times on a CPU."""
+    """Return the time in seconds between two events, or between two times on a CPU."""
     return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3

@@ -8,7 +8,7 @@ from mtrain_cli.attention.partials import accumulation_dtype, merge
 
 
 class RunningAttention:
-    """Attention output and lse over the keys computed so far."""
+    """Attention output and lse over the keys added so far."""
 
     def __init__(self, q: torch.Tensor) -> None:
         self._q = q
@@ -17,9 +17,9 @@ class RunningAttention:
         self._lse: torch.Tensor | None = None
 
     def add(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge the attention over further keys. The first ``out`` and ``lse`` become the sums.
+        """Merge the attention over further keys into the sums. No key may be added twice.
 
-        No key may be added twice.
+        The first call takes over ``out`` and ``lse`` as the sums.
         """
         if self._out is None or self._lse is None:
             self._out, self._lse = out, lse
@@ -31,11 +31,11 @@ class RunningAttention:
         return None if self._out is None or self._lse is None else (self._out, self._lse)
 
     def replace_partial(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Replace the sums by ``out`` and ``lse``, which already include them."""
+        """Replace the sums by ``out`` and ``lse``, which already include the sums."""
         self._out, self._lse = out, lse
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out in the dtype of q, and lse. Without any keys: out 0, lse -inf."""
+        """Return out in the dtype of q, and lse. If no key was added, out is 0 and lse -inf."""
         q = self._q
         if self._out is None or self._lse is None:
             shape = q.shape[0], q.shape[2], q.shape[1]

@@ -1,14 +1,14 @@
 """Schedules: the steps of an exchange for every rank of a context group, as plain data.
 
-Shard s is what rank s of the context group owns: its queries, keys and values. Ranks are numbered
+Shard s contains the queries, keys and values of rank s of the context group. Ranks are numbered
 node by node: rank = node * per_node + local. A step is one kernel call with the transfers around
-it. Each rank runs the parts of a step in this order:
+this call. Each rank runs the parts of a step in this order:
 
     post -> wait -> compute -> collect -> send
 
 `lowering.lower` turns the steps of one rank into its operations (a `Program`). `Executor` runs the
-operations, and the simulator prices them. As an example, take rank 0 in a ring of 3 ranks, in the
-forward pass. In step 1 it computes shard 2 and receives shard 1. The step is
+operations, and the simulator predicts their time. As an example, take rank 0 in a ring of 3 ranks,
+in the forward pass. In step 1 this rank computes shard 2 and receives shard 1. The step is
 
     ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
                  receives=(1,), to=1, source=2, after=0, ...),))
@@ -22,8 +22,8 @@ Transfer 0, posted in step 0, brings shard 2 from rank 2. `lowering._ring_forwar
     Compute    q, kv 2     part 1   calls the kernel: out and lse of this rank's queries
     Merge      part 1      total    merges these into out and lse so far; frees kv 0 and part 1
 
-Transfer 1 sends on what transfer 0 brings, so it runs after transfer 0. Step 2 waits for
-transfer 1 and computes shard 1.
+Transfer 1 forwards the shard that transfer 0 brings, so transfer 1 runs after transfer 0. Step 2
+waits for transfer 1 and computes shard 1.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ UNSCHEDULED = -2  # number of the COLUMNS transfer
 class Transfer:
     """One message of one rank.
 
-    number: counts the transfers of a rank in a pass, from 0. All ranks of a communicator post its
-        transfers in the order of their numbers. Each channel has one communicator for data and one
-        for gradients.
+    number: index of the transfer among the rank's transfers in a pass. All ranks of a communicator
+        post the communicator's transfers in the order of their numbers. Each channel has one
+        communicator for data and one for gradients.
     kind: ``p2p`` (send to one rank and receive the same payload from another), ``all_gather``,
         ``reduce_scatter`` or ``all_to_all``.
-    payload: ``kv``; ``queries`` (what another worker needs to compute the gradients of queries);
-        the gradients ``dkv`` and ``dq``; ``heads`` (all_to_all: trade tokens for heads, or back).
+    payload: ``kv``; ``queries`` (query messages, from which another worker computes gradients);
+        the gradients ``dkv`` and ``dq``; or ``heads`` (the all-to-alls of Ulysses).
     channel: ``context``, ``inner``, ``outer`` or ``heads``.
-    sends, receives: shards.
+    sends, receives: numbers of the shards.
     to, source: ranks, for p2p.
     peers: ranks in order, for collectives.
-    after: number of the transfer that delivers what this one sends on. It must complete first.
-        None if this rank already holds the payload.
-    part: (i, n), the i-th of n equal parts of the heads.
+    after: number of the transfer that delivers the payload of this transfer and so must complete
+        first; None if this rank already holds the payload.
+    part: (i, n): transfer the i-th of n equal parts of the heads.
     """
 
     number: int
@@ -83,18 +83,18 @@ class Transfer:
 
     @property
     def shards(self) -> int:
-        """Number of shards in the tensor that a rank posts; 1 if the tensor is not per shard."""
+        """Number of shards in the posted tensor; 1 if the tensor does not consist of shards."""
         if self.kind in (SUM, "all_to_all"):
             return 1
         return len(self.sends) + (len(self.receives) if self.kind == "reduce_scatter" else 0)
 
     @property
     def share(self) -> Fraction:
-        """Bytes that a rank sends per byte of the tensor that it posts. It receives the same.
+        """Number of bytes that a rank sends, divided by the size of the tensor that it posts.
 
-        For a collective of n ranks this is the lower bound. A gather sends the tensor to n - 1
-        peers. A reduce-scatter and an all-to-all send one n-th of it to each peer. An all-reduce
-        sends one n-th to each peer twice.
+        A rank receives the same number of bytes. For a collective of n ranks the number is a lower
+        bound. A gather sends the tensor to n - 1 peers. A reduce-scatter and an all-to-all send one
+        n-th of the tensor to each peer. An all-reduce sends one n-th to each peer twice.
         """
         if self.kind == "p2p":
             return Fraction(1)
@@ -106,14 +106,14 @@ class Transfer:
 class ScheduleStep:
     """One kernel call of a rank and the transfers around it: post, wait, compute, collect, send.
 
-    queries, keys: shards whose attention the step computes. Both are empty in a step that only
-        closes a pass.
-    part: (i, n), the i-th of n equal parts of the heads.
+    queries, keys: numbers of the query shard and the key shard that the kernel call computes. Both
+        tuples are empty in a step that has only transfers.
+    part: (i, n): compute the i-th of n equal parts of the heads.
     post: transfers that start first, to overlap with the computation.
-    wait: numbers of transfers that must complete before the computation.
-    collect: numbers of gradient transfers that must complete after the computation. A completed hop
-        delivers a gradient, to which the rank adds its own part. A completed reduce-scatter frees
-        its send buffer before the next one allocates another.
+    wait: numbers of the transfers that must complete before the computation.
+    collect: numbers of the gradient transfers that must complete after the computation. A completed
+        hop delivers a gradient, to which the rank adds its own part. A completed reduce-scatter
+        frees its send buffer before the next reduce-scatter allocates a buffer.
     send: gradient transfers that start last.
     """
 
@@ -135,7 +135,7 @@ _NONE: tuple[Transfer, ...] = ()
 
 
 class PerRank(Sequence[T]):
-    """One value per rank, made on first access, so that a rank builds only the values it reads."""
+    """One value per rank, made on first access, so that a rank makes only the values it reads."""
 
     def __init__(self, ranks: int, make: Callable[[int], T]) -> None:
         self._make = make
@@ -162,14 +162,15 @@ class PerRank(Sequence[T]):
 class Schedule:
     """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
-    exchange: its name.
-    traits: properties of the exchange. Callers read them and never compare the name.
-    workers: ranks of the context group.
-    per_node: ranks of a node.
+    exchange: name of the exchange.
+    traits: properties of the exchange. Callers read these properties and never compare the name.
+    workers: number of ranks of the context group.
+    per_node: number of ranks of the context group that share a node.
     forward, backward: the steps of each pass, by rank.
-    keeps: by rank, the key shards that the rank holds from forward to backward.
+    keeps: for each rank, the numbers of the key shards that it holds from forward to backward.
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
-    heads: ranks that share heads by all-to-all (Ulysses) around the exchange; 1 if none.
+    heads: number of ranks that share heads by all-to-alls (Ulysses) around the exchange; 1 without
+        Ulysses.
     """
 
     exchange: str
@@ -188,12 +189,12 @@ class Schedule:
 
     @property
     def groups(self) -> int:
-        """Number of sets of ranks that share heads. Keys or queries move between these sets."""
+        """Number of groups of ranks that share heads. Keys or queries move between the groups."""
         return self.workers // self.heads
 
     @property
     def gathers(self) -> bool:
-        """Whether a rank has all keys before it calls the kernel. Otherwise shards circulate."""
+        """Whether a rank has all keys before it calls the kernel. If False, shards circulate."""
         return self.traits.gathers
 
     @property
@@ -203,7 +204,7 @@ class Schedule:
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """The channels of keys, queries and their gradients, so without Ulysses's all-to-alls."""
+        """The channels of keys, queries and their gradients, without the channel of Ulysses."""
         steps = (*self.forward[0], *self.backward[0])
         named = {t.channel for step in steps for t in (*step.post, *step.send)}
         return tuple(channel for channel in (CONTEXT, INNER, OUTER) if channel in named)
@@ -213,13 +214,13 @@ class Schedule:
 class ScheduleOptions:
     """The sizes and choices from which `make_schedule` makes a schedule.
 
-    workers: ranks of the context group.
-    per_node: ranks of the group that share a node.
-    chunks: number of equal parts of the heads. An all-gather moves one part while the part before
-        it is computed.
+    workers: number of ranks of the context group.
+    per_node: number of ranks of the group that share a node.
+    chunks: number of equal parts of the heads. An all-gather moves one part while the previous part
+        is computed.
     prefetch: number of hops that a ring posts ahead of the computation.
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
-    heads: ranks that share heads by all-to-all (Ulysses). 1 means none do.
+    heads: number of ranks that share heads by all-to-alls (Ulysses); 1 without Ulysses.
     """
 
     workers: int
@@ -256,7 +257,7 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
             f"{heads} ranks that share heads do not fit nodes of {options.per_node} ranks: one "
             "number must divide the other."
         )
-    # Neighbouring ranks share heads. Keys move between these groups; a node holds per_node of them.
+    # Neighboring ranks share heads. Keys move between these groups; a node holds per_node of them.
     per_node = min(groups, max(1, options.per_node // heads))
     return _share_heads(
         _EXCHANGES[exchange](replace(options, workers=groups, per_node=per_node, heads=1)), options
@@ -264,15 +265,15 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
 
 
 def all_gather(options: ScheduleOptions) -> Schedule:
-    """Gather all KV on every rank, one collective per part of the heads.
+    """Gather all KV on every rank, with one collective per part of the heads.
 
-    Each part's gradients return in one reduce-scatter.
+    One reduce-scatter per part returns the gradients.
     """
     return _gather("all_gather", options)
 
 
 def hierarchical_all_gather(options: ScheduleOptions) -> Schedule:
-    """Gather the shards of the counterparts across nodes, then share them inside each node.
+    """Gather KV across nodes among ranks with the same local rank, then inside each node.
 
     Each shard enters each other node once, and all ranks of a node use their links to other nodes.
     """
@@ -317,10 +318,11 @@ def _gather(name: str, options: ScheduleOptions) -> Schedule:
 def _collectives(
     rank: int, workers: int, nodes: int, number: count[int], payload: str, part: tuple[int, int]
 ) -> tuple[Transfer, ...]:
-    """Return the transfers that gather keys, or reduce-scatter their gradients, for one rank.
+    """Return one rank's transfers that gather keys, or that reduce-scatter their gradients.
 
-    With several nodes of several ranks there are two: keys cross nodes first, then spread inside
-    each node. Gradients take the way back. Otherwise one collective among all ranks suffices.
+    With several nodes of several ranks there are two transfers: keys cross nodes first, then spread
+    inside each node; gradients take the reverse way. Otherwise there is one collective among all
+    ranks.
 
     payload: KV or DKV.
     part: (i, n), the i-th of n equal parts of the heads.
@@ -351,15 +353,19 @@ def _collectives(
 
 
 def ring(options: ScheduleOptions) -> Schedule:
-    """Circulate key shards in one ring over all ranks; each computes a shard as it sends it on."""
+    """Circulate key shards in one ring over all ranks.
+
+    Each rank computes a shard while it sends that shard to the next rank.
+    """
     return _rings("ring", options)
 
 
 def hierarchical_ring(options: ScheduleOptions) -> Schedule:
-    """Circulate in a ring inside every node, and in rings of counterparts across nodes.
+    """Circulate shards in a ring inside every node, and in rings of counterparts across nodes.
 
-    Post an outer hop a whole turn of the inner ring before its use (MTraining, section 4.2 and
-    algorithm 2; its formula for inner neighbours omits the first rank of the node).
+    Counterparts are ranks of different nodes with the same local rank. A rank posts an outer hop
+    one round of the inner ring before it needs the shard (MTraining, section 4.2 and algorithm 2,
+    whose formula for inner neighbors omits the first rank of the node).
     """
     return _rings("hierarchical_ring", options)
 
@@ -380,7 +386,8 @@ def _rings(name: str, options: ScheduleOptions) -> Schedule:
 class _Rings:
     """Rings of `size` ranks inside each of `nodes` nodes, and rings of counterparts across nodes.
 
-    A pass has one phase per node. A phase has one turn per rank of a node. One node is a flat ring.
+    A pass has one phase per node. A phase has one turn per rank of a node. With one node there is
+    one flat ring.
     """
 
     nodes: int
@@ -392,17 +399,18 @@ class _Rings:
         return node % self.nodes * self.size + local % self.size
 
     def forward(self, rank: int) -> Steps:
-        """In turn t of phase p, compute shard (node - p, local - t) and send it to local + 1."""
+        """In turn t of phase p, compute shard (node - p, local - t), and send it to local + 1."""
         return self._circulate(rank, KV, direction=1, first=0)
 
     def backward_of_keys(self, rank: int) -> Steps:
-        """Send KV back the way it came; its gradient follows one step behind.
+        """Send KV back the way it came. The gradient of a shard follows one step behind.
 
         A pass starts with the shard that arrived last in forward. It ends with every shard and its
-        complete gradient on the owner. Each rank adds its part to a gradient and passes it on. At
-        the end of a phase, the counterpart of the shard's owner has the sum of its node. It adds
-        the sum of the previous nodes and sends the total to the next node. Gradients take size - 1
-        inner hops per phase and nodes - 1 outer hops per pass.
+        complete gradient on the shard's owner. Each rank adds its part to a gradient and sends the
+        gradient to the next rank. At the end of a phase, the counterpart of the shard's owner has
+        the sum of its node. The counterpart adds the sum of the previous nodes and sends the total
+        to the next node. Gradients take size - 1 inner hops per phase and nodes - 1 outer hops per
+        pass.
         """
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, KV, direction=-1, first=1))
@@ -424,12 +432,13 @@ class _Rings:
         return tuple(steps)
 
     def backward_of_queries(self, rank: int) -> Steps:
-        """Keep KV in place; circulate queries, with their gradients one hop behind.
+        """Keep KV on its rank. Circulate queries, with their gradients one hop behind.
 
         See BurstEngine, section 3.1. At the start of a phase, this rank computes its part of the
         gradient of some queries. It keeps this part until the rest of the gradient has gone round
-        the inner ring. In the first phase the queries are its own. In later phases they belong to a
-        counterpart, so the node's sum travels from node to node until it reaches the owner.
+        the inner ring. In the first phase these queries are this rank's own. In later phases they
+        belong to a counterpart, so the node's sum travels from node to node until the sum reaches
+        the queries' owner.
         """
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, QUERIES, direction=1, first=0))
@@ -438,7 +447,7 @@ class _Rings:
         def to_next_node(phase: int) -> tuple[Transfer, ...]:
             """Return the hop that sends a phase's gradient to the next node.
 
-            Return no hop in the first phase, whose gradient is this rank's own.
+            Return no hop for the first phase, whose gradient belongs to this rank.
             """
             shards = self.rank(node - phase, local), self.rank(node - phase - 1, local)
             return (outer(*shards),) if phase else ()
@@ -468,7 +477,7 @@ class _Rings:
     ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
         """Return two functions (shard to send, shard to receive) -> hop.
 
-        The first hops inside the node, the second across nodes.
+        The first function makes hops inside the node, the second makes hops across nodes.
         """
         node, local = divmod(rank, self.size)
         inner = self.rank(node, local + direction), self.rank(node, local - direction)
@@ -480,11 +489,12 @@ class _Rings:
         return partial(hop, self.inner, *inner), partial(hop, OUTER, *outer)
 
     def _circulate(self, rank: int, payload: str, direction: int, first: int) -> Steps:
-        """Make the steps that compute a shard and pass it on, without gradients.
+        """Make the steps that compute shards and send them to the next rank, without gradients.
 
-        direction: 1 sends shards to the next rank and the next node, so that this rank meets its
-            predecessors' shards in turn; -1 goes the other way.
-        first: the distance to the owner of the first shard, in nodes and in local ranks.
+        direction: 1 sends shards to the next rank and the next node, so that this rank meets the
+            shards of its predecessors in turn; -1 reverses the direction.
+        first: distance to the owner of the first shard: the number of nodes, and equally the number
+            of local ranks.
         """
         node, local = divmod(rank, self.size)
         number = count()
@@ -549,9 +559,9 @@ def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
     """Wrap Ulysses around another exchange.
 
-    The ranks R * heads to R * heads + heads - 1 form group R, which shares heads. A first
-    all-to-all gives each rank the tokens of its whole group, for 1 / heads of the heads. The rank
-    then acts as rank R of the inner exchange for these heads. A last all-to-all undoes the trade
+    The ranks R * heads to R * heads + heads - 1 form group R, which shares heads. The first
+    all-to-all gives each rank the tokens of its whole group, for 1 / heads of the heads. For these
+    heads the rank then acts as rank R of the inner exchange. The last all-to-all undoes the trade
     (DeepSpeed-Ulysses, arXiv:2309.14509; USP, arXiv:2405.07719).
     """
     heads = options.heads
@@ -574,15 +584,16 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
 
 
 def _members(groups: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """Return the ranks of these groups, each of ``heads`` ranks that share heads."""
+    """Return the ranks of these groups. heads: number of ranks per group."""
     return tuple(g * heads + m for g in groups for m in range(heads))
 
 
 def _trade_around(steps: Steps, group: int, place: int, heads: int) -> Steps:
     """Add the two all-to-alls around the steps of an inner exchange.
 
-    group: rank in the inner exchange, which is a group of ranks that share heads.
-    place: place of the rank in its group.
+    group: number of the rank's group, which is also its rank in the inner exchange.
+    place: rank inside the group.
+    heads: number of ranks per group.
     """
 
     def rank(of_group: int | None) -> int | None:

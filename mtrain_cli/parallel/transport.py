@@ -1,12 +1,12 @@
-"""Run the transfers of one pass of a schedule, and recycle the buffers of its messages.
+"""Run the transfers of one pass of a schedule, and recycle the buffers of their messages.
 
 Streams: every transfer starts behind the work already queued on the current (compute) stream. NCCL
-then runs it on a stream of its own. `Transport.wait` makes the compute stream wait for it; the host
-does not block. With gloo the host itself waits.
+then runs the transfer on its own stream. `Transport.wait` makes the compute stream wait for the
+transfer; the host does not block. With gloo the host itself waits.
 
 Deadlocks: the transfers of one communicator run in the order in which they are posted, so all ranks
-post them in the order of the schedule, even when they have nothing to compute. A hop posts its send
-and its receive as one batch, so a ring in which all ranks send cannot deadlock.
+post them in the order of the schedule, even in a step without pairs to compute. A hop posts its
+send and its receive as one batch, so a ring in which all ranks send cannot deadlock.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mtrain_cli.parallel.schedule import SUM, Transfer
 
 
 class ExchangeError(RuntimeError):
-    """A message of an exchange did not arrive: the peer is gone or hangs.
+    """A transfer failed because a peer is gone or hangs.
 
-    The message names the exchange, the step and the peer.
+    The text of the error names the exchange, the step and the peer.
     """
 
     peer_lost = True
@@ -67,8 +67,8 @@ def explain_peer_loss(
 class Buffers:
     """A pool of message tensors, by shape, dtype and device.
 
-    The shard that a forward pass saves for backward never returns to the pool: autograd may need it
-    for longer.
+    A shard that a forward pass saves for backward never returns to the pool, because autograd may
+    need the shard for longer.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Buffers:
         )
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor, from the pool if it has one of this kind."""
+        """Return an uninitialized tensor, from the pool if it holds one of this shape and dtype."""
         free = self._free[shape, dtype, device]
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 
@@ -85,10 +85,10 @@ class Buffers:
         return self.take(tensor.shape, dtype or tensor.dtype, tensor.device)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Return a tensor to the pool. The next `take` of this shape may overwrite the tensor.
+        """Return a tensor to the pool. The next user may overwrite the tensor.
 
-        Call this only after all reads and writes of the tensor are queued on the current stream, or
-        after the current stream has waited for them. The next user then runs after them.
+        Call this only when all reads and writes of the tensor are queued on the current stream, or
+        when the current stream has waited for them: the next user must run after them.
         """
         self._free[tensor.shape, tensor.dtype, tensor.device].append(tensor)
 
@@ -98,7 +98,8 @@ class Transport:
     """This rank's transfers in one pass of one layer.
 
     group: ranks and communicators.
-    exchange, layer, direction: names for messages, such as ``ring``, ``layer 3``, ``forward``.
+    exchange, layer, direction: names for error messages, such as ``ring``, ``layer 3``,
+        ``forward``.
     steps: number of steps.
     recorder: None to record nothing.
     at: index of the current step.
@@ -126,7 +127,7 @@ class Transport:
         return self.recorder.span(kind, self.at, message)
 
     def begin_step(self, at: int) -> None:
-        """Start step ``at``: later spans and messages belong to it."""
+        """Begin step ``at``, to which all later spans and messages belong."""
         self.at = at
         progress_record.note(self._where)
 
@@ -147,21 +148,21 @@ class Transport:
             )
 
     def start_gather(self, transfer: Transfer, own: torch.Tensor) -> torch.Tensor:
-        """Start an all-gather of a contiguous tensor. Returns [peers, ...], valid after `wait`."""
+        """Start an all-gather of a contiguous tensor. Return [peers, ...], valid after `wait`."""
         with self._posting(transfer, own) as group:
             gathered, work = start_all_gather(own, len(transfer.peers), group)
             self._works[transfer.number], self._inputs[transfer.number] = [work], own
         return gathered
 
     def start_scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
-        """Start a reduce-scatter of [peers, ...]. Returns this rank's sum, valid after `wait`."""
+        """Start a reduce-scatter of [peers, ...]. Return this rank's sum, valid after `wait`."""
         with self._posting(transfer, shards) as group:
             own, work = start_reduce_scatter(shards, group)
             self._works[transfer.number], self._inputs[transfer.number] = [work], shards
         return own
 
     def all_to_all(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
-        """Send part i of [peers, ...] to peer i. Returns the parts received, ready to use."""
+        """Send parts[i] to peer i. Return the received parts, [peers, ...], ready to use."""
         arrived = torch.empty_like(parts)
         with (
             self._posting(transfer, parts) as group,
@@ -185,7 +186,7 @@ class Transport:
             self._works[transfer.number] = [work]
 
     def wait(self, number: int) -> None:
-        """Wait for a transfer. With NCCL only the current stream waits, with gloo the host."""
+        """Wait for a transfer. With gloo the host waits, with NCCL only the current stream."""
         works = self._works.pop(number, [])
         with self.span(WAIT, self._messages.get(number, NOTHING)) if works else nullcontext():
             for at, work in enumerate(works):
@@ -244,9 +245,9 @@ class Transport:
     def _after_earlier(self, transfer: Transfer) -> Iterator[None]:
         """Order a transfer that the ``with`` block posts after `transfer.after`.
 
-        On the same NCCL communicator, posting order is enough. On another communicator, a side
-        stream waits for the earlier transfer, so that the compute stream does not have to. gloo has
-        no streams: the host waits.
+        If both transfers use the same NCCL communicator, the order of posting is enough. Otherwise
+        a side stream waits for the earlier transfer, so that the compute stream does not wait. gloo
+        has no streams, so the host waits.
         """
         works = [] if transfer.after is None else self._works.get(transfer.after, [])
         if transfer.after is None or not works:

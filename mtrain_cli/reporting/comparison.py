@@ -57,7 +57,7 @@ class RatioComparison:
 
     @property
     def difference(self) -> str:
-        """Return the change as text, or why it is not significant."""
+        """Return the change as text, or why the change is not significant."""
         if self.verdict in ("more", "less"):
             return f"{self.ratio:.2f}x" if self.ratio >= 2 else f"{self.ratio - 1:+.1%}"
         return "unknown" if not np.isfinite(self.noise) else self.verdict
@@ -115,7 +115,7 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
 
 
 def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
-    """Return the quantities of a training run. Only the losses include the steps that warm up.
+    """Return the quantities of a training run. Only the losses include warm-up steps.
 
     Args:
         unit: unit of the throughput, from `rate_unit`.
@@ -133,7 +133,7 @@ def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
 
 
 def _rate(steps: Sequence[StepMetrics]) -> Estimate:
-    """Return total tokens / total time. A mean of rates would give slow steps too little weight."""
+    """Return total tokens / total time. A mean of rates gives slow steps too little weight."""
     rates = np.array([m.tokens_per_second_per_gpu for m in steps])
     seconds = np.array([m.seconds for m in steps])
     whole = seconds.sum()
@@ -145,7 +145,7 @@ def _rate(steps: Sequence[StepMetrics]) -> Estimate:
 def comparison_cells(rows: Sequence[RatioComparison]) -> list[list[str]]:
     """Return rows of cells: run, case, quantity, first value, this value, difference, noise.
 
-    Run and case are blank if they are those of the row above.
+    The cell of the run or of the case is blank if it would repeat the row above.
     """
     cells, above = [], ("", "")
     for row in rows:

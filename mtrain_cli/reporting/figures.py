@@ -1,4 +1,4 @@
-"""The figures of a report, and those of attention, as plain plotly data."""
+"""Collect the figures of a report, and draw the figures of attention, as plain plotly data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _passes(cases: Cases) -> Iterator[tuple[str, str, PassAnalysis]]:
 
 
 def breakdown_figure(cases: Cases) -> plots.Figure:
-    """Draw a stacked bar per case with the time of each of `BINS`, mean over ranks."""
+    """Draw a stacked bar per case with the time of each of `BINS`, averaged over ranks."""
     views = []
     directions = dict.fromkeys(name for _, _, case in cases for name in case.directions)
     for direction in (None, *directions) if cases else ():
@@ -125,11 +125,11 @@ def heat_map_figure(cases: Cases) -> plots.Figure:
 
 
 def _positions(size: int, cells: int) -> list[Any]:
-    """Return a label for each cell of an axis: its position, or the range that it covers.
+    """Return a label for each cell of an axis: the position or positions that the cell covers.
 
     Args:
         size: number of positions on the axis.
-        cells: number of cells that cover them.
+        cells: number of cells that cover the positions.
     """
     each = -(-size // cells)
     if each == 1:
@@ -221,11 +221,11 @@ def layer_figure(cases: Cases) -> plots.Figure:
 def _bin(
     name: str, ms: list[Any], places: Sequence[Any], horizontal: bool = False
 ) -> dict[str, Any]:
-    """Return the bars of one of `BINS`.
+    """Return the bars of one of `BINS`: a bar for each case or rank.
 
     Args:
-        ms: one value per place.
-        places: cases or ranks.
+        ms: length of each bar.
+        places: the case or rank of each bar.
     """
     kind, _, link = name.partition(" ")
     colour = plots.link_colour(link) if kind == EXPOSED else plots.COLOURS[name]
@@ -240,7 +240,7 @@ def _bin(
 
 
 def _folded(label: str, width: int = 26) -> str:
-    """Break a label at spaces into lines of ``width`` characters."""
+    """Break a label at spaces into lines of at most ``width`` characters, as HTML."""
     lines = [""]
     for word in label.split():
         if lines[-1] and len(lines[-1]) + len(word) > width:

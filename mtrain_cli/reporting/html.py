@@ -84,7 +84,7 @@ def _base64(packed: bytes) -> str:
 
 
 def _section(title: str, content: str, note: str = "") -> str:
-    """Return a section of the page, or nothing if there is no content."""
+    """Return a section of the page, or "" without content."""
     return f"<section><h2>{escape(title)}</h2>{content}{_note(note)}</section>" if content else ""
 
 
@@ -108,7 +108,7 @@ def _table(
     words: Collection[int] = (0,),
     states: Sequence[str] = (),
 ) -> str:
-    """Return a table, or nothing if there are no rows.
+    """Return a table, or "" without rows.
 
     Args:
         words: indices of the columns that hold text. The other columns hold numbers.
@@ -335,7 +335,7 @@ def _causes(sources: Sequence[ReportSource]) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    """Return the elements of a figure: one panel per view, or one panel with selectors."""
+    """Return the HTML elements of a figure: a panel per view, or a single panel with selectors."""
     if figure.together:
         panels = "".join(
             f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3>'

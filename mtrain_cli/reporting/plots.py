@@ -12,9 +12,9 @@ from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDE
 from mtrain_cli.records.record_sums import EXPOSED, LATE
 
 Trace = dict[str, Any]
-# Colours of runs or exchanges.
+# Colors of runs or exchanges.
 PALETTE = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
-# Colours of the categories of attention's time.
+# Colors of the categories of attention's time.
 COLOURS = {
     ATTENTION: "#2f6fb5",
     COLUMNS: "#7fb2e5",
@@ -50,7 +50,7 @@ class Figure:
 
     name: name in the page's elements and data.
     selectors: name of each selector, with which a reader chooses a view.
-    note: what a reader must know to read the figure, such as what it leaves out.
+    note: what a reader must know to read the figure, such as what the figure leaves out.
     together: whether to show all views side by side, without selectors.
     """
 
@@ -89,7 +89,10 @@ def downward(title: str, **more: Any) -> dict[str, Any]:
 
 
 def whole(count: int) -> dict[str, Any]:
-    """Return settings of an axis that put ticks at integers only; count: number of positions."""
+    """Return settings of an axis with ticks only at integers.
+
+    count: number of positions on the axis.
+    """
     return {"dtick": 1} if count <= 20 else {"tickformat": "d"}
 
 
@@ -122,7 +125,7 @@ def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any
 def heat(z: Any, x: Sequence[Any], y: Sequence[Any], unit: str, hover: str, **more: Any) -> Trace:
     """Return a heat map.
 
-    unit: title of the colour bar. For density and recall, its ticks are in percent.
+    unit: title of the color bar. For density and recall, the ticks are in percent.
     """
     share = {"tickformat": ".0%"} if unit in ("density", "recall") else {}
     return {

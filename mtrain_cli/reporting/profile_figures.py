@@ -42,7 +42,7 @@ def step_figures(named: Named) -> list[Figure]:
 
 
 def _step_views(named: Named) -> list[FigureView]:
-    """Return a view of each run's ranks. If there are several runs, start with a view of all."""
+    """Return a view of the ranks of each run. With several runs, the first view compares runs."""
     parts = list(
         dict.fromkeys(
             part for _, document in named for rank in document["ranks"] for part in rank["parts"]
@@ -120,7 +120,7 @@ def sparsity_figures(sources: Sequence[ReportSource]) -> list[Figure]:
 
 
 def _by_layer(source: ReportSource, several: bool) -> list[FigureView]:
-    """Return a view per quantity, which has a line per pattern and measured step."""
+    """Return a view per quantity. A view has a line per pattern and measured step."""
     rows = source.sparsity
     shown = plots.evenly(sorted({(row["pattern"], row["step"]) for row in rows}), 12)
     layers = sorted({row["layer"] for row in rows})

@@ -1,7 +1,7 @@
 """Draw the program of an exchange: what each rank computes, moves and holds in one layer.
 
 A program has an order but no times. So the x axis counts operations: a kernel call is one unit
-wide, the other operations are narrower, and a step begins at the same place on all ranks.
+wide, the other operations are narrower, and a step begins at the same x position on all ranks.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ BARS = 6_000  # most bars in all views together
 MOST_STEPS = 8  # most steps of a pass in the table of the terminal
 DIRECTIONS = ("forward", "backward")
 _WAIT, _OTHER, _COLUMNS = 0.2, 0.3, 0.6  # widths; a kernel call has 1
-# Colours of shards, unlike those of waits and copies.
+# Colors of shards, unlike the colors of waits and copies.
 _SHARDS = ("#2f6fb5", "#7fb2e5", "#8c6bb1", "#b9a3d6", "#d26fa5", "#7a5c3e", "#5b5b5b", "#3a8fa3")
 
 
 @dataclass(frozen=True)
 class DrawnExchange:
-    """An exchange with the sizes that a figure of it needs."""
+    """An exchange, and the sizes that its figure needs."""
 
     name: str
     options: ScheduleOptions
@@ -63,7 +63,7 @@ class DrawnExchange:
     def of(source: ReportSource, case: CaseAnalysis | None = None) -> DrawnExchange | None:
         """Return the exchange of a case, or of a training run without cases.
 
-        Return None if there is one worker, or if the exchange is not known.
+        Return None if there is only one worker, or if the exchange is unknown.
         """
         facts = _planned(source) if case is None else case.facts
         names = ("seq", "num_heads", "num_kv_heads", "head_dim", "cp", "per_node")
@@ -88,7 +88,7 @@ class DrawnExchange:
         return DrawnExchange(name, options, Traits(columns=gathered), sizes)
 
     def programs(self, direction: str, ranks: int) -> list[Program]:
-        """Return the programs of the first ranks in a direction."""
+        """Return the programs of ranks 0 to ``ranks`` - 1 in a direction."""
         schedule = make_schedule(self.name, self.options)
         return [
             lower(schedule, rank, backward=direction == "backward", traits=self.traits)
@@ -97,7 +97,7 @@ class DrawnExchange:
 
 
 def _planned(source: ReportSource) -> dict[str, Any]:
-    """Return the facts of a training run from its settings; empty if they name no exchange."""
+    """Return the facts of a training run from its settings, or {} if the exchange is unknown."""
     try:
         config = resolved_file.load(source.folder / RESOLVED)
         topology, model, batch = config.topology, config.model, config.train.micro_batch
@@ -121,9 +121,9 @@ def _planned(source: ReportSource) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PlacedOperation:
-    """An operation at its place on the x axis.
+    """An operation and its range on the x axis.
 
-    held: bytes of the buffers that exist while it runs, by name.
+    held: size in bytes of each buffer that exists during the operation, by name.
     """
 
     operation: Operation
@@ -176,7 +176,7 @@ def describe(op: Operation, sizes: ShardSizes, sharing: int) -> str:
 
 
 def _message(post: Post, sizes: ShardSizes, sharing: int) -> tuple[str, str]:
-    """Return what a message moves, and between which ranks."""
+    """Return two texts: what a message moves, and to or among which ranks."""
     t, moved = post.transfer, format_bytes(float(post.sends.of(sizes, sharing)))
     if t.to is None:
         kind = t.kind.replace("_", "-")
@@ -191,7 +191,7 @@ def _keys(op: Compute) -> str:
 def transfers(
     lane: Sequence[PlacedOperation],
 ) -> Iterator[tuple[Post, PlacedOperation, PlacedOperation]]:
-    """Yield each transfer of a rank, with the placed `Post` and `Wait`."""
+    """Yield the `Post`, the placed `Post` and the placed `Wait` of each transfer of a rank."""
     waits = {p.operation.number: p for p in lane if isinstance(p.operation, Wait)}
     for placed in lane:
         if isinstance(placed.operation, Post):
@@ -202,7 +202,7 @@ def transfers(
 def program_figure(shown: Sequence[tuple[str, ReportSource, CaseAnalysis | None]]) -> Figure:
     """Draw each distinct exchange once, with a view per pass.
 
-    shown: (label, run, case) of each case; the case is None for a training run without cases.
+    shown: (label, run, case) of each case. For a training run without cases, the case is None.
     """
     drawn: dict[DrawnExchange, str] = {}
     for label, source, case in shown:
@@ -219,9 +219,9 @@ def program_figure(shown: Sequence[tuple[str, ReportSource, CaseAnalysis | None]
                 left -= sum(len(trace["x"]) for trace in views[-1].data)
     note = (
         "The order of operations, not their times. Each rank has three rows. Top: what the rank "
-        "computes. The number is the shard that came to it: keys, or queries if queries circulate; "
-        "* stands for all keys. Middle: messages, from post to wait. Bottom: bytes that the rank "
-        "holds. Hover for names, peers and sizes."
+        "computes. The number is the shard of the keys, or of the queries if queries circulate; "
+        "* stands for all keys. Middle: messages, from post to wait. Bottom: "
+        "bytes that the rank holds. Hover for names, peers and sizes."
     )
     return Figure("program", "What each rank does in one layer", ("case", "pass"), views, note)
 
@@ -229,7 +229,7 @@ def program_figure(shown: Sequence[tuple[str, ReportSource, CaseAnalysis | None]
 def _view(labels: tuple[str, ...], programs: Sequence[Program], sizes: ShardSizes) -> FigureView:
     lanes, begins = place(programs, sizes)
     most = max(sum(p.held.values()) for lane in lanes for p in lane) or 1
-    # By entry of the legend: (width, begin, y, height, text, hover text, colour).
+    # By entry of the legend: (width, begin, y, height, text, hover text, color).
     bars: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for rank, (lane, program) in enumerate(zip(lanes, programs, strict=True)):
         for p in (p for p in lane if p.end > p.begin):
@@ -261,7 +261,7 @@ def _view(labels: tuple[str, ...], programs: Sequence[Program], sizes: ShardSize
 
 
 def _look(op: Operation, program: Program) -> tuple[str, str, str]:
-    """Return the legend's entry, the colour and the text of an operation."""
+    """Return the legend's entry, the color and the text of an operation."""
     if isinstance(op, Compute):
         if op.keys == WHOLE_SEQUENCE:
             return "compute", _SHARDS[0], "*"
@@ -275,7 +275,7 @@ def _look(op: Operation, program: Program) -> tuple[str, str, str]:
 
 
 def queries_travel(program: Program) -> bool:
-    """Return whether the keys stay, and queries of other shards come to this rank."""
+    """Return whether this rank computes its own keys with queries of other shards."""
     return len({op.queries for op in program.computes}) > 1
 
 

@@ -45,7 +45,7 @@ class ReportSource:
     """One run, profile or simulation to report.
 
     facts: content of environment.json.
-    recorded: the profile or simulation; None if there is none.
+    recorded: the profile or simulation; None if the source has neither.
     cases: analysis of `recorded`.
     metrics: metrics of the training steps.
     steps_wanted: planned number of training steps; None if unknown.
@@ -116,7 +116,7 @@ class ReportSource:
 
     @property
     def complete(self) -> bool:
-        """Whether no planned sample, rank or training step is missing."""
+        """Whether all planned samples, ranks and training steps are present."""
         recorded = self.recorded is None or self.recorded.complete
         return recorded and not any(case.missing for case in self.cases) and not self._stopped
 
@@ -157,7 +157,7 @@ class ReportSource:
         return remarks
 
     def _progress(self) -> str:
-        """Return how many of the requested iterations a recording has, and in which cases fewer."""
+        """Return the number of recorded iterations, and the cases that have fewer."""
         done = max((case.iterations for case in self.cases), default=0)
         wanted = self.summary.get("samples_wanted")
         behind = [
@@ -169,13 +169,14 @@ class ReportSource:
         text = f"{done}{of_wanted} iteration{'s' * ((wanted or done) != 1)} recorded"
         text += f" ({', '.join(behind)})" if behind else ""
         text += f"; {left_out} of {len(cases)} cases have no sample" if left_out > 0 else ""
-        return f"{text}; all figures are of {'this one' if done == 1 else 'these'}"
+        covered = "this iteration" if done == 1 else "these iterations"
+        return f"{text}; all figures cover only {covered}"
 
 
 def labelled_cases(
     sources: Sequence[ReportSource],
 ) -> list[tuple[str, ReportSource, CaseAnalysis]]:
-    """Return (label, run, case) of all cases. If there are several runs, labels name the run."""
+    """Return (label, run, case) of each case. With several runs, labels name the run."""
     several = len(sources) > 1
     return [
         (f"{source.name}: {case.label}" if several else case.label, source, case)
@@ -222,17 +223,17 @@ def find(name: str) -> Path:
     if "/" in name:
         names = sorted(map(str, path.parent.iterdir())) if path.parent.is_dir() else []
     kind = "run, measurement or shipped profile"
-    why = no_such(kind, str(path), names, "the folder of one", most)
+    why = no_such(kind, str(path), names, "the folder of a run or measurement", most)
     raise ConfigError(f"{name}: {why}")
 
 
 def default() -> list[Path]:
-    """Return the newest run or measurement in this folder. If there is none, a shipped profile."""
+    """Return the newest run or measurement in this folder, or else a shipped profile."""
     return known()[:1] or [path for path in shipped() if path.stem == SHOWN_FIRST]
 
 
 def ships(path: Path) -> bool:
-    """Return whether a path ships with mtrain. Nothing may be written to such a path."""
+    """Return whether a path ships with mtrain, so that no command may write to it."""
     return path.resolve().is_relative_to(resource_dir("profiles").resolve())
 
 
@@ -272,7 +273,7 @@ def _has_figures(place: Path) -> bool:
 
 
 def open_source(path: Path) -> ReportSource:
-    """Read and analyse a folder, or a shipped file.
+    """Read and analyze a folder, or a shipped file.
 
     Raises:
         ConfigError: the path holds nothing to report, or a damaged file.
@@ -323,7 +324,7 @@ def open_source(path: Path) -> ReportSource:
 
 
 def _metrics(path: Path, *, alone: bool) -> tuple[tuple[StepMetrics, ...], str]:
-    """Return the metrics of a run, and an error about their file; empty if there is none.
+    """Return the metrics of a run, and an error about the metrics file or "".
 
     Args:
         alone: whether the run has nothing else to show.

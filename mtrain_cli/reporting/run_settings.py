@@ -30,7 +30,7 @@ _CARD = (
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings in resolved.yaml by dotted key; empty if there is no readable file.
+    """Return the settings in resolved.yaml by dotted key, or {} without a readable file.
 
     The file is not checked against the schema, so reports can show runs of other mtrain versions.
     """

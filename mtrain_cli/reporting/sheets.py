@@ -1,4 +1,4 @@
-"""The CSV files of a report. Numbers have six digits."""
+"""The CSV files of a report. Numbers have six significant digits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRAINING = (
 class Sheet:
     """One CSV file.
 
-    rows: rows by column name. All have the same columns in the same order.
+    rows: rows by column name. All rows have the same columns in the same order.
     """
 
     name: str
@@ -132,7 +132,10 @@ def _steps(names: Row, analysis: PassAnalysis) -> Iterator[Row]:
 
 
 def _time_by_rank(names: Row, case: CaseAnalysis) -> Iterator[Row]:
-    """Yield ms per iteration, a row per direction and rank. The categories add up to pass_ms."""
+    """Yield the time of each category per iteration, in ms: a row per direction and rank.
+
+    The categories of a row add up to pass_ms.
+    """
     columns = [f"{name.replace(' ', '_')}_ms" for name in BINS]
     for d, direction in enumerate(case.directions):
         for rank in case.present:
@@ -142,7 +145,7 @@ def _time_by_rank(names: Row, case: CaseAnalysis) -> Iterator[Row]:
 
 
 def _layers(names: Row, analysis: PassAnalysis) -> Iterator[Row]:
-    """Yield a row per layer: pass_ms of the slowest worker, and means over workers."""
+    """Yield a row per layer: pass_ms of the slowest worker, and times averaged over workers."""
     for layer in analysis.layers:
         means = {name: layer[name] for name in ("attention_ms", "late_ms", "exposed_ms")}
         yield {**names, "layer": int(layer["layer"]), "pass_ms": layer["ms"], **means}

@@ -57,7 +57,7 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
 
 
 def damage_of_step(document: dict[str, Any]) -> str | None:
-    """Return why a summary cannot be shown, or None if it can."""
+    """Return why a summary cannot be shown, or None if it can be shown."""
     try:
         if not document["ranks"]:
             return "ranks is empty"
@@ -86,7 +86,7 @@ def _about(document: dict[str, Any]) -> str:
 
 
 def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
-    """Return a table with ms per step of each part that is not 0."""
+    """Return a table with the time per step of each part that is not 0, in ms."""
     several = len(ranks) > 1
     table = new_table(
         ("part", "ms", "share", *(("min", "max", "rank") if several else ())),
@@ -120,9 +120,9 @@ def parts_rows(
 
 
 def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """Return a table that compares recorded steps: ms of every part, mean over ranks.
+    """Return a table that compares recorded steps: the time of every part, averaged over ranks.
 
-    For two steps, it also has their ratio.
+    For two steps, the table also has the ratio of the times.
     """
     two = len(named) == 2
     headings = ("part", *(name for name, _ in named), *(("ratio",) if two else ()))
@@ -182,9 +182,9 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def _message_line(ranks: Sequence[dict[str, Any]], hidden: float, gpu: bool) -> list[str]:
-    """Return a line about messages, if there are any.
+    """Return a line about messages, or no line without messages.
 
-    hidden: ms of overlapped communication.
+    hidden: time of overlapped communication, in ms.
     """
     # Files of earlier versions lack waits and unmatched messages.
     waits = statistics.fmean(rank["parts"].get(WAITS, 0.0) for rank in ranks)
@@ -250,8 +250,8 @@ def _ms(value: float) -> str:
 def short_name(name: str, width: int = NAME) -> str:
     """Return a kernel's name without return type, namespaces, arguments and template parameters.
 
-    The function that an element-wise kernel applies stays. A name that is still too long loses its
-    middle.
+    The name keeps the function that an element-wise kernel applies. If the name is still longer
+    than ``width``, its middle is cut out.
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     bare = _without(_without(plain, "<>"), "()").strip()
@@ -268,7 +268,10 @@ def short_name(name: str, width: int = NAME) -> str:
 
 
 def _without(text: str, brackets: str) -> str:
-    """Return the text without brackets and what they enclose; brackets: "<>" or "()"."""
+    """Return the text without brackets and the text inside brackets.
+
+    brackets: "<>" or "()".
+    """
     depth, kept = 0, []
     for character in text:
         if character == brackets[0]:

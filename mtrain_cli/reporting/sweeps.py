@@ -37,9 +37,9 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
     """Return headings, cells and the state of each row.
 
     The states are:
-    - best: the fastest row that fits into memory, among rows with equal settings and GPUs
+    - best: the fastest row that fits into memory, among rows with equal settings and number of GPUs
     - fits: another row that fits into memory
-    - not: does not fit, or is impossible
+    - not: a row that does not fit into memory, or that is impossible
     """
     names = list(dict.fromkeys(name for row in rows for name in swept_settings(row)))
     groups = any(row.get("dp", 1) > 1 for row in rows)
@@ -78,7 +78,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
-    """Return a table with a row per configuration. `why_not` explains the impossible ones."""
+    """Return a table with a row per configuration. `why_not` explains impossible configurations."""
     heads, lines, states = cells(rows)
     table = new_table(heads, words=0)
     for column in table.columns:
@@ -179,7 +179,8 @@ def _view(
     """Draw a line per layout and exchange, and a band between the bounds of the fastest line.
 
     Args:
-        value: function that returns the drawn value of a row at a bound.
+        value: function of a row and a bound that returns the quantity to draw. The bound is
+            ``value`` (the prediction), ``low`` or ``high``.
         gpus: whether the x axis is the number of GPUs.
         ideal: whether to draw linear scaling.
     """

@@ -27,7 +27,7 @@ SPARE_OF_SHIPPED = ("waits\nms", "density")  # columns that a narrow terminal dr
 
 
 def ms(value: float) -> str:
-    """Format milliseconds with three digits."""
+    """Format milliseconds with three significant digits, or as an integer from 100."""
     if value == 0 or not np.isfinite(value):
         return "0" if value == 0 else "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -52,7 +52,7 @@ def exposed_cells(case: CaseAnalysis) -> list[str]:
 
 
 def step_cells(case: CaseAnalysis) -> list[str]:
-    """Return the 50th and 95th percentile and the maximum of step times, in ms."""
+    """Return percentiles 50 and 95, averaged over passes, and maximum of step times, in ms."""
     passes = case.passes.values()
     p50, p95 = (statistics.fmean(getattr(p, name) for p in passes) for name in ("p50", "p95"))
     return [ms(p50), ms(p95), ms(max(p.longest for p in passes))]
@@ -72,7 +72,7 @@ def sparsity_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def no_causes(case: CaseAnalysis) -> str:
-    """Return the sentence for a case without causes of waits."""
+    """Return the sentence to show if a case has no causes of waits."""
     one = case.workers == 1
     return "One worker: no waits." if one else "No wait costs more than 0.5% of the time."
 
@@ -145,7 +145,7 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
 
 
 def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
-    """Return a table of the share of each category (`BINS`) in the time of all passes."""
+    """Return a table of shares: each category of `BINS`, divided by the time of all passes."""
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
     headings = ("ms", *(name.replace(" ", "\n") for name in used))
     caption = f"shares of all passes of an iteration, mean over workers; {_TERMS}"
@@ -180,7 +180,7 @@ def _case_table(
 def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> RenderableType:
     """Return the content of `summary_table` and `bins_table` as text that wraps.
 
-    It replaces the tables in narrow terminals.
+    The text replaces the tables in narrow terminals.
     """
     lines: list[RenderableType] = []
     for i, case in enumerate(cases):
@@ -207,15 +207,18 @@ def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> R
 
 
 def _shares(case: CaseAnalysis) -> tuple[float, dict[str, float]]:
-    """Return ms of all passes per iteration, mean over ranks, and the share of each of `BINS`."""
+    """Return the time of all passes of an iteration, and the share of each of `BINS` in this time.
+
+    The time is in ms, averaged over ranks.
+    """
     whole = float(case.passes_ms[:, case.present].sum(0).mean())
     return whole, {name: case.bin_ms(name) / whole if whole else 0.0 for name in BINS}
 
 
 def _partial_mark(case: CaseAnalysis, cases: Sequence[CaseAnalysis]) -> str:
-    """Mark a case that lacks iterations or ranks, if another case lacks none.
+    """Return a mark if the case lacks iterations or ranks, but some other case is complete.
 
-    If all cases lack some, a remark above the table says so.
+    If all cases are incomplete, a remark above the table says so.
     """
     return " (partial)" if case.partial and not all(c.partial for c in cases) else ""
 
@@ -227,13 +230,13 @@ def _imbalance_note(cases: Sequence[CaseAnalysis]) -> str:
 
 
 def _bare(case: CaseAnalysis, direction: str) -> str:
-    """Return the time of the pass without recording, in brackets; empty if not measured."""
+    """Return the time of the pass without recording, in brackets, or "" if it is not measured."""
     bare_ms = case.bare_ms(direction)
     return "" if bare_ms is None else f" ({ms(bare_ms)})"
 
 
 def _bare_note(cases: Sequence[CaseAnalysis]) -> str:
-    """Return the part of the caption that explains `_bare`; empty if no case has such a time."""
+    """Return the part of the caption that explains `_bare`, or "" if no case has such a time."""
     there = any(_bare(case, direction) for case in cases for direction in case.passes)
     note = "; pass ms: mean of recorded iterations; in brackets (bare): median without recording"
     return note if there else ""
@@ -250,10 +253,10 @@ def heat_map(
 ) -> RenderableType:
     """Return a heat map of attention ms, with a line per worker and a column per step.
 
-    The shades are characters, so they also show in a terminal without colours.
+    The shades are characters, which a terminal without colors also shows.
 
     Args:
-        cells: most lines and columns.
+        cells: largest number of lines, and of columns.
         name: name of the run, if there are several runs.
     """
     whole = case.passes[direction].attention
@@ -282,10 +285,10 @@ def heat_map(
 
 
 def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
-    """Shrink a table to at most cells x cells. Each cell is the maximum of a group of neighbours.
+    """Shrink a table to at most cells x cells. Each new cell is the maximum of a group of cells.
 
     Returns:
-        The table, and whether it shrank.
+        The table, and whether the table shrank.
     """
     whole = table.shape
     for axis in (0, 1):

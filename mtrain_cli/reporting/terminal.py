@@ -54,7 +54,7 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
 
 
 def _show_source(console: Console, source: ReportSource) -> None:
-    """Print what a source has, except training steps and records of attention."""
+    """Print the tables of a source, except those of training steps and records of attention."""
     for remark in source.remarks:
         say(console, f"  {remark}", indent=2, style="yellow")
     if source.shipped is not None:

@@ -1,6 +1,6 @@
 """Fit tables and text to the width of the terminal.
 
-A pipe or a file has no width: it gets all columns, and lines that do not wrap.
+A pipe or a file has no width. Output to a pipe or a file has all columns, and lines do not wrap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WIDEST = 400  # characters
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Format a number with ``digits`` significant digits, but never as 1.28e+03."""
+    """Format a number with ``digits`` significant digits. Format large numbers as integers."""
     return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:,.0f}"
 
 
@@ -27,7 +27,7 @@ def new_table(
 ) -> Table:
     """Return an empty table without borders.
 
-    words: number of columns with text. They come first; the other columns hold numbers.
+    words: number of columns with text, which come first. The other columns hold numbers.
     """
     table = Table(
         title=title,
@@ -43,7 +43,7 @@ def new_table(
 
 
 def limit(console: Console) -> int | None:
-    """Return the characters per line; None for a pipe or file if COLUMNS is not set."""
+    """Return the number of characters per line; None for a pipe or file without COLUMNS."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
@@ -65,12 +65,12 @@ def say(console: Console, line: str, indent: int = 0, style: str | None = None) 
 
 
 def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> None:
-    """Print a table. Text may wrap, numbers never do.
+    """Print a table. Text may wrap; numbers never wrap.
 
-    A table that is still too wide loses columns, which a line below the table names.
+    A table that is still too wide loses columns. A line below the table names these columns.
 
     Args:
-        spare: headings of the columns that it may lose, in this order.
+        spare: headings of the columns that the table may lose, in the order of their loss.
     """
     wide = Console(file=console.file, highlight=False, width=_WIDEST)
     width = limit(console)
@@ -84,7 +84,7 @@ def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> No
 def fitted(
     table: Table, width: int | None, spare: Sequence[str] = ()
 ) -> tuple[Table, int, list[str]]:
-    """Return the table as `print_table` shows it, its width, and the columns that it lost."""
+    """Return the table that `print_table` shows, its width, and the headings of lost columns."""
     whole = Console(width=_WIDEST).measure(table).maximum
     left_out: list[str] = []
     if width is None or whole <= width:
@@ -148,7 +148,7 @@ def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, i
 
 
 def _broken(heading: str, cells: Sequence[str]) -> str:
-    """Return a heading with line breaks, as narrow as its column's cells or its longest word."""
+    """Break a heading into lines no wider than the widest cell of the column, or longest word."""
     if "\n" in heading:
         return heading
     heading = heading.replace("tokens/s/", "tokens/s\n/")

@@ -32,7 +32,7 @@ Rows = dict[str, np.ndarray]
 
 
 def timeline_figure(cases: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> plots.Figure:
-    """Draw one iteration of each case, the one with the median pass time."""
+    """Draw the iteration with the median pass time, for each case."""
     views: list[plots.FigureView] = []
     notes: dict[str, list[str]] = {}  # remark -> labels of the cases to which it applies
     for label, source, case in cases:
@@ -64,8 +64,8 @@ def timeline_figure(cases: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> 
 def _note(notes: Mapping[str, Sequence[str]]) -> str:
     """Return the remarks as sentences.
 
-    notes: the labels of the cases to which each remark applies. The sentence names them if there
-        are several remarks.
+    notes: labels of cases, by the remark that applies to them. With several remarks, each sentence
+        names its cases.
     """
     if len(notes) == 1:
         (remark,) = notes
@@ -76,7 +76,7 @@ def _note(notes: Mapping[str, Sequence[str]]) -> str:
 
 
 def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> Rows:
-    """Read the rows of some layers in the first micro-batch of the typical iteration."""
+    """Read the rows of ``layers`` in the first micro-batch of iteration ``case.typical``."""
     assert source.recorded is not None
     parts = []
     for batch in source.recorded.batches(_COLUMNS):
@@ -89,7 +89,7 @@ def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> Ro
 
 
 def _ranks_shown(case: CaseAnalysis) -> list[int]:
-    """Return the ranks to draw: those that cause waits, and evenly spaced others."""
+    """Return the ranks to draw: ranks that cause waits, and evenly spaced other ranks."""
     blamed = [c.rank for c in case.causes if c.rank is not None and c.rank in case.present][:4]
     rest = [rank for rank in case.present if rank not in blamed]
     return sorted({*blamed, *plots.evenly(rest, _RANKS - len(blamed))})
@@ -123,7 +123,7 @@ class _Bars:
     def of(rows: Rows, ranks: Sequence[int], zero: float) -> _Bars:
         """Return the rows as bars.
 
-        zero: microseconds at which the timeline starts.
+        zero: start of the timeline, in microseconds.
         """
         y = np.searchsorted(ranks, rows["rank"]).astype(float)
         return _Bars(rows, y, (rows["start_us"] - zero) / 1e3, rows["dur_us"] / 1e3)
@@ -144,9 +144,9 @@ class _Bars:
 
 
 def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[plots.Trace], int]:
-    """Return bars of the longest phases of a pass, and how many phases are left out.
+    """Return bars of the longest phases of a pass, and the number of phases left out.
 
-    most: most phases to draw.
+    most: largest number of phases to draw.
     """
     passes = select(rows, rows["phase"] == KINDS.index(PASS))
     zero = float((passes if len(passes["rank"]) else rows)["start_us"].min())
@@ -179,7 +179,7 @@ def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[plots.Tra
 
 
 def _waits(bars: _Bars, mine: np.ndarray) -> list[plots.Trace]:
-    """Return bars of the late part of all waits, then of their exposed part, by link class."""
+    """Return bars of the late part of each wait, then of the exposed part, by link class."""
     rows = bars.rows
     late = np.clip(rows["late_us"] / 1e3, 0, bars.duration)
     exposed = replace(bars, start=bars.start + late, duration=bars.duration - late)

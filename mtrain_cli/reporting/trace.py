@@ -1,12 +1,12 @@
 """Write records as traces.
 
-`trace.json` is for Perfetto and chrome://tracing. One file per rank is for HolisticTraceAnalysis
-(HTA).
+`trace.json` is for Perfetto and chrome://tracing. The files of single ranks are for
+HolisticTraceAnalysis (HTA).
 
 In a trace, each rank is a process. Its first thread is the compute stream. The other threads are
 lanes of the links: messages at the same time are on different lanes. An arrow connects the sending
-of a shard with its arrival. Every row of the records is one slice. Gaps are left out, and so are
-compute phases and waits of zero duration.
+of a shard with its arrival. Every row of the records is one slice, except gaps and except compute
+phases and waits of zero duration, which are left out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LANES = 100  # thread numbers for each link class and direction
 
 
 def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
-    """Write the trace, and in a folder next to it one trace per rank.
+    """Write the trace of all ranks to ``path``, and a trace per rank to a folder next to ``path``.
 
     Args:
-        rows: one iteration of every case, of dtype `ROW`.
+        rows: records of one iteration of every case, of dtype `ROW`.
 
     Returns:
         The number of slices.
@@ -73,7 +73,7 @@ def _drawn(rows: np.ndarray) -> np.ndarray:
 
 
 def _in_order(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """Shift the cases in time so that each starts after the one before."""
+    """Shift the cases in time so that each case starts after the previous case ends."""
     begin = 0.0
     for case in sorted(set(rows.case)):
         mine = rows.case == case
@@ -123,7 +123,7 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
 def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
     """Turn a slice into a kernel on a stream, which HTA expects.
 
-    HTA recognises communication by the names of NCCL's kernels. Events other than slices of
+    HTA recognizes communication by the names of NCCL's kernels. Events other than slices of
     computation or messages stay as they are.
     """
     if event["ph"] != "X" or event["cat"] == "span" or event["name"].startswith("wait"):

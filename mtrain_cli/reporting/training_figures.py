@@ -18,7 +18,7 @@ from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.training.evaluation import Evaluation
 
 POINTS, POINTS_OF_ALL = 1500, 6000  # most points per curve, and per quantity over all runs
-# Colours of ranges of context, from short to long.
+# Colors of ranges of context, from short to long.
 _BUCKETS = ("#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#d97706", "#c8352b")
 _SMOOTHED = ("loss", "grad_norm", "tokens_per_second_per_gpu", "seconds")
 RATE = "tokens/s"  # its title also says whether it is per GPU or per worker
@@ -40,7 +40,7 @@ _LOG_FROM = 30.0  # If max / min of the gradient norm exceeds this, the axis is 
 def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
     """Return the exponential moving average over about ``window`` steps, with bias correction.
 
-    A missing value (None or not finite) gives None and does not change the average.
+    If a value is None or not finite, its average is None and later averages ignore the value.
     """
     keep = 1 - 2 / (window + 1)
     mean, weight = 0.0, 0.0
@@ -60,7 +60,7 @@ def window_of(steps: int) -> int:
 
 
 def rate_restarts(metrics: Sequence[StepMetrics]) -> list[int]:
-    """Return the steps where the learning rate starts to rise again after it fell."""
+    """Return the steps at which the learning rate starts to rise again after a decrease."""
     restarts, fell, rising = [], False, False
     for before, now in itertools.pairwise(metrics):
         if before.lr is None or now.lr is None:
@@ -98,7 +98,7 @@ def _quantity(
     Args:
         key: field of `StepMetrics`.
         zero: whether the axis starts at zero.
-        points: most points per curve.
+        points: largest number of points per curve.
     """
     if title == RATE:
         title = rate_unit([step for source in sources for step in source.metrics])
@@ -130,7 +130,7 @@ def _curve(
     """Return the curve of a run.
 
     Args:
-        most: most points.
+        most: largest number of points.
         smooth: whether to also draw the moving average, if there are at least 10 steps.
     """
     count = len(values)
@@ -181,7 +181,7 @@ def _scale(values: Sequence[float]) -> dict[str, Any]:
 def log_ticks(least: float, most: float) -> dict[str, Any]:
     """Return a logarithmic axis with ticks such as 0.02 or 20k.
 
-    Ticks are at 1, 2 and 5 times powers of ten. Over more than three decades, they are only at
+    Ticks are at 1, 2 and 5 times powers of ten. Over more than three decades, ticks are only at
     powers of ten.
     """
     low, high = math.floor(math.log10(least)), math.ceil(math.log10(max(most, least * 1.01)))
@@ -249,7 +249,7 @@ def _by_context(name: str, evaluation: Evaluation, colour: str) -> Trace:
 
 
 def _over_steps(evaluations: Sequence[Evaluation]) -> list[Trace]:
-    """Return a line per range of context. The longest context has the warmest colour."""
+    """Return a line per range of context. The longest context has the warmest color."""
     losses: dict[tuple[int, int], list[tuple[int, float | None]]] = {}
     for e in evaluations:
         for b in e.buckets:

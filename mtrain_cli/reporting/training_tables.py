@@ -26,7 +26,7 @@ def training_headings(sources: Sequence[ReportSource]) -> list[str]:
 
 
 def medians_note(sources: Sequence[ReportSource]) -> str:
-    """Return which steps the medians of `training_row` cover."""
+    """Return a note on the steps that the medians of `training_row` cover."""
     note = f"medians without the first {WARM_UP_STEPS} steps, which warm up"
     short = any(len(source.metrics) <= WARM_UP_STEPS for source in sources)
     return f"{note}; of a shorter run, the last step" if short else note
@@ -77,7 +77,8 @@ def training_table(sources: Sequence[ReportSource]) -> Table:
 def positions_table(sources: Sequence[ReportSource]) -> Table | None:
     """Return a table of held-out losses by context (number of earlier tokens).
 
-    One run shows its first and its last evaluation. Several runs show their last evaluations.
+    For one run, the table has the first and the last evaluation. For several runs, it has only
+    the last evaluation of each run.
     """
     evaluated = [source for source in sources if source.evaluations]
     if not evaluated:

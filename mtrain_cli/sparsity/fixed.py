@@ -1,4 +1,4 @@
-"""Draw block diagonals and columns from a seed, whatever the data; for benchmarks only."""
+"""Draw block diagonals and columns from a seed, independent of the data; for benchmarks only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
 @dataclass(frozen=True)
 class FixedPattern(FixedSettings):
-    """Draws each layer's index from a seed, so it is the same in every step, whatever the data.
+    """Draw each layer's index from a seed, so a layer has the same index in every step.
 
     Sequences of equal length have the same index.
 
@@ -81,12 +81,13 @@ def _draw(
     blocks: int,
     device: torch.device,
 ) -> VerticalSlash:
-    """Draw the index of a batch, each sequence by its number of tokens.
+    """Draw the index of a batch from the length of each sequence.
 
-    The draw does not depend on ``blocks``, because padding depends on workers and layout.
+    The chosen diagonals and columns do not depend on ``blocks``, because padding depends on the
+    number of workers and on the layout.
 
-    lengths: tokens of each sequence.
-    blocks: blocks of the padded sequences.
+    lengths: number of tokens of each sequence.
+    blocks: number of blocks in a padded sequence.
     """
     drawn = {length: pattern.draw(layer, 1, heads, max(1, length)) for length in set(lengths)}
     unused = blocks * pattern.block
@@ -113,13 +114,13 @@ def fixed_index(
 ) -> VerticalSlash:
     """Draw an index: diagonals 0 and 1, further diagonals, and columns.
 
-    The further diagonals favour the recent past; columns are drawn with equal probability. Every
-    head draws its own index, which all sequences of the batch share.
+    Diagonals near the recent past are more probable; all columns have equal probability. Every head
+    draws its own index, which all sequences of the batch share.
 
     Args:
-        columns: columns per head.
-        slashes: diagonals per head, at least 1.
-        density: share of the causal blocks that the diagonals fill. If given, ignore slashes.
+        columns: number of columns per head.
+        slashes: number of diagonals per head, at least 1. Ignored if ``density`` is given.
+        density: share of the causal blocks that the diagonals contain; None to use ``slashes``.
     """
     rng = np.random.default_rng(seed)
     blocks = -(-seq // block)

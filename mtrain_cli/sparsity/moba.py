@@ -19,12 +19,13 @@ _SCORE_BYTES = 1 << 28  # maximum bytes of scores at a time
 
 @dataclass(frozen=True)
 class MobaPattern(MobaSettings):
-    """Choose ``top_k`` chunks of keys per query: its own, and those whose mean key scores highest.
+    """Choose ``top_k`` chunks of keys per query: its own chunk, and the chunks with the best score.
 
-    If scores are equal, the earlier chunk wins. Means leave out padding.
+    The score of a chunk is the product of the query and the chunk's mean key, without padding. If
+    scores are equal, the earlier chunk wins.
 
-    With ``gate="query"``, every query chooses for itself, as in the paper. With ``gate="block"``,
-    the mean query of each block chooses for the whole block.
+    With ``gate="query"``, every query chooses its chunks, as in the paper. With ``gate="block"``,
+    the mean query of each block chooses for all queries of the block.
     """
 
     @property
@@ -49,7 +50,7 @@ class MobaPattern(MobaSettings):
     def estimate(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
     ) -> BlockBitmap:
-        """Choose chunks. One collective sums the keys of each chunk over all workers."""
+        """Return the index. One collective sums the keys of each chunk over all workers."""
         heads, geometry = q.shape[2], masked.geometry
         blocks, size = geometry.blocks, self._chunk_size(masked)
         chunks, per_chunk = -(-blocks * self.block // size), size // self.block
@@ -118,7 +119,7 @@ class MobaPattern(MobaSettings):
             scores: [heads, queries, chunks].
             position: [queries], position of each query.
             first: [queries], first position that each query sees.
-            size: keys per chunk.
+            size: number of keys per chunk.
         """
         chunk = torch.arange(scores.shape[-1], device=scores.device)
         own = (position // size)[:, None]
@@ -132,13 +133,13 @@ class MobaPattern(MobaSettings):
         return (above | (equal & (equal.cumsum(-1) <= room))) & candidate
 
     def _chunk_size(self, masked: MaskedPositions) -> int:
-        """Return the keys per chunk, at most the padded sequence length."""
+        """Return the number of keys per chunk, at most the length of the padded sequence."""
         return min(self.chunk, masked.geometry.blocks * self.block)
 
     def _counts(self, masked: MaskedPositions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of tokens in each local block and in each chunk, at least 1.
+        """Return the number of tokens in each local block, and in each chunk. Return 1 for 0.
 
-        Both are float64: [batch, local blocks] and [batch, chunks].
+        Both results are float64: [batch, local blocks] and [batch, chunks].
         """
         key = (type(self).__name__, self.chunk)
         if key not in masked.cache:
@@ -163,21 +164,21 @@ def make_pattern(settings: MobaSettings, seed: int) -> MobaPattern:
 def _with_own_first(
     scores: torch.Tensor, candidate: torch.Tensor, own: torch.Tensor
 ) -> torch.Tensor:
-    """Return scores that rank the query's own chunk first and chunks that are no candidate last."""
+    """Return scores that rank a query's own chunk first, and chunks it cannot choose last."""
     scores = scores.nan_to_num(0.0).masked_fill(~candidate, float("-inf"))
     return scores.masked_fill(own, float("inf"))
 
 
 def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Pack bool [..., n] into int32 [..., ceil(n / 32)]: bit i % 32 of word i // 32."""
+    """Pack bool [..., n] into int32 [..., ceil(n / 32)]: flag i is bit i % 32 of word i // 32."""
     words = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 32)).unflatten(-1, (-1, 32)).long()
     return (words << torch.arange(32, device=bits.device)).sum(-1).to(torch.int32)
 
 
 def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-    """Return the sum of the tokens of each local block, [batch, local blocks, heads, head_dim].
+    """Return the sum of each local block's tokens, [batch, local blocks, heads, head_dim].
 
-    Padding does not count. The dtype is float32, or float64 for float64 tokens.
+    Padding is left out. The dtype of the sum is float32, or float64 for float64 tokens.
     """
     block, dtype = masked.geometry.block, accumulation_dtype(tokens.dtype)
     sums = tokens.new_zeros(len(tokens), len(masked.numbers), *tokens.shape[2:], dtype=dtype)

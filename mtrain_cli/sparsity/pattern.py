@@ -1,7 +1,8 @@
-"""The contract of a pattern, which estimates a dynamic index from a layer's queries and keys.
+"""The interface of a pattern, which estimates a dynamic index from a layer's queries and keys.
 
-The tokens of a sequence may be sharded over several workers. This module also selects the fewest
-candidates that hold a share of attention, in a way that gives every worker the same result.
+The tokens of a sequence may be sharded over several workers. `select_by_mass` selects the fewest
+candidates, such as columns, that hold a given share of attention. Every worker gets the same
+result.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mtrain_cli.config.pattern_settings import MOST_LINES
 class IndexGroup(Protocol):
     """The workers that estimate an index together.
 
-    All workers must call the same operations in the same order.
+    All workers must call the methods of their groups in the same order.
     """
 
     @property
@@ -43,9 +44,9 @@ class IndexGroup(Protocol):
         ...
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return ``mine`` of all workers in rank order, [size, *mine.shape].
+        """Return every worker's ``mine`` in rank order, [size, *mine.shape].
 
-        ``mine`` has the same shape on every worker.
+        ``mine`` must have the same shape on every worker.
         """
         ...
 
@@ -69,14 +70,14 @@ class SingleWorkerGroup:
 
 @dataclass(frozen=True)
 class MaskedPositions:
-    """The masks of a batch and this worker's shard of it, on the host and on the device.
+    """The masks of a batch, and this worker's positions, on the host and on the device.
 
     masks: one per sequence.
     geometry: the blocks of this worker's shard, as queries and as keys.
-    shards: block numbers of every worker, ascending. All workers have the same number of blocks.
-    rank: this worker.
-    group: communicates with the other workers.
-    cache: what patterns derive from these fields. All layers share it.
+    shards: ascending block numbers of each worker. All workers have the same number of blocks.
+    rank: rank of this worker.
+    group: the workers with which this worker estimates an index.
+    cache: what patterns derive from these fields. All layers share this cache.
     """
 
     masks: Sequence[SequenceMask]
@@ -98,8 +99,8 @@ class MaskedPositions:
         """Build the positions of one worker on the host, with `SingleWorkerGroup`.
 
         Args:
-            shards: int64 positions [tokens] of every worker, ascending; None if one worker has the
-                whole sequence.
+            shards: for each worker its ascending positions, int64 [tokens]; None if one worker has
+                the whole sequence.
             bitmap: whether the index is a bitmap.
 
         Raises:
@@ -112,8 +113,8 @@ class MaskedPositions:
         blocks_per_worker = [len(blocks) for blocks in numbers]
         if len(set(blocks_per_worker)) > 1 or sum(blocks_per_worker) != -(-padded // block):
             raise ValueError(
-                f"The workers hold {blocks_per_worker} blocks of {block}. An index needs whole "
-                "blocks, and the same number of them on each worker."
+                f"The workers hold {blocks_per_worker} blocks of {block} tokens. An index needs "
+                "whole blocks, and the same number of blocks on each worker."
             )
         tables = MaskTables.make(masks, block, bitmap=bitmap, rows=numbers[rank])
         return MaskedPositions(masks, tables.between(shards[rank], shards[rank]), numbers, rank)
@@ -123,7 +124,7 @@ class MaskedPositions:
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     def with_group(self, group: IndexGroup) -> MaskedPositions:
-        """Return the same positions with another group for the patterns to communicate through."""
+        """Return a copy in which patterns communicate through another group."""
         assert (group.rank, group.size) == (self.rank, len(self.shards))
         return replace(self, group=group)
 
@@ -155,20 +156,20 @@ class MaskedPositions:
 
     @property
     def padded(self) -> bool:
-        """Whether some sequence has fewer tokens than its blocks have room for."""
+        """Whether the blocks of some sequence contain padding."""
         return any(mask.length < self.tables.blocks * self.tables.block for mask in self.masks)
 
     def num_tokens(self, sequence: int) -> int:
-        """Return how many of this worker's slots hold a token of a sequence, not padding.
+        """Return how many of this worker's slots hold a token of a sequence instead of padding.
 
-        These slots come first.
+        The slots with tokens come before the slots with padding.
         """
         return int(np.searchsorted(self.host_positions, self.masks[sequence].length))
 
     def visible(self, sequence: int, rows: torch.Tensor, keys: int) -> torch.Tensor:
         """Return which of the first ``keys`` local keys each query sees, bool [rows, keys].
 
-        rows: int64 [rows], positions of queries of one sequence.
+        rows: int64 [rows], positions of the queries in the sequence.
         """
         position = self.positions[:keys]
         first = self.tables.first[sequence, rows][:, None]
@@ -181,10 +182,10 @@ def _numbers(blocks: IntArray) -> IntArray:
 
 
 class Pattern(Protocol):
-    """Estimates an index from queries and keys.
+    """The interface that every pattern implements: estimate an index from queries and keys.
 
-    The same queries and keys give the same index on any number of workers, except for near ties,
-    which rounding can decide either way.
+    The same queries and keys give the same index on any number of workers. Only near ties may
+    differ, because rounding decides them.
 
     name: the value of the setting ``sparsity``, such as ``moba``.
     synthetic: whether the index does not depend on the data. Such a pattern is for benchmarks only,
@@ -195,7 +196,7 @@ class Pattern(Protocol):
     synthetic: ClassVar[bool]
 
     def request(self) -> IndexRequest:
-        """Return what the index requires of a kernel."""
+        """Return the kind of index that the pattern makes, from which a kernel is chosen."""
         ...
 
     def describe(self) -> str:
@@ -203,18 +204,18 @@ class Pattern(Protocol):
         ...
 
     def covers(self, seq: int) -> str | None:
-        """Return why these settings allow every pair of ``seq`` tokens whatever the data, or None.
+        """Return why the index contains every pair of ``seq`` tokens for any data.
 
-        The text ends with a verb, such as "3 chunks of 4096 keys cover". Messages continue it with
-        "all of seq=...".
+        Return None if the index may leave out pairs. The reason ends with a verb, such as "3 chunks
+        of 4096 keys cover", and messages append "all of seq=...".
         """
         ...
 
     def probed_rows(self, length: int) -> torch.Tensor:
-        """Return the positions of the queries that decide for all others, int64 [rows].
+        """Return the positions of the queries that choose the index for all queries, int64 [rows].
 
-        Recall is measured on the other queries. Return no positions if every query decides for
-        itself, or if a seed decides.
+        Recall is measured on the remaining queries. Return no positions if every query chooses its
+        own keys, or if a seed chooses the index.
         """
         ...
 
@@ -227,8 +228,8 @@ class Pattern(Protocol):
         gradients.
 
         Args:
-            q, k: this worker's [batch, tokens, heads, head_dim] and [batch, tokens, kv_heads,
-                head_dim], in the order of ``masked.positions``.
+            q, k: this worker's queries [batch, tokens, heads, head_dim] and keys [batch, tokens,
+                kv_heads, head_dim], in the order of ``masked.positions``.
 
         Returns:
             The whole index, the same on every worker. A bitmap has only the query blocks of this
@@ -253,7 +254,7 @@ _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 
 
 def to_mass_units(mass: torch.Tensor) -> torch.Tensor:
-    """Convert non-negative floats to int64 in units of 1 / `MASS_UNITS`; NaN and inf become 0."""
+    """Convert non-negative floats to multiples of 1 / `MASS_UNITS`, int64. NaN and inf become 0."""
     return torch.nan_to_num(mass, nan=0.0, posinf=0.0).mul_(MASS_UNITS).round_().long()
 
 
@@ -271,11 +272,12 @@ def base_rank_keys(forced: torch.Tensor, numbers: torch.Tensor, n: int) -> torch
 def rank_keys(units: torch.Tensor, without_mass: torch.Tensor) -> torch.Tensor:
     """Return an int64 key per candidate: the larger the key, the better the rank.
 
-    Forced candidates rank first, then those with more mass, then those with a lower number. No two
-    keys are equal, so keys of several workers can be sorted together.
+    Forced candidates rank before all other candidates. More mass gives a better rank, and among
+    candidates with equal mass the lower number ranks first. No two keys are equal, so the keys of
+    several workers can be sorted together.
 
     units: int64 [..., candidates], mass in units, at most `MOST_UNITS`.
-    without_mass: from `base_rank_keys`.
+    without_mass: result of `base_rank_keys`.
     """
     # Bits of a key: 1 for forced, 38 for the mass, 24 for the number.
     return torch.add(without_mass, units, alpha=1 << _NUMBER_BITS)
@@ -292,10 +294,10 @@ def select_ranked(
     """Select candidates as `select_by_mass` does, from their `rank_keys`.
 
     Args:
-        order: rank keys [..., candidates]. They must include the ``at_most`` largest of all.
-        total: mass of all candidates in units, int64 [..., 1].
+        order: rank keys [..., candidates], which must include the ``at_most`` largest rank keys.
+        total: total mass of all candidates in units, int64 [..., 1].
         share, at_most: as in `select_by_mass`.
-        at_least: as in `select_by_mass`; not below the number of forced candidates.
+        at_least: as in `select_by_mass`, and at least the number of forced candidates.
         n: as in `base_rank_keys`.
     """
     order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
@@ -321,15 +323,16 @@ def select_by_mass(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the fewest candidates that hold a share of the mass (MTraining, algorithm 1).
 
-    The candidate that crosses the share is included. Of two candidates with equal mass, the one
-    with the lower number ranks higher.
+    The selection includes the candidate that crosses the share. Of two candidates with equal mass,
+    the candidate with the lower number ranks first.
 
     Args:
-        mass: float [..., n], not negative, with sums of at most 1 over the last dimension; or the
-            same as int64 in units.
-        share: share of the sum that the selection must hold, a number or [..., 1].
-        forced: bool [n] or like mass, candidates to select whatever their mass. They rank first.
-        at_least, at_most: bounds on the number of selected candidates, forced ones included.
+        mass: float [..., n], not negative, with sums of at most 1 over the last dimension; or
+            the same mass in units, int64.
+        share: share of the total mass that the selection must hold, a number or [..., 1].
+        forced: bool [n] or like mass, whether to select a candidate whatever its mass. Forced
+            candidates rank before all other candidates.
+        at_least, at_most: bounds on the number of selected candidates, including forced ones.
 
     Returns:
         numbers: int64 [..., min(at_most, n)], the candidates with the best ranks, best first.

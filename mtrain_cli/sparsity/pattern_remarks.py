@@ -1,4 +1,4 @@
-"""Remarks on sparsity settings that may surprise, for the banner and the dry run."""
+"""Remarks on surprising sparsity settings, for the banner and the dry run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mtrain_cli.sparsity.pattern_registry import make_pattern
 
 
 def computes_everything(config: Config) -> str | None:
-    """Return why the pattern computes every pair whatever the data, or None if it does not."""
+    """Return why the pattern chooses every pair for any data, or None if it may leave out pairs."""
     pattern = make_pattern(config.sparsity, config.seed)
     covering = pattern.covers(config.seq) if pattern is not None else None
     if not covering:

@@ -34,17 +34,18 @@ Table = tuple[int, range, torch.Tensor]
 
 @dataclass(frozen=True)
 class Probe:
-    """The probed queries of one sequence, and where they meet this worker's shard, on the device.
+    """The probed queries of one sequence. All tensors are on the device.
 
-    Probed queries are the few whose attention to all keys is computed to estimate an index.
+    Probed queries are the few queries whose attention to all keys is computed to estimate an index.
+    A probed block is a query block that contains a probed query.
 
-    rows: int64 [rows], positions of the queries, ascending.
-    first: int32 [rows], first position that each query sees.
-    row_blocks: int64 [rows], index of each query's block among the blocks with probed queries.
-    local: int64 [local rows], indices into ``rows`` of the queries on this worker.
-    slots: int64 [local rows], local slots of these queries.
-    diagonals: int64 [probed blocks, local blocks], the block diagonal on which a probed query block
-        meets a local key block; 0 for future keys, which have no mass.
+    rows: int64 [rows], positions of the probed queries, ascending.
+    first: int32 [rows], first position that each probed query sees.
+    row_blocks: int64 [rows], index of each query's block among the probed blocks.
+    local: int64 [local rows], indices into ``rows`` of the queries that this worker holds.
+    slots: int64 [local rows], slots of the queries that this worker holds.
+    diagonals: int64 [probed blocks, local blocks], number of the block diagonal that contains a
+        probed block and a local key block; 0 if the keys are in the future and so have no mass.
     """
 
     rows: torch.Tensor
@@ -56,7 +57,7 @@ class Probe:
 
     @staticmethod
     def make(positions: torch.Tensor, masked: MaskedPositions, sequence: int) -> Probe:
-        """Return the probe of the queries at ``positions``, int64, ascending, on the host."""
+        """Return the probe of some queries. positions: int64 on the host, ascending."""
         device = masked.device
         numbers, row_blocks = torch.unique(positions // masked.tables.block, return_inverse=True)
         slots = np.searchsorted(masked.host_positions, positions.numpy())
@@ -75,7 +76,7 @@ class Probe:
 
     @cached_property
     def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """first, rows and row_blocks as int32."""
+        """(first, rows, row_blocks) as int32."""
         return self.first, self.rows.int(), self.row_blocks.int()
 
 
@@ -84,10 +85,10 @@ class ProbedAttention(ABC):
 
     The constructor computes each probed query's log-sum-exp over the keys of all workers, with
     three collectives: one gathers the probed queries, two merge the log-sum-exps of all tiles. If
-    these exceed the memory budget, the queries are processed in chunks, and each chunk has two
-    collectives of its own.
+    the log-sum-exps of the tiles exceed the memory budget, the constructor processes the queries in
+    chunks, and merges each chunk with two collectives.
 
-    tile: keys per tile. It divides the block.
+    tile: number of keys per tile, a divisor of the block size.
     """
 
     tile: int
@@ -108,7 +109,7 @@ class ProbedAttention(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all results of `tables` together."""
+        """Total size in bytes of all results of `tables`."""
         return sum(len(p.diagonals) for p in self.probes) * self._head_bytes * self.width
 
     @property
@@ -117,12 +118,11 @@ class ProbedAttention(ABC):
         return self.nbytes <= _SCORE_BYTES
 
     def tables(self) -> Iterator[Table]:
-        """Yield the mass that each probed block gives each local column.
+        """Yield tables of the mass that each probed block gives each local column.
 
-        A result covers as many probed blocks as the memory budget allows.
-
-        The mass is float32, or float64 for float64 queries. Over the probed blocks of a sequence
-        and the columns of all workers, the mass of a head sums to 1.
+        A table covers as many probed blocks of one sequence as the memory budget allows. Its dtype
+        is float32, or float64 for float64 queries. Over the probed blocks of a sequence and the
+        columns of all workers, the mass of a head sums to 1.
         """
         at_once = max(1, _SCORE_BYTES // (self._head_bytes * self.width))
         for b, probe in enumerate(self.probes):
@@ -159,17 +159,18 @@ class ProbedAttention(ABC):
     def _tile_lse(self, b: int, rows: slice) -> torch.Tensor:
         """Return log-sum-exps over each tile of local keys, [tiles, heads, rows].
 
-        b: sequence of the batch.
+        b: number of the sequence in the batch.
         rows: slice of the sequence's probed queries.
         """
 
     @abstractmethod
     def _columns(self, b: int, lse: torch.Tensor, blocks: range) -> torch.Tensor:
-        """Return the mass that some probed blocks give each column, [blocks, heads, columns].
+        """Return the mass that some probed blocks give each local column, [blocks, heads, columns].
 
-        b: sequence of the batch.
-        lse: of its probed queries over the keys of all workers, [heads, rows].
-        blocks: range of the sequence's probed blocks, counted from 0.
+        b: number of the sequence in the batch.
+        lse: log-sum-exps of the sequence's probed queries over the keys of all workers, [heads,
+            rows].
+        blocks: indices of the probed blocks among the sequence's probed blocks.
         """
 
 
@@ -250,7 +251,7 @@ def fused_probe_usable(q: torch.Tensor, block: int) -> bool:
 
 
 def tile_keys(block: int) -> int:
-    """Return the keys per tile of the fused probe: a power of two that divides the block."""
+    """Return the number of keys per tile of `FusedProbe`: a power of two that divides the block."""
     return math.gcd(block, _LARGEST_TILE)
 
 
@@ -260,7 +261,8 @@ def _merge_lse(partial: list[torch.Tensor], masked: MaskedPositions) -> torch.Te
     A row that sees no key gets +inf. The result does not depend on which worker holds a block: each
     tile lies within a block, and tiles are added as integers, which is exact in any order.
 
-    partial: [tiles, heads, rows] per sequence; overwritten.
+    partial: log-sum-exps of this worker's tiles, [tiles, heads, rows] per sequence. This function
+        overwrites these tensors.
     """
     dtype = partial[0].dtype
     sizes = [t.shape[-1] for t in partial]
@@ -284,11 +286,13 @@ def _concatenate(parts: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
 def _scores(
     q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield slices of query heads and their scores [heads, rows, keys], within the memory budget.
+    """Yield (slice of the query heads, scores [heads, rows, keys]) within the memory budget.
 
-    A score is set to -inf if the row does not see the key, or if the product is +inf or NaN.
+    A score is -inf if the row does not see the key, or if the product is +inf or NaN.
 
-    q: [rows, heads, head_dim]; k: [keys, kv_heads, head_dim]; hidden: bool [rows, keys].
+    q: [rows, heads, head_dim].
+    k: [keys, kv_heads, head_dim].
+    hidden: bool [rows, keys], True if the row does not see the key.
     """
     heads, dim = q.shape[1:]
     keys, kv_heads = k.shape[:2]

@@ -13,7 +13,7 @@ _SCORE_BYTES = 1 << 29
 def recall(
     index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Return which share of dense attention the index keeps (MTraining, figure 2b).
+    """Return the share of dense attention that the index keeps (MTraining, figure 2b).
 
     The share of a query is the sum of its softmax probabilities over the keys that the index
     allows. The softmax runs in float32 over all keys that the mask allows.

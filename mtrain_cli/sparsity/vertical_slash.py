@@ -1,7 +1,7 @@
 """The vertical-slash pattern of MTraining: slashes and columns with budgets found online.
 
 A sequence may be sharded over several workers. Workers add up integers
-(`pattern.to_mass_units`), so all of them find the index that one worker alone would find.
+(`pattern.to_mass_units`), so any number of workers finds the same index.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class VerticalSlashPattern(VerticalSlashSettings):
     This is MTraining's section B.1 and algorithm 1. A column is a single key. A slash is a block
     diagonal, and its mass is the sum over its blocks.
 
-    - `probed_rows` chooses the ``last_q`` probed queries of each window. A query sees only its own
-      document, so a window probes only one packed document.
-    - The column or slash that crosses its share is kept.
+    - `probed_rows` chooses the ``last_q`` probed queries of each window. Each of these queries sees
+      only its own packed document.
+    - The column or slash that crosses the share is kept.
     - With ``joint``, slashes and columns together hold the share p_v: the columns count only mass
       outside the chosen slashes.
-    - Diagonal 0 is always kept. Diagonal 1 is kept if min_slashes is above 1: without it, the first
-      queries of a block would not see the recent past.
+    - Diagonal 0 is always kept. Diagonal 1 is kept if min_slashes is above 1: without diagonal 1,
+      the first queries of a block would not see the recent past.
     """
 
     @property
@@ -84,8 +84,8 @@ class VerticalSlashPattern(VerticalSlashSettings):
     ) -> VerticalSlash:
         """Estimate the index, with five collectives over the batch.
 
-        Three belong to `ProbedAttention`. The others sum the diagonals' mass and gather the
-        candidate columns.
+        Three collectives belong to `ProbedAttention`. The other two sum the mass of the diagonals
+        and gather the candidate columns.
         """
         group = q.shape[2] // k.shape[2] if self.per_group else 1
         attention = probed_attention(q, k, self.probes(masked), masked)
@@ -106,8 +106,8 @@ class VerticalSlashPattern(VerticalSlashSettings):
         """Return the mass that the probed queries give to local keys, one tensor per sequence.
 
         Args:
-            q, k: this worker's [batch, tokens, heads, head_dim] and [batch, tokens, kv_heads,
-                head_dim].
+            q, k: this worker's queries [batch, tokens, heads, head_dim] and keys [batch, tokens,
+                kv_heads, head_dim].
 
         Returns:
             [probed blocks, heads, local blocks * block]; see `ProbedAttention.tables`.
@@ -129,10 +129,10 @@ class VerticalSlashPattern(VerticalSlashSettings):
         Both are in units of 1 / `MASS_UNITS`, int64: [batch, heads, blocks] and [batch, heads,
         columns].
 
-        shape: batch and heads of the index. If there are fewer heads than in the tables, a head of
-            the index gets the mean mass of its group.
-        chosen: bool [batch, heads, blocks], diagonals to leave out of the column mass; None to
-            count all.
+        shape: (batch, heads) of the index. If the index has fewer heads than the tables, each of
+            its heads gets the mean mass of a group of query heads.
+        chosen: bool [batch, heads, blocks], diagonals whose mass the columns leave out; None to
+            leave out no diagonal.
         """
         probes, device = self.probes(masked), masked.device
         diagonals = torch.zeros(*shape, masked.geometry.blocks, dtype=torch.int64, device=device)
@@ -152,16 +152,19 @@ class VerticalSlashPattern(VerticalSlashSettings):
 
     @property
     def _span(self) -> int:
-        """Tokens over which a window's queries are spread: the fewest whole blocks with room."""
+        """Number of last tokens of a window from which `probed_rows` takes the probed queries.
+
+        The fewest whole blocks that have at least ``last_q`` tokens.
+        """
         return -(-self.last_q // self.block) * self.block
 
     def probed_rows(self, length: int) -> torch.Tensor:
         """Return the positions of the probed queries, int64, ascending, distinct.
 
-        A window's queries are evenly spaced over its last `_span` tokens, or over the whole window
-        if it is shorter. The reason is that a diagonal of tokens crosses two block diagonals: the
-        first queries of a block meet it in one, all later queries in the other. Even spacing
-        samples every offset within a block equally.
+        The probed queries of a window are evenly spaced over its last `_span` tokens, or over the
+        whole window if it is shorter. Even spacing samples every offset within a block equally. The
+        offset matters because a diagonal of tokens crosses two block diagonals: the first queries
+        of a block meet it in one block diagonal, the later queries in the other.
         """
         rows, before = [], 0
         for window in range(self.windows):
@@ -253,7 +256,9 @@ def make_pattern(settings: VerticalSlashSettings, seed: int) -> VerticalSlashPat
 def _units(mass: torch.Tensor, group: int) -> torch.Tensor:
     """Return the mean mass of each group of ``group`` heads, int64 [heads / group, columns].
 
-    mass: [heads, columns], as floating-point numbers; the result is in units.
+    The result is in units of 1 / `MASS_UNITS`.
+
+    mass: [heads, columns], floating-point numbers.
     """
     units = to_mass_units(mass)
     return units if group == 1 else units.unflatten(0, (-1, group)).sum(1) // group

@@ -21,9 +21,9 @@ _SCORE_BYTES = 1 << 30
 class XAttentionPattern(XAttentionSettings):
     """For every query block, choose the fewest key blocks that hold a share of antidiagonal mass.
 
-    The scores are cut into squares of ``stride`` queries and keys. Only the antidiagonal of each
-    square is computed, in which query r meets key stride - 1 - r, so an estimate costs seq^2 /
-    stride products. The block on the diagonal and the first block are always kept.
+    The scores are cut into squares of ``stride`` queries and ``stride`` keys. Only the antidiagonal
+    of each square is computed: query r meets key stride - 1 - r. An estimate therefore takes
+    seq^2 / stride products. The block on the diagonal and the first block are always kept.
     """
 
     def request(self) -> IndexRequest:
@@ -44,7 +44,7 @@ class XAttentionPattern(XAttentionSettings):
     def estimate(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
     ) -> BlockBitmap:
-        """Choose blocks, with one collective that gathers all keys, like MTraining's baseline."""
+        """Return the index. One collective gathers all keys, as in MTraining's baseline."""
         geometry = masked.geometry
         padded = [self._pad_to_blocks(t, masked, b) for b, t in enumerate(k)]
         keys = self._gather_sequence(torch.stack(padded), masked)
@@ -71,7 +71,7 @@ class XAttentionPattern(XAttentionSettings):
     def _gather_sequence(self, mine: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
         """Return the tokens of all workers in sequence order, [batch, tokens, heads, head_dim].
 
-        mine: this worker's, [batch, local blocks, block, heads, head_dim].
+        mine: this worker's tokens, [batch, local blocks, block, heads, head_dim].
         """
         if type(self).__name__ not in masked.cache:
             order = np.argsort(np.concatenate(masked.shards))
@@ -128,7 +128,7 @@ def make_pattern(settings: XAttentionSettings, seed: int) -> XAttentionPattern:
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return batched a @ b in the accumulation dtype.
 
-    Rounded to 16 bits, the products would choose other blocks.
+    If the products were rounded to 16 bits, the pattern would choose other blocks.
     """
     high = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != high:

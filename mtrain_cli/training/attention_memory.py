@@ -180,8 +180,8 @@ def kernel_backward(
 
     The buffers of each kernel:
     - flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta; with
-      an index, the lists of blocks. The call computes columns after blocks. It has freed the
-      buffers of the blocks by that time, and holds the buffers of the columns and another dq.
+      an index, the lists of blocks. The call frees these buffers before it computes columns. For
+      columns, the call allocates the buffers of the columns and another dq.
     - sdpa (FlashAttention-2): float32 accumulator of dq; lse and delta; dk and dv for every query
       head; dq, dk and dv of the current rectangle.
     - triton: lse and delta; the buffers of the columns, or the lists of a bitmap. The lists take 4

@@ -1,4 +1,4 @@
-"""One micro-batch of a worker: the tokens that the layout assigns to the worker, and attention."""
+"""One micro-batch of a worker: its tokens according to the layout, and its attention."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class BatchMaker:
         """Prepare to make batches.
 
         Args:
-            mask: makes the mask of a sequence from its documents.
-            pattern: estimates a dynamic index. None for dense attention.
+            mask: function that makes the mask of a sequence from its documents.
+            pattern: method that estimates a dynamic index. None for dense attention.
             keep: share of this worker's queries whose attention output is saved for backward; see
                 `Plan.make`.
             offload: moves saved tensors to the host; see `ContextAttention`.

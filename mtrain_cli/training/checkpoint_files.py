@@ -42,7 +42,7 @@ METADATA = ".metadata"
 class ForeignFileError(ValueError):
     """A checkpoint file holds data that DCP does not write.
 
-    The message is one line. It begins with the file's or the tensor's name.
+    The message is one line that begins with the name of the file or the tensor.
     """
 
 

@@ -152,7 +152,7 @@ class Checkpointer:
             raise failure
 
     def latest(self) -> int | None:
-        """Return the step of the newest committed checkpoint that this rank sees, unverified."""
+        """Return the step of the newest committed checkpoint on this rank, without verifying it."""
         return next(iter(committed_steps(self._directory)), None)
 
     def holds_only_weights(self) -> bool:
@@ -303,7 +303,7 @@ class Checkpointer:
             shutil.rmtree(partial)
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0. If it fails, raise `_Failed` on all ranks."""
+        """Run `action` on rank 0. If the action fails, raise `_Failed` on all ranks."""
         self._on_all_ranks(lambda: action() if self._rank == 0 else None)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
@@ -366,8 +366,8 @@ def load_model_state(
             read the newest intact checkpoint.
         report: called with the reason why a checkpoint is skipped. By default, log the reason.
 
-        Raises:
-            NoCheckpointError: there is no intact checkpoint.
+    Raises:
+        NoCheckpointError: there is no intact checkpoint.
     """
     candidates = checkpoints_of(path)
     report = report or logging.getLogger(__name__).warning
@@ -398,7 +398,7 @@ def write_model_state(
 
 
 class _Failed(Exception):
-    """An action of `Checkpointer._on_all_ranks` failed on some rank. All ranks raise this."""
+    """An action of `Checkpointer._on_all_ranks` failed on some rank. All ranks raise this error."""
 
 
 class _CheckpointWriter(dcp.FileSystemWriter):

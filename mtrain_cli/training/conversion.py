@@ -38,7 +38,7 @@ class Exported:
 
     config: configuration of the run.
     step: step of the exported checkpoint.
-    tokenizer: a line for the user: which tokenizer was exported, or why none was.
+    tokenizer: a line for the user: which tokenizer was exported, or why no tokenizer was.
     """
 
     config: Config
@@ -150,7 +150,7 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
             return of_folder(folder), ""
     except ConfigError as error:
         return None, f"no tokenizer: {error.problems[0]}; {copy}"
-    return None, f"no tokenizer: data.path={data.path} does not name one; {copy}"
+    return None, f"no tokenizer: data.path={data.path} does not name a tokenizer; {copy}"
 
 
 def _chosen_tokenizer(choice: str) -> TokenizerFiles:

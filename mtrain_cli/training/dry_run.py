@@ -87,7 +87,7 @@ def render(plan: RunPlan) -> RenderableType:
 
 
 def search_rows(plan: RunPlan) -> list[RenderableType]:
-    """Return a line on the setting that `train.memory=auto` chose and a line on rejected settings.
+    """Return a line on the setting that `train.memory=auto` chose, and a line on the others.
 
     Return no lines if `train.memory=auto` chose nothing.
     """
@@ -108,7 +108,7 @@ def describe_choice(plan: RunPlan) -> str:
 
 
 def describe_rejected(plan: RunPlan) -> str:
-    """Return one line with each setting that `train.memory=auto` rejected and the reason."""
+    """Return one line with each setting that `train.memory=auto` rejected, with its reason."""
     assert plan.search is not None
     return "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
 
@@ -125,7 +125,7 @@ def verdict(plan: RunPlan) -> list[RenderableType]:
 
 
 def fits(plan: RunPlan) -> bool:
-    """Return whether the plan fits the memory of its machine, or of the GPUs that it assumes."""
+    """Return whether the plan fits the memory of its machine, or of the GPUs in the plan."""
     if plan.environment.device == "cpu":
         return bool(plan.fits)
     return plan.has_room_for(plan.memory) if plan.search is None else plan.search.chosen is not None
@@ -342,7 +342,7 @@ def describe_step(plan: RunPlan) -> str:
 
 
 def describe_time(plan: RunPlan) -> str:
-    """Describe the FLOP of a step, and on GPUs its duration at a usual MFU."""
+    """Describe the FLOP of a step and, for GPUs, the duration of a step at a usual MFU."""
     text = f"{flop(plan.flops.model * plan.tokens_per_step)} model"
     peak = peak_flops(plan.gpu_name)
     if plan.environment.device == "cpu" or peak is None:

@@ -117,7 +117,7 @@ def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Re
 
 
 def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
-    """Return how many queries of a worker backward recomputes, counted from its first query.
+    """Return how many of a worker's queries backward recomputes, starting with the first query.
 
     sharing: number of ranks that share heads. Ranks that share heads count as one worker.
     """

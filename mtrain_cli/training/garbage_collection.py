@@ -1,9 +1,9 @@
 """Keep Python's cyclic garbage collector from scanning all objects in the middle of a step.
 
 A full collection visits every object of PyTorch, the compilers and the model. At 256K tokens on
-four H200s it took 0.3 s of a 4.2 s step, on every rank. The GPUs ran out of queued kernels and
-idled. Most objects that are alive after the first step stay alive. Therefore all objects are frozen
-after that step, and later collections visit only newer objects.
+four H200s, a collection took 0.3 s of a 4.2 s step, on every rank. The GPUs ran out of queued
+kernels and idled. Most objects that are alive after the first step stay alive. Therefore all
+objects are frozen after that step, and later collections visit only newer objects.
 """
 
 from __future__ import annotations

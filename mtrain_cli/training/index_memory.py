@@ -28,7 +28,7 @@ class IndexShape:
     counted: bytes that a micro-batch needs to count the pairs of a bitmap. A step needs this memory
         for all its micro-batches.
     column_width: columns per head, rounded up to whole tiles.
-    ways: number of ranks that share heads (Ulysses). A kernel call has the tokens of all of them.
+    ways: number of ranks that share heads (Ulysses). A kernel call has the tokens of these ranks.
     rings: whether KV or queries circulate.
     gathered: whether a ring gathers the columns in forward and keeps them until backward.
     diagonals: maximum number of slashes per head. 0 means no limit.
@@ -101,7 +101,7 @@ class IndexShape:
         return self.head_lists * self.column_width
 
     def derived(self, kernel: str) -> int:
-        """Return the bytes that a kernel derives from slashes and columns and keeps until backward.
+        """Return the size of the tensors that a kernel derives and keeps for backward.
 
         A kernel derives the key slots of the columns, the number of columns below each block, and
         the list of slashes (`Tiles.index_cache`). If a ring gathers the columns once, the kernel
@@ -160,5 +160,5 @@ class IndexShape:
         return self.columns * (packed + gradients + 8) + covered
 
     def _blocks_of(self, tokens: int) -> int:
-        """Return the number of blocks per sequence. tokens: their number, over all sequences."""
+        """Return the number of blocks per sequence, for `tokens` tokens in all sequences."""
         return -(-tokens // (self.block * self.sequences))

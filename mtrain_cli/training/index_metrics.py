@@ -14,7 +14,7 @@ from mtrain_cli.training.flops import causal_pairs
 
 @dataclass(frozen=True)
 class IndexMetrics:
-    """Means over the heads and sequences of a step.
+    """Metrics of a step's indices, averaged over heads and sequences.
 
     density_by_layer: computed pairs / pairs of a causal mask without documents.
     slashes, columns: number of slashes and of columns per head, averaged over layers.

@@ -278,7 +278,7 @@ class Evaluations(Callback):
             self._evaluate(at_end=step.last)
 
     def _evaluate(self, *, at_end: bool) -> None:
-        """Evaluate if due. at_end: whether training starts or ends at this step."""
+        """Evaluate the model if due. at_end: whether training starts or ends at this step."""
         trainer, every = self._trainer, self._trainer.config.train.eval_every
         due = at_end or (every and trainer.step % every == 0)
         if not trainer.held_out or trainer.step == self._done or not due:
@@ -304,7 +304,7 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgre
 
 
 def _wait(checkpointer: Checkpointer, progress: TrainingProgress) -> bool:
-    """Wait for the save in progress. If it failed, show a warning and return True."""
+    """Wait for the save in progress. If the save failed, show a warning and return True."""
     try:
         checkpointer.wait()
     except CheckpointError as error:

@@ -109,7 +109,7 @@ class MemoryMoment:
 
     @cached_property
     def allocated(self) -> int:
-        """Sum of all parts. At the peak, it estimates torch.cuda.max_memory_allocated."""
+        """Sum of all parts. The sum at the peak estimates torch.cuda.max_memory_allocated."""
         return sum(self.parts.values())
 
 
@@ -240,7 +240,7 @@ class _StepMemory:
 
         Args:
             layers: number of layers that hold activations and indices.
-            in_backward: memory of the layer whose backward pass runs. None if no layer's does.
+            in_backward: memory of the layer in its backward pass. None at any other moment.
         """
         layer, exchange, freed = in_backward or (0, self.attention.pool, 0)
         return MemoryMoment(

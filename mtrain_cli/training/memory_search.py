@@ -278,8 +278,8 @@ def _exposed(transfer: float, overlapping: float) -> float:
 def nearest_to_fitting(plan: RunPlan, settings: Sequence[MemorySetting]) -> MemorySetting:
     """Return the setting closest to fitting.
 
-    If settings fit the GPU but not the host, return the one with the least host memory. Otherwise
-    return the one with the least device memory.
+    If settings fit the GPU but not the host, return the setting that needs the least host memory.
+    Otherwise return the setting that needs the least device memory.
     """
 
     def shortfall(setting: MemorySetting) -> tuple[bool, int]:
@@ -362,7 +362,7 @@ def _exchange_change(
 ) -> dict[str, Any]:
     """Return the new values of `topology` for an all-gather or a ring.
 
-    Reset the setting that only the other one of the two exchanges uses.
+    Reset the key that only the other exchange reads.
     """
     name = exchange_name(gathers=gathers, hierarchical=exchange.traits.hierarchical)
     unused = "circulates" if gathers else "chunks"

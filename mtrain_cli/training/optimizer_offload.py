@@ -112,10 +112,10 @@ class OffloadedOptimizer:
             self._offload_gradients(number, held)
 
     def _offload_gradients(self, number: int, packed: Tensor) -> None:
-        """Send a unit's gradients to the host, after the work queued on the current stream.
+        """Send a unit's gradients to the host, after the operations queued on the current stream.
 
-        Before that, wait until at most one earlier unit is in transit. Without this limit, the
-        host could queue many layers ahead, and the device would hold the gradients of all of them.
+        Before sending, wait until at most one earlier unit is in transit. Without this limit, the
+        host could queue many layers ahead, and the device would hold all their gradients.
         """
         assert self._gradients is not None
         if len(self._offloaded_units) >= 2:

@@ -39,7 +39,7 @@ class TrainingProgress:
     """Show the steps of a run as they finish, in a terminal, in a log and to `mtrain status`.
 
     In a terminal, a two-line display stays at the bottom and messages scroll above it. Elsewhere, a
-    line is printed every `log_every` steps. These lines also go to `log`, without control
+    line is printed every `log_every` steps. The printed lines also go to `log`, without control
     sequences.
 
     enabled: whether to show anything. True only on rank 0.

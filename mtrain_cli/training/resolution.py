@@ -24,7 +24,7 @@ class ResolvedRun:
 
     kernel_reason: why `kernel` was chosen.
     compile: whether to compile the layers.
-    pattern: how a dynamic index is estimated. None for dense attention.
+    pattern: method that estimates a dynamic index. None for dense attention.
     dense_kernel: kernel for the dense first steps of a sparse run, and the reason for the choice.
         None if the run has no such steps.
     """

@@ -267,7 +267,7 @@ def make_plan(config: Config) -> RunPlan:
 
 
 def with_auto_memory(plan: RunPlan) -> RunPlan:
-    """Apply `train.memory=auto`: the fastest setting that fits, or the one closest to fitting."""
+    """Apply `train.memory=auto`: the fastest setting that fits, or else the closest to fitting."""
     result = memory_search.search(plan)
     setting = result.chosen or memory_search.nearest_to_fitting(plan, result.settings)
     return dataclasses.replace(with_setting(plan, setting), search=result, requested=plan.config)

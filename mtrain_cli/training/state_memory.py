@@ -23,7 +23,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
-    """Count the elements of one worker's shards. FSDP2 shards dimension 0, rounded up."""
+    """Count the elements of one worker's shards. FSDP2 shards dimension 0 and rounds up."""
     return sum(-(-shape[0] // workers) * prod(shape[1:]) for shape in shapes)
 
 
@@ -66,7 +66,8 @@ class StateMemory:
     def host(self) -> int:
         """Host memory that an offloaded optimizer takes. 0 without optim.offload.
 
-        The memory holds this worker's shards. A unit is a layer, or the weights outside the layers.
+        A unit is a layer, or the weights outside the layers. The memory holds, for this worker's
+        shards:
         - weights and both AdamW states in float32
         - in pinned memory, the weights of two units in the compute dtype
         - in pinned memory, the float32 gradients of two units, or of all units with

@@ -451,7 +451,7 @@ class Trainer:
         return loss
 
     def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
-        """Return two numbers for the whole step: labels that count, and allowed pairs per head."""
+        """Return the counts of valid labels and of allowed pairs per head, in the whole step."""
         valid, pairs = sum(b.valid for b in batches), sum(b.pairs for b in batches)
         if self.environment.dims.dp == 1:
             return valid, pairs

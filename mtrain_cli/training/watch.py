@@ -112,7 +112,7 @@ def _format_sigmas(sigmas: float) -> str:
 
 
 class StragglerWatch:
-    """Detect workers that have become slower than the others at the same work.
+    """Detect workers that have become slower than the other workers at the same work.
 
     A rank is a straggler if the rank takes more than 1 + `share` times as long as the median of the
     other ranks, in more than half of the last 20 steps. The watch reports a straggler once, and

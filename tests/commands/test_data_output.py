@@ -32,7 +32,7 @@ def test_prepare_prints_progress_lines_to_stderr_without_a_terminal(
     assert quiet.stderr == ""
     monkeypatch.setattr("mtrain_cli.commands.data_output._SECONDS_PER_LINE", 0.0)
     told = _run("prepare", corpus, tmp_path / "told", "--text-key", "body")
-    assert "tokenising: 0 of 0 MiB  50 documents, 17,750 tokens" in told.stderr.splitlines()
+    assert "tokenizing: 0 of 0 MiB  50 documents, 17,750 tokens" in told.stderr.splitlines()
 
 
 def test_show_removes_escape_sequences_from_text(tmp_path: Path) -> None:

@@ -196,9 +196,12 @@ def test_a_folder_that_is_not_a_run_is_refused_in_one_line(folder):
     Path("file.txt").write_text("x")
     kind = "no such run, measurement or shipped profile"
     assert f"{kind} (did you mean before?); allowed: fixed-512k-4xh200, " in refused("befroe")
-    assert refused("nothing-like-it").endswith("-4xh200, before, or the folder of one")
+    assert refused("nothing-like-it").endswith(
+        "-4xh200, before, or the folder of a run or measurement"
+    )
     assert refused("./measurements/befor").endswith(
-        " (did you mean measurements/before?); allowed: measurements/before, or the folder of one"
+        " (did you mean measurements/before?); allowed: measurements/before, or the folder of a "
+        "run or measurement"
     )
     assert (
         refused("empty")

@@ -101,7 +101,7 @@ def test_a_shape_mismatch_is_one_line_with_both_values(folder: Path) -> None:
     assert line.startswith(
         "model.family=qwen2 (llama in the folder), model.vocab_size=151936 (512 in the folder), "
     )
-    assert line.endswith("leave out model=qwen3b to take the folder's")
+    assert line.endswith("leave out model=qwen3b to take the folder's model")
 
 
 def test_a_recipes_model_must_match_the_weights(folder: Path, text: list[str]) -> None:
@@ -119,7 +119,7 @@ def test_a_model_of_the_same_shape_is_accepted(folder: Path) -> None:
 
 def test_auto_without_a_folder_is_one_line() -> None:
     assert complaints("model=auto") == [
-        "model=auto: needs train.init_from=FOLDER to take the model from; give it, or choose "
+        "model=auto: takes the model from train.init_from=FOLDER; set train.init_from, or choose "
         "another model"
     ]
     (line,) = complaints("model=auto", "train.init_from=/no/such/folder")
@@ -210,6 +210,6 @@ def test_own_model_groups_count_as_chosen_by_the_user(folder: Path, tmp_path: Pa
     own = tmp_path / "conf"
     (own / "model").mkdir(parents=True)
     (own / "model" / "mine.yaml").write_text("defaults: [tiny]\nname: mine\n")
-    with pytest.raises(ConfigError, match="leave out model=mine to take the folder's"):
+    with pytest.raises(ConfigError, match="leave out model=mine to take the folder's model"):
         compose([f"train.init_from={folder}", "model=mine"], own)
     assert compose([f"train.init_from={folder}"], own).model.hidden_size == 64

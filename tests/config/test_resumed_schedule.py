@@ -91,11 +91,11 @@ def test_runs_of_earlier_versions_keep_their_schedule(tmp_path: Path) -> None:
     [
         (
             ["optim.rewarm=true"],
-            "optim.rewarm=true: is for --resume RUN; a new run warms up anyway. Leave it out",
+            "optim.rewarm=true: needs --resume RUN; a new run always warms up. Leave it out",
         ),
         (
             ["optim.rewarm=50"],
-            "optim.rewarm=50: is for --resume RUN; a new run warms up anyway. Leave it out",
+            "optim.rewarm=50: needs --resume RUN; a new run always warms up. Leave it out",
         ),
         (
             ["optim.schedule=constant", "optim.decay_steps=5"],

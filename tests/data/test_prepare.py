@@ -249,7 +249,7 @@ def test_an_unfinished_store_without_documents_is_replaced_by_another_recipe(
     source: Path, tmp_path: Path
 ) -> None:
     def stop(progress: PreparationProgress) -> None:
-        if progress.stage == "tokenising":
+        if progress.stage == "tokenizing":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -339,7 +339,7 @@ def test_a_trained_bpe_is_reused_after_an_interruption(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(progress: PreparationProgress) -> None:
-        if progress.stage == "tokenising":
+        if progress.stage == "tokenizing":
             raise KeyboardInterrupt
 
     corpus = text_corpus(str(source), "text")

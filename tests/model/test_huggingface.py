@@ -180,7 +180,7 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         (lambda f: edit_config(f, model_type="mistral", sliding_window=4096),
             "sliding_window=4096 is not supported; only null is"),
         (lambda f: edit_config(f, model_type="mistral"),
-            "sliding_window is missing, which means 4096 to transformers; only null is"),
+            "sliding_window is missing, and transformers assumes 4096; mtrain supports only null"),
         (lambda f: edit_config(f, rope_theta=5e5),
             "rope_parameters.rope_theta=10000.0 and rope_theta=500000.0 contradict each other"),
         (
@@ -243,7 +243,7 @@ def test_a_tensor_missing_from_its_indexed_file_is_named(tmp_path):
     index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
     with pytest.raises(
-        ConfigError, match=f"tensor model.norm.weight is missing, though {INDEX} places it here"
+        ConfigError, match=f"tensor model.norm.weight is missing, though {INDEX} lists it here"
     ):
         HuggingFaceFolder(tmp_path / "hf")
 

@@ -106,7 +106,10 @@ def test_the_header_names_host_date_command_and_completeness(tmp_path):
     assert "Definitions</summary>" in text
     assert "mean_t( max_r T[r,t] / mean_r T[r,t] )" in text
     killed, _ = page_of(tmp_path / "b", complete=False, wanted=10)
-    assert "3 of the 10 requested iterations recorded; all figures are of these" in killed
+    assert (
+        "3 of the 10 requested iterations recorded; all figures cover only these iterations"
+        in killed
+    )
 
 
 def test_names_cannot_break_the_page(tmp_path):

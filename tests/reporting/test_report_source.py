@@ -69,12 +69,14 @@ def test_a_profile_is_complete_with_all_samples_of_all_ranks(tmp_path):
     partial = open_source(recorded_once(tmp_path / "partial", PLAY, complete=False, wanted=2))
     assert (partial.complete, partial.remarks) == (
         False,
-        ["1 of the 2 requested iterations recorded; all figures are of this one"],
+        ["1 of the 2 requested iterations recorded; all figures cover only this iteration"],
     )
     killed = open_source(
         recorded_once(tmp_path / "killed", PLAY, iterations=3, complete=False, wanted=10)
     )
-    assert killed.remarks == ["3 of the 10 requested iterations recorded; all figures are of these"]
+    assert killed.remarks == [
+        "3 of the 10 requested iterations recorded; all figures cover only these iterations"
+    ]
     rows = rows_of(PLAY)
     missing = open_source(
         write(tmp_path / "missing", [rows[rows["rank"] != 2]], [facts_of(ring(4))])

@@ -72,7 +72,7 @@ def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):
     run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
     message = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert message.endswith(
-        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not name one; "
+        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not name a tokenizer; "
         "copy one with --tokenizer FOLDER"
     )
     assert ids_in(tmp_path / "out") == (None, None, None), (

@@ -13,7 +13,8 @@ kernels loop over the chosen diagonals, without a block list per row.
 
 Shapes: q, out, dout [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim];
 lse, delta float32 [batch, heads, queries], lse a natural logarithm; packed columns [batch, heads,
-width, head_dim] with ascending global positions [batch, heads, width]. `TilePlan` has the rest.
+width, head_dim] with ascending global positions [batch, heads, width]. `TilePlan` has the shapes of
+the other tensors.
 """
 
 from mtrain_cli.kernels.triton.sparse.key_gradient import backward_columns, backward_keys

@@ -37,7 +37,7 @@ def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 def list_arguments(slashes: bool, plan: TilePlan, unused: torch.Tensor):
-    """Return entries, counts and width of the plan; unused tensors and 0 without slashes."""
+    """Return entries, counts and width of the plan; ``unused`` tensors and 0 without slashes."""
     if not slashes:
         return unused, unused, 0
     assert plan.entries is not None

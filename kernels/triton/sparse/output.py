@@ -227,7 +227,7 @@ def forward(
     Args:
         columns: packed keys and values of ``plan.column_positions``; None for blocks only.
         slashes: compute the blocks; False for columns only.
-        partial: out and lse over other keys. If given, the result covers these keys, too.
+        partial: out and lse over other keys, to merge into the result. None to merge nothing.
         dtype: dtype of out; None for the dtype of q.
     """
     # Launch once for the blocks and once for the columns. In a single kernel, both loops share

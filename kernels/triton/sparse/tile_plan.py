@@ -29,8 +29,8 @@ class TilePlan:
         Diagonals: chosen diagonals [batch * heads, width], ascending, and the number of chosen
             diagonals below each diagonal [batch * heads, blocks + 1].
         Lists: key blocks of each local query block [batch * heads, query blocks, width] and their
-            number [batch * heads, query blocks], from `list_blocks`. Entries are int16 if that
-            holds every block number.
+            number [batch * heads, query blocks], from `list_blocks`. Entries are int16 if int16
+            can hold every block number.
     entries_t, counts_t: the query blocks that a key block visits, for dk and dv. None in the
         forward pass.
     slash: uint8 [batch * heads, blocks], 1 for each chosen diagonal; all zero if ``listed``.
@@ -180,13 +180,13 @@ def list_blocks(
 
     Args:
         bits: bool [batch, heads, rows of bits, blocks].
-        slots: int32 [blocks], the row of bits of each query block, -1 if it has none.
+        slots: int32 [blocks], the row of bits of each query block, -1 if the block has no row.
         query_blocks, key_blocks, first_min: as in `TilePlan`.
 
     Returns:
         entries: [batch * heads, rows, blocks of the other side], ascending global block numbers.
-            Places beyond a row's count are undefined. The dtype is int16 if that holds every
-            number, so both lists together take 4 bytes per pair of blocks; otherwise int32.
+            Entries beyond a row's count are undefined. The dtype is int16 if int16 can hold every
+            number, else int32. With int16, both lists take 4 bytes per pair of blocks.
         counts: int32 [batch * heads, rows], number of entries of each row.
     """
     batch, heads, held, blocks = bits.shape
