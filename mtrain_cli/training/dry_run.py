@@ -87,7 +87,7 @@ def render(plan: RunPlan) -> RenderableType:
 
 
 def search_rows(plan: RunPlan) -> list[RenderableType]:
-    """Return a line on the setting that `train.memory=auto` chose, and a line on the others.
+    """Return a line on the setting that `train.memory=auto` chose, and one on rejected settings.
 
     Return no lines if `train.memory=auto` chose nothing.
     """

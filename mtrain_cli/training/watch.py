@@ -165,7 +165,7 @@ class StragglerWatch:
     def _describe(self, ratio: float, base: float | None) -> str:
         if base is None:
             return f"it takes {ratio:.2f}x as long as the others for {self._work}"
-        return f"it takes {ratio - 1:.0%} of a step longer than the others for {self._work}"
+        return f"it spends {ratio - 1:.0%} of a step more on {self._work} than the others"
 
 
 class StragglerWatches(Callback):
@@ -188,7 +188,7 @@ class StragglerWatches(Callback):
         """
         share = (0.1 if device == "cuda" else 0.5) if isinstance(share, str) else share
         self._devices = StragglerWatch(share, places, "the same part of a layer")
-        self._loaders = StragglerWatch(share, places, "the data of a step")
+        self._loaders = StragglerWatch(share, places, "loading its data")
         self._warn = warn
         self._began = 0.0
         self._last_seconds = 0.0

@@ -123,13 +123,13 @@ def test_an_occasional_slow_step_makes_no_straggler():
 
 
 def test_a_slow_loader_is_measured_against_the_step():
-    watch = StragglerWatch(0.1, ["a", "b"], "the data of a step")
+    watch = StragglerWatch(0.1, ["a", "b"], "loading its data")
     # Ten times as long, yet nothing compared with a step; then a third of a step.
     assert [line for _ in range(50) for line in watch.check([0.001, 0.01], base=1.0)] == []
     (line,) = [line for _ in range(50) for line in watch.check([0.001, 0.3], base=1.0)]
     assert line.startswith(
-        "rank 1 (b) is a straggler: it takes 30% of a step longer than the others for "
-        "the data of a step, in most"
+        "rank 1 (b) is a straggler: it spends 30% of a step more on "
+        "loading its data than the others, in most"
     )
 
 
