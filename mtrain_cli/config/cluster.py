@@ -1,7 +1,7 @@
 """Describe clusters: the number of GPUs, their speed and their links.
 
-Every constant states its source. ``conf/cluster/*.yaml`` ships with mtrain; users can give the path
-of any other file with the same keys.
+Every constant states its source. The presets in ``conf/cluster/*.yaml`` ship with mtrain. Users can
+also give the path of a YAML file with the same keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Constant:
     """A number with its range, ``low`` to ``high``.
 
     source: one of `SOURCES`.
-    note: how the number was found, for users.
+    note: text for users that says how the number was found.
     """
 
     value: float
@@ -71,13 +71,14 @@ class Gpu:
     gemm_tflops: rate of large matrix products, in 1e12 FLOP/s.
     hbm_gib: device memory in GiB.
     hbm_gbps: device memory bandwidth of a copy, reads plus writes, in GB/s.
-    launch_us: microseconds that the host needs to launch one kernel.
-    step_ms: milliseconds of an optimizer step that are neither computation nor communication, such
-        as loading the batch and host syncs.
+    launch_us: host time to launch one kernel, in microseconds.
+    step_ms: time of an optimizer step that is neither computation nor communication, such as
+        loading the batch and host syncs, in milliseconds.
     host_gib: host memory per GPU in GiB.
-    host_link_gbps: GB/s between one GPU and the host in one direction while all GPUs copy.
-    host_memory_gbps: GB/s that the optimizer of one GPU gets from host memory while the optimizers
-        of all GPUs run.
+    host_link_gbps: bandwidth between one GPU and the host, in one direction, while all GPUs copy,
+        in GB/s.
+    host_memory_gbps: host memory bandwidth of one GPU's optimizer while the optimizers of all GPUs
+        run, in GB/s.
     """
 
     name: str
@@ -99,7 +100,7 @@ class Gpu:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """CUDA compute capability, or that of Ampere if the name is unknown."""
+        """CUDA compute capability (major, minor). An unknown GPU counts as an Ampere GPU."""
         if re.search(r"\b(GB|B)[23]00\b", self.name):
             return (10, 0)
         return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", self.name) else (8, 0)
@@ -109,9 +110,9 @@ class Gpu:
 class Link:
     """Links between the GPUs of a node (inner) or of different nodes (outer).
 
-    Bandwidths are in GB/s, one direction.
+    Bandwidths are for one direction, in GB/s.
 
-    latency_us, bandwidth_gbps: for one message between two GPUs on an idle link.
+    latency_us, bandwidth_gbps: of one message between two GPUs on an idle link.
     capacity_gbps: total bandwidth of all messages that a GPU receives at once.
     collective_latency_us: latency of a collective over ``collective_ranks`` ranks.
     collective_bandwidth_gbps: bandwidth of each link during a collective.
@@ -175,7 +176,7 @@ def divisors(number: int) -> str:
 
 
 def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
-    """Return an error if the workers need several nodes and do not fill all of them, else None."""
+    """Return an error if the workers need several nodes but leave one partly empty; else None."""
     each = cluster.gpus_per_node
     if workers <= each or workers % each == 0:
         return None
@@ -187,15 +188,17 @@ def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the files of the presets by name."""
+    """Return the file of each preset, by name."""
     return {file.stem: file for file in sorted((resource_dir("conf") / FOLDER).glob("*.yaml"))}
 
 
 def file_of(name: str) -> Path:
-    """Return the file of a preset, or a YAML file by its path.
+    """Return the file of a cluster.
+
+    name: name of a preset, or path of a YAML file.
 
     Raises:
-        ValueError: there is no such cluster; the message follows ``key=value: ``.
+        ValueError: there is no such cluster. The message continues the text ``key=value: ``.
     """
     presets = shipped()
     path = presets.get(name, Path(name).expanduser())
@@ -209,13 +212,15 @@ def file_of(name: str) -> Path:
 def load_cluster(
     name: str, typed: str = "", *, nodes: int | None = None, typed_nodes: str = ""
 ) -> Cluster:
-    """Load a preset by its name, or a YAML file by its path.
+    """Load a cluster.
 
-    nodes: replaces the file's number.
-    typed, typed_nodes: how the user gave them, for messages; "" for --cluster and --nodes.
+    name: name of a preset, or path of a YAML file.
+    nodes: number of nodes; None for the number in the file.
+    typed: how the user gave ``name``, for messages; "" for ``--cluster NAME``.
+    typed_nodes: how the user gave ``nodes``, for messages; "" for ``--nodes N``.
 
     Raises:
-        ConfigError: there is no such cluster, or the file is wrong; lists all problems.
+        ConfigError: there is no such cluster, or the file is wrong. The error lists all problems.
     """
     try:
         path = file_of(name)
@@ -330,7 +335,7 @@ _PARTS = ("value", "source", "note", "low", "high")
 
 
 class _Reader:
-    """Read one document and collect all its problems."""
+    """Reads one document and collects all problems in it."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self.path, self.content = path, content
@@ -478,7 +483,7 @@ class _Reader:
         return ""
 
     def _device(self, gpu: Mapping[str, Any] | None, name: str) -> str:
-        """Return the device, ``cuda`` or ``cpu``. If the file omits it, the GPU's name decides."""
+        """Return ``cuda`` or ``cpu``. If the file omits the device, the GPU's name decides."""
         given = (gpu or {}).get("device", CPU if _NAME_OF_CPU.search(name) else CUDA)
         if given not in (CUDA, CPU):
             self.problems.append(f"gpu.device={given}: allowed: {CUDA}, {CPU}")
@@ -502,7 +507,10 @@ class _Reader:
 
 
 def _default_of(key: str, left_out: Sequence[str]) -> str:
-    """Return the constant whose value a link's ``key`` takes, because the file omits ``key``."""
+    """Return the name of the constant that replaces a link's missing ``key``.
+
+    left_out: names of all constants that the file omits.
+    """
     other = _DEFAULTS[key]
     return _default_of(other, left_out) if other in left_out else other
 

@@ -1,4 +1,4 @@
-"""Read JSON and YAML files, and check their types. Messages avoid Python's own terms."""
+"""Read JSON and YAML files, and check types of values. Messages avoid Python's own terms."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) ->
 
     Args:
         values: the JSON object.
-        nulls: whether a missing or null value becomes None, whatever the type of its field.
+        nulls: whether a missing or null value becomes None, even if its field has another type.
 
     Raises:
         UnreadableError: a key without a default is missing, or a value has the wrong type or is not
@@ -138,7 +138,7 @@ def _fitting(hint: Any, value: Any, name: str) -> Any:
 
 
 def _is_plain(hint: Any, value: Any, name: str) -> bool:
-    """Return whether ``value`` has the type ``hint``, which is no container and no dataclass."""
+    """Return whether ``value`` has the type ``hint``, which is not a container or dataclass."""
     if hint is int:
         return is_number(value) and isinstance(value, int)
     if hint is float:

@@ -1,4 +1,4 @@
-"""Read files of earlier versions of mtrain: keys that they lack, and keys that were renamed."""
+"""Read files of earlier versions of mtrain: add keys that the files lack, and rename old keys."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ RENAMED_METRICS = {"bars": "columns"}
 
 
 def renamed(values: Mapping[str, Any], names: Mapping[str, str] = RENAMED) -> dict[str, Any]:
-    """Return ``values`` by their current names. names: {old name: current name}."""
+    """Return ``values`` with current names as keys. names: {old name: current name}."""
     return {names.get(name, name): value for name, value in values.items()}
 
 
 def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the keys of a resolved.yaml, and add those that earlier versions lacked.
+    """Rename the keys of a resolved.yaml, and add keys that earlier versions lacked.
 
     Args:
         flat: values by dotted name.

@@ -1,6 +1,6 @@
 """The exchanges of keys and values that a run can choose, and their traits.
 
-Code that depends on the kind of an exchange reads these traits. It never compares the name.
+Code that depends on the kind of an exchange reads these traits and never compares names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHOSEN = {EXCHANGE_TRAITS[name]: name for name in _AUTOMATIC}
 
 
 def exchange_name(*, gathers: bool, hierarchical: bool) -> str:
-    """Return the exchange with these traits that ``topology.exchange=auto`` chooses."""
+    """Return the name of the exchange that ``topology.exchange=auto`` chooses for these traits."""
     return _CHOSEN[ExchangeTraits(gathers, hierarchical)]
 
 

@@ -1,6 +1,6 @@
 """The groups and options in the YAML folders from which a configuration is composed.
 
-Only names of files, comments and defaults are read here, without Hydra. Shell completion and error
+This module reads only file names, comments and defaults, without Hydra. Shell completion and error
 messages need to be fast, and importing Hydra is slow.
 """
 
@@ -25,7 +25,7 @@ _DEPTH = 3
 
 @dataclass(frozen=True)
 class Groups:
-    """Configuration folders. If several have the same file, the first folder wins."""
+    """Configuration folders. If several folders have the same file, the first folder wins."""
 
     folders: tuple[Path, ...]
 
@@ -73,7 +73,9 @@ def default_options(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def open_groups(config_dir: Path | None = None) -> Groups:
-    """Return the groups of mtrain's own folder, and of the user's folder ``config_dir`` if given.
+    """Return the groups of mtrain's own folder and of the user's folder.
+
+    config_dir: the user's folder; None without such a folder.
 
     Raises:
         ConfigError: ``config_dir`` is not a folder, or holds no groups.
@@ -95,7 +97,7 @@ def open_groups(config_dir: Path | None = None) -> Groups:
 
 
 def summary(file: Path) -> str:
-    """Return the first comment at the top of a YAML file, without its #, or "" if none is there."""
+    """Return the first comment of a YAML file without its #; "" if it does not begin with one."""
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         text = line.strip()
         if text.startswith("#") and not text.removeprefix("#").strip().startswith("@package"):

@@ -1,8 +1,8 @@
 """All configuration keys by dotted name, and the conversion of values to the type of their key.
 
-The dataclasses of the schema are the only source. A field that is added there is checked, listed
-and completed without a change here. ``sparsity`` has the keys of all patterns. Keys that the chosen
-pattern does not use are null.
+The dataclasses of the schema are the only source. mtrain checks, lists and completes a new field of
+the schema without a change in this module. ``sparsity`` has the keys of all patterns. Keys that the
+chosen pattern does not use are null.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ConfigKey:
     """One key of the configuration.
 
     name: dotted name, such as optim.lr.
-    type: int, float, bool, str, a tuple or mapping of them, or a union with None or str.
+    type: int, float, bool, str, a tuple or mapping of these types, or a union with None or str.
     help: one line that says what the key sets.
-    choices: allowed words. Empty if any value of the type is allowed.
-    range: allowed numbers. None if any number is allowed.
-    counts_tokens: whether the key takes sizes such as 512k. Only keys that count tokens do, since
-        most people would read 1k steps as 1000 steps.
+    choices: allowed words; empty if any value of the type is allowed.
+    range: allowed numbers; None if any number is allowed.
+    counts_tokens: whether the key counts tokens and so takes sizes such as 512k. Other keys do not
+        take sizes, since most people would read 1k steps as 1000 steps.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ConfigKey:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the key takes numbers by name, or the path of a YAML file of them."""
+        """Whether the key takes numbers by name, or the path of a YAML file with such numbers."""
         return any(typing.get_origin(kind) is dict for kind in self.types)
 
     @property
@@ -82,7 +82,7 @@ class ConfigKey:
 
     @property
     def expected(self) -> str:
-        """The allowed values, worded to follow "expected"."""
+        """The allowed values, as a text that continues "expected"."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.counts_tokens:
@@ -103,7 +103,7 @@ class ConfigKey:
 
     @property
     def allowed(self) -> str:
-        """The allowed values with their range, short enough for a table."""
+        """The allowed values with their range, as a short text for tables."""
         if self.choices:
             return ", ".join(self.choices)
         kind = self.expected.removeprefix("a ").partition(" such as ")[0]
@@ -118,9 +118,9 @@ class ConfigKey:
         return f"{least}, {self._limit_text(limit)}"
 
     def out_of_range(self, value: object) -> str | None:
-        """Return why a number is not allowed, worded to follow ``key=value: ``.
+        """Return why a number is not allowed, as a text that continues ``key=value: ``.
 
-        Return None if it is allowed, or if ``value`` is not a number.
+        Return None if the number is allowed, or if ``value`` is not a number.
         """
         if self.range is None or not isinstance(value, int | float):
             return None
@@ -137,8 +137,7 @@ class ConfigKey:
         """Convert a value from YAML or the command line to the key's type.
 
         Raises:
-            ValueError: the value has another type. The message is worded to follow
-                ``key=value: ``.
+            ValueError: the value has another type. The message continues the text ``key=value: ``.
         """
         for kind in self.types:
             converted = self._convert_to(kind, value)
@@ -148,7 +147,7 @@ class ConfigKey:
         raise ValueError(f"expected {self.expected}{close}")
 
     def _convert_to(self, kind: Any, value: Any) -> Any:
-        """Return ``value`` as ``kind``, one of the key's types. If that is impossible, `_WRONG`."""
+        """Return ``value`` as ``kind``, one of the key's types; `_WRONG` if it does not fit."""
         origin, kinds = typing.get_origin(kind), typing.get_args(kind)
         if kind is type(None) or kind is bool:
             return value if isinstance(value, kind) else _WRONG
@@ -195,7 +194,7 @@ _NAME_MAX, _PATH_MAX = 255, 4095  # bytes, on Linux
 
 
 def _path_problem(text: str) -> str | None:
-    """Return why no file can have this name, or None if one can."""
+    """Return why this text cannot be a path; None if it can."""
     try:
         data = os.fspath(Path(text).expanduser()).encode()
     except UnicodeEncodeError:
@@ -239,7 +238,7 @@ def sections() -> tuple[str, ...]:
 def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested mapping by dotted name.
 
-    A mapping that is the value of one key, or that is empty, stays whole.
+    A mapping stays whole if it is the value of one key, or if it is empty.
     """
     leaves: dict[str, Any] = {}
     for name, value in nested.items():
@@ -282,7 +281,7 @@ def build(leaves: Mapping[str, Any]) -> Config:
 
 
 def with_other_patterns(leaves: Mapping[str, Any], pattern: object) -> dict[str, Any]:
-    """Add null for each key of ``sparsity`` that ``pattern`` does not use and ``leaves`` lacks."""
+    """Set keys of ``sparsity`` that ``pattern`` does not use to null, unless in ``leaves``."""
     own = pattern_keys(str(pattern))
     others = (name for name in all_keys() if name.startswith("sparsity."))
     absent = {name: None for name in others if name.partition(".")[2] not in ("pattern", *own)}
@@ -305,7 +304,7 @@ def show(value: Any) -> str:
 
 
 def first_few(texts: Sequence[str]) -> str:
-    """Join the first three texts, followed by the number of the others, if any."""
+    """Join the first three texts. If there are more, append how many more."""
     more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
     return ", ".join(texts[:3]) + more
 

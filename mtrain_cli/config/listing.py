@@ -9,10 +9,10 @@ from mtrain_cli.config.schema import Config
 
 
 def annotated_yaml(config: Config, defaults: Config) -> list[tuple[str, bool]]:
-    """Return each line of the YAML, with whether its value differs from the default.
+    """Return a (line, whether its value differs from the default) pair for each line of the YAML.
 
-    A line that differs ends in a comment with the default. `mtrain_cli.config.resolved_file.load`
-    can read the lines as a file.
+    If the value differs, the line ends in a comment with the default. Written to a file, the lines
+    are input for `mtrain_cli.config.resolved_file.load`.
     """
     return list(_lines(config, defaults))
 

@@ -14,7 +14,7 @@ _VAST = 2.0**100
 class UpperLimit:
     """The largest allowed value of a number, and the reason for this limit.
 
-    Every number has a limit, since larger ones overflow or make planning take hours.
+    Every number has a limit, because larger numbers overflow or make planning take hours.
     """
 
     value: float
@@ -28,9 +28,9 @@ _ANY_RUN = UpperLimit(10**9, "no run has more")
 class Range:
     """The allowed values of a number. Null and words such as auto are always allowed.
 
-    rule: what a number must satisfy, worded to follow ``key=value: ``.
+    rule: what a number must satisfy, as a text that continues ``key=value: ``.
     fits: function that returns whether a number satisfies the rule.
-    most: upper limit, unless the rule states a limit.
+    most: upper limit. It does not apply if the rule itself states a limit.
     """
 
     rule: str
@@ -42,7 +42,7 @@ class Range:
 
     @property
     def limit(self) -> UpperLimit | None:
-        """The upper limit to state in messages and tables. None if the rule states a limit."""
+        """The upper limit for messages and tables; None if the rule states a limit."""
         return self.most if self.fits(_VAST) else None
 
     def is_beyond(self, value: object) -> bool:
@@ -57,15 +57,16 @@ def option(allowed: tuple[str, ...] | Range = (), *, tokens: bool = False, **def
     `mtrain config show` and the configuration reference show the field's entry in the docstring.
 
     Args:
-        allowed: allowed words, or the range of allowed numbers. Empty if the type allows any value.
-        tokens: whether the key counts tokens, and so allows sizes such as 512k.
+        allowed: allowed words, or the range of allowed numbers; empty to allow any value of the
+            type.
+        tokens: whether the key counts tokens and so allows sizes such as 512k.
         default: as in `dataclasses.field`.
     """
     return field(metadata={"allowed": allowed, "tokens": tokens}, **default)
 
 
 def at_least(least: int, rule: str = "") -> Range:
-    """Return the range of numbers from ``least`` on. rule: text instead of "must be at least N"."""
+    """Return the range of numbers from ``least`` up. rule: text instead of "must be at least N"."""
     return Range(rule or f"must be at least {least}", lambda value: value >= least)
 
 

@@ -1,7 +1,7 @@
 """Parse the overrides of a command line: ``group=option`` and ``key=value``.
 
-Hydra composes the groups only. Values are parsed here, by the type of their key. So a path such as
-``~/corpus#1.txt`` needs no second layer of quotes, and messages name the key instead of Hydra's
+Hydra composes only the groups. This module parses values by the type of their key. So a path such
+as ``~/corpus#1.txt`` needs no second layer of quotes, and messages name the key instead of Hydra's
 grammar.
 """
 
@@ -20,16 +20,16 @@ from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
 
 _SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
 _SHOWN = 80  # maximum characters of a value in a message
-_ONE_VALUE = "one value per run; start one run for each"
+_ONE_VALUE = "one value per run; start a run for each value"
 
 
 @dataclass(frozen=True)
 class OverrideProblem:
-    """A mistake in the overrides or in the YAML.
+    """A mistake in the overrides or in a YAML file.
 
     line: the message.
-    keys: dotted names of the keys that have no valid value because of the mistake. A trailing dot
-        stands for all keys of a section.
+    keys: dotted names of the keys without a valid value because of the mistake. A name that ends in
+        a dot stands for all keys of a section.
     """
 
     line: str
@@ -40,9 +40,9 @@ class OverrideProblem:
 class Overrides:
     """Parsed overrides.
 
-    groups: {group: option}.
-    values: {key: value before conversion to the key's type}.
-    problems: one for each override that cannot be parsed.
+    groups: option by group.
+    values: value by key, before conversion to the key's type.
+    problems: one problem for each override that cannot be parsed.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def parse(texts: Sequence[str], groups: Groups) -> Overrides:
 def convert(
     raw: Mapping[str, Any], files: Mapping[str, Path] | None = None
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
-    """Convert values to the types of the schema. Return those that are valid, and the problems.
+    """Convert values to the types of the schema. Return the valid values and the problems.
 
     Args:
         raw: values by dotted name.

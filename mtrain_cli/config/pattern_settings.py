@@ -1,4 +1,4 @@
-"""The settings of each pattern: its keys under ``sparsity``, and their allowed values.
+"""The settings of each pattern: keys under ``sparsity``, and their allowed values.
 
 To add a pattern, add three things:
 
@@ -35,7 +35,10 @@ _MOST_LINES = NOT_NEGATIVE.up_to(2**31 - 1, "an index numbers its columns and sl
 
 @dataclass(frozen=True)
 class PatternSettings:
-    """Settings that choose the query-key pairs to compute. Keys of other patterns are null."""
+    """Settings of a pattern, which chooses the query-key pairs to compute.
+
+    In a configuration, keys of other patterns are null.
+    """
 
     # The pattern's name, as in ``sparsity=NAME``.
     name: ClassVar[str]
@@ -57,7 +60,7 @@ class PatternSettings:
 
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:
-        """Return the names of the pattern's keys, without ``pattern`` itself."""
+        """Return the names of the pattern's keys, without the key ``pattern``."""
         return tuple(item.name for item in fields(cls) if item.metadata)
 
     def problems(self, seq: int) -> Iterator[str]:
@@ -66,7 +69,7 @@ class PatternSettings:
 
     @property
     def column_bound(self) -> int | None:
-        """The maximum number of columns per head. None means no bound, 0 no columns at all."""
+        """The maximum number of columns per head; None without a bound, 0 without columns."""
         return 0
 
     def slash_bound(self, blocks: int) -> int:
@@ -77,12 +80,12 @@ class PatternSettings:
         return 0
 
     def known_density(self, seq: int) -> float | None:
-        """Return the share of causal pairs that is computed. None if it depends on the data."""
+        """Return the share of causal pairs that is computed; None if it depends on the data."""
         return None
 
     @property
     def packed_documents_remark(self) -> str | None:
-        """A remark for the user if sequences pack several documents, or None."""
+        """A remark for users whose sequences pack several documents; None without a remark."""
         return None
 
 
@@ -116,17 +119,17 @@ class VerticalSlashSettings(SparseSettings):
 
     last_q: number of queries that each probe window samples, spread evenly over whole blocks
     windows: number of probe windows, evenly spaced, the last at the end of the sequence. If
-        documents are packed, a single window probes only the last one
+        documents are packed, a single window probes only the last document
     p_v: share of the probed attention that the columns must cover
     p_s: share of the probed attention that the slashes must cover
     joint: choose columns by the attention that the slashes leave uncovered
-    index_per: which heads have an index of their own: each query head, or each group of query heads
-        that shares a key-value head
+    index_per: what has an index of its own: each query head, or each group of query heads that
+        shares a key-value head
     sink_tokens: number of columns at the start of the sequence that are always chosen
     min_columns: minimum number of columns per head
     max_columns: maximum number of columns per head; 0 = no limit
-    min_slashes: minimum number of slashes per head; if it is 2 or more, the two at the diagonal are
-        always chosen
+    min_slashes: minimum number of slashes per head; from 2 on, the two slashes nearest to the main
+        diagonal are always chosen
     max_slashes: maximum number of slashes per head; 0 = no limit
     """
 
@@ -195,7 +198,7 @@ class XAttentionSettings(SparseSettings):
     """Blocks chosen by the sums of attention scores along antidiagonals.
 
     stride: side of the squares of scores whose antidiagonals are summed; must divide sparsity.block
-    threshold: share of a row's scores that the chosen blocks must cover
+    threshold: share of the scores of a row of blocks that the chosen blocks must cover
     """
 
     name: ClassVar[str] = "xattention"
@@ -216,9 +219,8 @@ class XAttentionSettings(SparseSettings):
 class MobaSettings(SparseSettings):
     """A few large chunks of keys per query.
 
-    chunk: keys per chunk, a multiple of sparsity.block
-    top_k: number of chunks that a query (or block of queries) attends to, including the chunk in
-        which it is
+    chunk: number of keys per chunk, a multiple of sparsity.block
+    top_k: number of chunks that a query (or block of queries) attends to, including its own chunk
     gate: choose chunks for each query, or for each block of queries
     """
 
@@ -257,7 +259,7 @@ class FixedSettings(SparseSettings):
         if self.density and self.slashes:
             yield (
                 f"sparsity.slashes={self.slashes}: sparsity.density={self.density:.10g} already "
-                "sets the number of slashes; give one of them, or 0 for the other"
+                "sets the number of slashes; give only one of the two, or 0 for the other"
             )
         if not self.density and not self.slashes:
             yield (

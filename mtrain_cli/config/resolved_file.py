@@ -1,4 +1,4 @@
-"""Write a configuration to a resolved.yaml, and read those of this and of earlier versions."""
+"""Write a resolved.yaml, and read the resolved.yaml of this and of earlier versions of mtrain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MISSING = (
 def load(path: Path) -> Config:
     """Read a resolved.yaml.
 
-    Types and ranges are checked. Conflicts between keys and the existence of files are not.
+    Check types and ranges. Do not check for conflicts between keys or for missing files.
 
     Raises:
         ConfigError: the file is missing or not YAML, or has a missing key, an unknown key or a

@@ -1,4 +1,6 @@
-"""Choose the learning rate schedule of a resumed run: the old one, unless the user sets another."""
+"""Choose the learning rate schedule of a resumed run.
+
+The run keeps its schedule, unless the user sets another schedule."""
 
 from __future__ import annotations
 
@@ -20,23 +22,23 @@ _SCHEDULE_KEYS = (
 def keep_schedule(
     saved: Config, config: Config, words: Sequence[str], step: int, *, again: bool = False
 ) -> Config:
-    """Return ``config`` with the schedule under which the run continues.
+    """Return ``config`` with the schedule with which the run continues.
 
     If ``words`` sets no key of `_SCHEDULE_KEYS`, the schedule keeps its length, even if
-    ``train.steps`` changes. After its end the learning rate is constant. But if the run stopped
-    during warm-up, the schedule ends at the new ``train.steps``.
+    ``train.steps`` changes. After the end of the schedule, the learning rate is constant. If the
+    run stopped during warm-up, however, the schedule ends at the new ``train.steps``.
 
     Args:
         saved: configuration of the run so far.
         config: ``saved`` with the overrides ``words`` applied.
         words: overrides that the user gave to resume the run.
         step: step of the checkpoint.
-        again: whether a restarted job repeats this resume, so that ``optim.rewarm=true`` has
-            already been carried out.
+        again: whether a restarted job repeats this resume. The first attempt has then already
+            carried out ``optim.rewarm=true``.
 
     Raises:
-        ConfigError: ``optim.rewarm`` is a number, no steps are left for it, or the schedule has a
-            conflict.
+        ConfigError: ``optim.rewarm`` is a number; ``optim.rewarm=true`` but no steps are left; or
+            settings of the schedule contradict each other.
     """
     typed = {word.partition("=")[0] for word in words}
     given = [key for key in _SCHEDULE_KEYS if key in typed or "optim" in typed]
@@ -44,7 +46,7 @@ def keep_schedule(
     if "optim.rewarm" in given and not isinstance(config.optim.rewarm, bool):
         raise ConfigError(
             f"optim.rewarm={config.optim.rewarm}: give true to restart the schedule at the "
-            "checkpoint, or false"
+            "checkpoint, or false to keep the schedule"
         )
     if config.optim.rewarm is True:
         if again and saved.optim.rewarm is not False:

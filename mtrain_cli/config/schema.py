@@ -1,9 +1,9 @@
 """The typed configuration that all code below the command line receives.
 
 Each Hydra group is one frozen dataclass. Each key is a field made by `option`, with its help and
-its allowed values. Nothing here imports Hydra: `composition/compose.py` turns the composed YAML
-into a `Config`, and `validate.py` looks for conflicts between keys. If a key has a unit, its name
-ends in it: _mib, _gib or _s.
+its allowed values. This module does not import Hydra: `composition/compose.py` turns the composed
+YAML into a `Config`, and `validate.py` looks for conflicts between keys. If a key has a unit, its
+name ends in the unit: _mib, _gib or _s.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class RopeConfig:
     scaling: method that extends the model to positions beyond original_max_position
     factor: extended length divided by original_max_position; auto = seq / original_max_position, at
         least 1 (yarn only)
-    original_max_position: tokens per sequence in the model's original training; YaRN scales from
-        this length
+    original_max_position: number of tokens per sequence in the model's original training; YaRN
+        scales from this length
     beta_fast: yarn: dimensions that make more turns than this within original_max_position stay
         unscaled
     beta_slow: yarn: dimensions that make fewer turns than this within original_max_position are
@@ -95,8 +95,8 @@ class ModelConfig:
 
     name: name of the model in banners and run names
     family: Hugging Face architecture for import and export
-    vocab_size: rows of the embedding; auto = from train.init_from, else the vocabulary of the
-        data's tokenizer rounded up to a multiple of 8
+    vocab_size: number of rows of the embedding; auto = from train.init_from, else the vocabulary
+        size of the data's tokenizer, rounded up to a multiple of 8
     hidden_size: width of the residual stream
     num_layers: number of decoder layers
     num_heads: number of query heads
@@ -135,7 +135,7 @@ class ModelConfig:
     rope: RopeConfig
 
     def shape_differences(self, other: ModelConfig) -> list[tuple[str, Any, Any]]:
-        """Return (key, own value, other's value) for each shape key that differs."""
+        """Return (key, own value, value of ``other``) for each shape key that differs."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.SHAPE)
         return [(f"model.{name}", ours, theirs) for name, ours, theirs in pairs if ours != theirs]
 
@@ -145,31 +145,31 @@ class TopologyConfig:
     """The workers, and how they share a sequence.
 
     device: device type of the workers; auto = cuda if a GPU is usable, else cpu
-    cluster: cluster that plans assume if this machine has no GPU, and that `mtrain simulate`
-        predicts for: a name in conf/cluster or a YAML file of that form; auto = one host of H200s
+    cluster: cluster that plans assume if this machine has no GPU, and for which `mtrain simulate`
+        predicts: a name in conf/cluster, or the path of such a YAML file; auto = one host of H200s
     workers: number of workers; auto = all GPUs of the job, or 2 on a CPU
-    context_parallel: number of workers that share one sequence; auto = all of them
+    context_parallel: number of workers that share one sequence; auto = all workers
     gpu_memory_gib: memory of each GPU in GiB, for plans and train.memory=auto; auto = read from the
         GPU, or an H200's if there is no GPU
     host_memory_gib: host memory per GPU in GiB, for plans and train.memory=auto; auto = an equal
         share of this machine's memory, or 128 if there is no GPU
-    gpus_per_node: workers per node; a number below the host's divides the host into virtual nodes;
-        auto = as launched
+    gpus_per_node: number of workers per node; if a host has more workers, this number divides the
+        host into virtual nodes; auto = as launched
     layout: which worker holds which tokens; auto = zigzag for dense attention without
         data.document_mask, else striped
     exchange: how keys and values reach the queries; auto = chosen by bytes, links and memory
     ulysses: number of workers in a group that trades tokens for heads (all-to-all); the groups then
         exchange keys and values; auto = all workers with exchange=ulysses, else 1
-    chunks: all_gather: number of groups of heads; each group is gathered while the previous one is
-        computed (one worker computes them in turn, to save memory); auto = chosen by size and
-        memory
+    chunks: all_gather: number of groups of heads; each group is gathered while the previous group
+        is computed (a single worker computes the groups in turn, to save memory); auto = chosen by
+        size and memory
     prefetch: ring: number of hops that run ahead of the computation
-    circulates: ring: what circulates in the backward pass, keys and values or queries; auto =
-        whichever moves fewer bytes
+    circulates: ring: what circulates in the backward pass: keys and values, or queries; auto =
+        whichever needs fewer bytes
     columns: ring: once = gather the keys of the index's columns once; in_steps = compute columns in
         the ring steps; auto = chosen by cost
-    block_size: tokens per block, the unit of the striped layout
-    timeout_s: seconds that a collective may take before the run fails
+    block_size: number of tokens per block, the unit of the striped layout
+    timeout_s: time in seconds that a collective may take before the run fails
     """
 
     device: str = option(("auto", "cpu", "cuda"))
@@ -216,7 +216,7 @@ class DataConfig:
     document_mask: keep attention inside each packed document
     shuffle: shuffle the documents once, by seed, before packing
     eval_sequences: number of sequences held out of training, to evaluate the loss by position; 0 =
-        none. With data.mix each corpus holds out its share, but at least one
+        none. With data.mix, each corpus holds out its share, but at least one sequence
     """
 
     kind: str = option(("stdlib", "text", "tokens", "mds"))
@@ -250,12 +250,12 @@ class OptimConfig:
     schedule_steps: length of the schedule in steps; auto = up to train.steps. A resumed run keeps
         its length unless you set this key, optim.schedule or optim.decay_steps
     rewarm: with --resume only: true = restart the schedule at the checkpoint, with a new warm-up,
-        and end it at train.steps. The run then stores the step of the restart in this key
+        and end the schedule at train.steps. The run then stores the step of the restart in this key
     clip_norm: maximum global gradient norm; 0 = no clipping
     skip_spikes: skip the update of a step whose loss or gradient norm is a spike; run.spike_sigma
         defines a spike
-    offload: keep float32 weights and AdamW states in host memory and update them there; the GPU
-        keeps bfloat16 weights
+    offload: keep float32 weights and AdamW states in host memory, and run AdamW on the host; the
+        GPU keeps bfloat16 weights
     offload_gradients: with optim.offload: copy each gradient to host memory as soon as it is
         complete, during the last micro-batch
     """
@@ -281,29 +281,29 @@ class TrainConfig:
     """Length, batch, arithmetic and memory of a run, and its checkpoints.
 
     steps: number of optimizer steps
-    global_batch: sequences per optimizer step over all workers
-    micro_batch: sequences per forward pass of one context group
+    global_batch: number of sequences per optimizer step, over all workers
+    micro_batch: number of sequences per forward pass of one context group
     dtype: compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPUs,
         float32 on CPUs
-    kernel: local attention kernel; auto = the fastest that supports the run
+    kernel: local attention kernel; auto = the fastest kernel that supports the run
     activation_checkpoint: what a layer keeps for its backward pass; the rest is recomputed. none =
         everything; selective = its input and the attention output; sequence_selective = its input,
         and the attention output of only the last tokens of each worker (their share is
         train.checkpoint_keep); full = its input only
-    memory: manual = use the memory keys as they are; auto = choose their fastest combination that
-        fits, and change only those that have their default. The memory keys: activation_checkpoint,
-        checkpoint_keep, keep_mlp, offload_activations, tile_mib, loss_chunk_mib, shard,
-        optim.offload and optim.offload_gradients
-    shard: what each micro-batch communicates: full = it gathers weights and reduces gradients
-        (ZeRO-3); gradients = it reduces gradients, and weights stay whole for the step (ZeRO-2);
-        optimizer = nothing before the last micro-batch, and gradients accumulate whole in float32
+    memory: manual = use the memory keys as they are; auto = choose the fastest combination of the
+        memory keys that fits, and change only memory keys with their default value. The memory
+        keys: activation_checkpoint, checkpoint_keep, keep_mlp, offload_activations, tile_mib,
+        loss_chunk_mib, shard, optim.offload and optim.offload_gradients
+    shard: what each micro-batch communicates: full = gathers weights and reduces gradients
+        (ZeRO-3); gradients = reduces gradients, while weights stay whole for the step (ZeRO-2);
+        optimizer = nothing before the last micro-batch, while gradients accumulate whole in float32
         (ZeRO-1)
     reduce_dtype: dtype in which gradients are summed over workers. Over micro-batches, they are
         always summed in float32
     checkpoint_keep: with activation_checkpoint=sequence_selective: fraction of each worker's
-        tokens, counted from the last one, whose attention output is kept
+        tokens, counted from the last token, whose attention output is kept
     offload_activations: move the activations that layers keep to pinned host memory: true = of all
-        layers; N = of the first N layers, which need theirs last; not with
+        layers; N = of the first N layers, which need their activations last; not with
         train.activation_checkpoint=none
     keep_mlp: keep the MLP's gate and up outputs instead of recomputing them: true = in all layers;
         N = in the last N layers. In bfloat16 this costs 4 model.intermediate_size + 2
@@ -319,9 +319,9 @@ class TrainConfig:
         (PaLM uses 1e-4)
     init_from: Hugging Face folder (config.json and safetensors) with the initial weights, which
         also gives the model if no model=... is set; null = random weights
-    eval_every: steps between evaluations on the held-out sequences (data.eval_sequences), in
-        addition to those at the start and end of the run; 0 = no others
-    checkpoint_every: steps between checkpoints; 0 = only at the end
+    eval_every: number of steps between evaluations on the held-out sequences (data.eval_sequences),
+        in addition to evaluations at the start and end of the run; 0 = no additional evaluations
+    checkpoint_every: number of steps between checkpoints; 0 = only at the end
     keep_checkpoints: number of newest checkpoints to keep
     checkpoint_at_end: save a checkpoint when the run ends
     deterministic: use bitwise repeatable kernels, which are slower on GPUs
@@ -356,8 +356,8 @@ class TrainConfig:
 class ProfileConfig:
     """Which training steps are recorded.
 
-    every: steps from one recorded step to the next. The records go to the run's folder profile/,
-        for `mtrain report`; 0 = record none
+    every: number of steps from one recorded step to the next; 0 = record no steps. The records go
+        to the run's folder profile/, for `mtrain report`
     """
 
     every: int = option(_STEPS_OR_0)
@@ -369,10 +369,10 @@ class RunConfig:
 
     name: name of the run; auto = model, seq and time
     dir: folder of the run; auto = runs/<name>
-    log_every: steps between progress lines
+    log_every: number of steps between progress lines
     tensorboard: also write TensorBoard events
     restarts: maximum number of automatic restarts after the loss of a worker; auto = no limit while
-        each restart finds a newer checkpoint than the last; 0 = never restart
+        each restart finds a newer checkpoint than the previous restart; 0 = never restart
     spike_sigma: warn of a spike: a loss or gradient norm that is this many robust standard
         deviations above the median of the last 64 steps; 0 = never
     straggler: warn of a straggler: a worker that takes longer than the others for the same work by
@@ -397,7 +397,7 @@ class RunConfig:
 class Config:
     """The whole configuration: one attribute per group, and the keys that belong to no group.
 
-    seq: tokens per sequence; 512k = 524288, 1m = 1048576
+    seq: number of tokens per sequence; 512k = 524288, 1m = 1048576
     seed: seed of the initial weights and of the data order
     """
 
@@ -419,8 +419,9 @@ class Config:
     def layout(self) -> str:
         """``topology.layout``, or the layout that auto stands for.
 
-        For dense attention, zigzag balances the work as well as striped does. Its few large
-        rectangles are faster to compute (3 to 7 % of a step on four H200s, profiles/notes.md).
+        For dense attention, zigzag balances the work as well as striped does. The few large
+        rectangles of zigzag are faster to compute: a step on four H200s takes 3 to 7 % less time
+        (profiles/notes.md).
         """
         if self.topology.layout != "auto":
             return self.topology.layout

@@ -48,7 +48,7 @@ def format_size(tokens: int) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Format bytes for people: ``1.5 GiB``, ``12.0 MiB``, ``3.2 KiB`` or ``17 B``."""
+    """Format a number of bytes: ``1.5 GiB``, ``12.0 MiB``, ``3.2 KiB`` or ``17 B``."""
     for unit, scale in (("GiB", K**3), ("MiB", K**2), ("KiB", K)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"

@@ -13,7 +13,7 @@ CUTOFF = 0.6
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name that is most similar to ``word``, or None if no name is similar.
 
-    Sections and keys of dotted names are compared separately, and the key counts more. So
+    The section and the key of a dotted name are compared separately, and the key counts more. So
     ``warmup_steps`` and ``train.warmup_steps`` find ``optim.warmup_steps``, and ``train.lr`` finds
     ``optim.lr`` rather than ``train.dtype``.
     """

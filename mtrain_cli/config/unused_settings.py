@@ -1,7 +1,7 @@
 """Find settings on the command line that have no effect, and say why.
 
-Only keys that the user typed are checked. Defaults and recipes also serve other runs, so some of
-their keys may well have no effect.
+Only keys that the user typed are checked. Defaults and recipes also serve other runs, so keys in
+defaults and recipes may well have no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RING_KEYS = ("topology.prefetch", "topology.circulates", "topology.columns")
 
 
 def repeated_keys(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """Return a line for each override that a later one of the same key or group replaces."""
+    """Return a line for each override that a later override of the same key or group replaces."""
     seen, lines = dict[str, str](), []
     groups = open_groups(config_dir)
     for word in words:
@@ -43,8 +43,9 @@ def unused_keys(
     """Return a line for each key in the overrides ``words`` that has no effect in ``config``.
 
     Args:
-        exchange, device: what ``topology.exchange=auto`` and ``topology.device=auto`` have become.
-            "" means unknown; then keys that depend on them are not reported.
+        exchange: the exchange that ``topology.exchange=auto`` has chosen; "" if unknown.
+        device: the device that ``topology.device=auto`` has chosen; "" if unknown. Keys that depend
+            on an unknown choice are not reported.
     """
     given = parse(words, open_groups(config_dir)).values
     exchange = exchange or ("" if config.topology.exchange == "auto" else config.topology.exchange)
@@ -65,7 +66,8 @@ def unused_keys(
 def unused_ring_keys(words: Sequence[str], config: Config, exchange: str) -> list[str]:
     """Return the lines of `unused_keys` about keys that only rings use.
 
-    These lines are known only after ``topology.exchange=auto`` has chosen ``exchange``.
+    Call this function after ``topology.exchange=auto`` has chosen ``exchange``. Before this choice,
+    `unused_keys` does not report these keys.
     """
     if config.topology.exchange != "auto":
         return []

@@ -135,7 +135,7 @@ def _blocks(config: Config) -> Iterator[str]:
 
 
 def _smaller(seq: int, workers: int, blocks: int) -> str:
-    """Return advice for a sequence of ``seq`` tokens with fewer ``blocks`` than ``workers``."""
+    """Return advice for a sequence of ``seq`` tokens that has fewer blocks than workers."""
     if workers * MIN_BLOCK > seq:
         most = max(1, seq // MIN_BLOCK)
         smaller = f" and topology.block_size={MIN_BLOCK}"
@@ -148,7 +148,7 @@ def _smaller(seq: int, workers: int, blocks: int) -> str:
 
 
 def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each key that the pattern needs but is null, or is set but not used.
+    """Yield a line for each null key that the pattern needs, and each set key that it does not use.
 
     Args:
         leaves: value of every key, by dotted name.
@@ -191,7 +191,7 @@ def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_complete(settings: PatternSettings) -> bool:
-    """Return whether no key of the pattern is null. `pattern_keys` reports keys that are."""
+    """Return whether all keys of the pattern have a value. `pattern_keys` reports null keys."""
     return None not in (getattr(settings, name) for name in settings.own_keys())
 
 
@@ -217,8 +217,8 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
 def require_manifest(data: DataConfig) -> None:
     """Check that the folder of token ids holds its meta.json or index.json.
 
-    Call this before a run starts. A plan needs no data. The content of the file is checked when the
-    dataset is opened.
+    Call this function before a run starts, but not for a plan, which needs no data. Opening the
+    dataset checks the content of the file.
 
     Raises:
         ConfigError: the file is missing.
@@ -267,10 +267,10 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
 def _mix(data: DataConfig, expected: str) -> Iterator[str]:
     """Yield what is wrong with the weights and folders of ``data.mix``.
 
-    A YAML file of weights must exist here. Its content is checked when the dataset is opened.
+    A YAML file of weights must exist. Opening the dataset checks its content.
 
     Args:
-        expected: what the name of a corpus must be.
+        expected: text that says what the name of a corpus must be.
     """
     if isinstance(data.mix, str):
         if not Path(data.mix).expanduser().is_file():

@@ -133,7 +133,8 @@ def test_an_invalid_schedule_is_one_line(words: list[str], line: str) -> None:
         ),
         (
             ["optim.rewarm=7"],
-            "optim.rewarm=7: give true to restart the schedule at the checkpoint, or false",
+            "optim.rewarm=7: give true to restart the schedule at the checkpoint, "
+            "or false to keep the schedule",
         ),
         (
             ["optim.rewarm=true", "train.steps=120", "optim.schedule=wsd", "optim.decay_steps=15"],
