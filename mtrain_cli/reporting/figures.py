@@ -15,7 +15,7 @@ from mtrain_cli.reporting.program_figure import program_figure
 from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
 from mtrain_cli.reporting.sweeps import scaling_figure
 from mtrain_cli.reporting.tables import fold
-from mtrain_cli.reporting.timeline import timeline_figure
+from mtrain_cli.reporting.timeline_page import timeline_figure
 from mtrain_cli.reporting.training_figures import density_figure, held_out_figure, training_figure
 
 # Most cells in all heat maps of a page together. This limit and those of the other figures keep the

@@ -19,7 +19,7 @@ from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.plots import Figure, FigureView
 from mtrain_cli.reporting.plots import numbers as rounded
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.reporting.timeline import BARS
+from mtrain_cli.reporting.timeline_page import BARS
 from mtrain_cli.reporting.training_figures import POINTS, POINTS_OF_ALL
 
 BAD = "</script><b>a & b"
@@ -121,7 +121,7 @@ def test_names_cannot_break_the_page(tmp_path):
 
 
 def test_large_recordings_are_thinned_with_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtrain_cli.reporting.timeline.BARS", 400)
+    monkeypatch.setattr("mtrain_cli.reporting.timeline_page.BARS", 400)
     monkeypatch.setattr("mtrain_cli.reporting.figures.HEAT_NUMBERS", 12 * 16**2)
     source = open_source(recorded_once(tmp_path, Play(ring(24), uneven, link={"context": 0.3})))
     drawn = {figure.name: figure for figure in figures([source])}
