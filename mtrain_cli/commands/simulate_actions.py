@@ -61,7 +61,8 @@ def predict_steps(job: SimulateJob) -> None:
     content = files.document(job.cluster, scenario.calibration, **entries)
 
     def show(console: Console) -> None:
-        output.print_pairs(console, job, scenario.problem.pattern)
+        kernels = (outcome.plan.kernel for outcome in outcomes)
+        output.print_assumed(console, job, scenario.problem.pattern, kernels)
         table = output.step_table(job.cluster, scenario.problem, outcomes)
         print_table(console, table, output.SPARE_OF_STEPS)
         say(console, output.STEP_LEGEND)
@@ -108,7 +109,8 @@ def predict_attention(job: SimulateJob, recompute: bool) -> None:
     content = files.document(job.cluster, own, **files.prediction_entries(workload, predictions))
 
     def show(console: Console) -> None:
-        output.print_pairs(console, job, workload.pattern)
+        kernels = (p.kernel for p in predictions)
+        output.print_assumed(console, job, workload.pattern, kernels)
         table = output.attention_table(job.cluster, workload, predictions)
         print_table(console, table, output.SPARE_OF_ATTENTION)
         say(console, output.LEGEND)
@@ -147,7 +149,8 @@ def recommend(job: SimulateJob) -> None:
         predictions = [with_rows.attention]
 
     def show(console: Console) -> None:
-        output.print_pairs(console, job, scenario.problem.pattern)
+        kernels = (outcome.plan.kernel for outcome in result.ranked)
+        output.print_assumed(console, job, scenario.problem.pattern, kernels)
         if result.ranked:
             by_time = sorted(result.ranked, key=lambda outcome: outcome.step.seconds.value)
             table = output.step_table(job.cluster, scenario.problem, by_time[:_SHOWN])
@@ -219,6 +222,7 @@ def predict_sweep(
 
     def show(console: Console) -> None:
         output.print_lines(console, (f"pairs  {line}" for line in pair_lines))
+        output.print_lines(console, output.kernel_lines(row.get("kernel") for row in rows))
         print_table(console, sweeps.sweep_table(rows), sweeps.SPARE)
         say(console, sweeps.LEGEND)
         output.print_lines(console, (f"not    {why}" for why in sweeps.why_not(rows)))

@@ -354,9 +354,21 @@ def _figures(outcome: PredictedScenario) -> str:
     )
 
 
-def print_pairs(console: Console, job: SimulateJob, pairs: str) -> None:
-    """Print which pairs the prediction assumes. pairs: name of the pattern of the pairs."""
-    print_lines(console, [f"pairs  {job.request.describe_pairs(pairs)}"])
+def print_assumed(
+    console: Console, job: SimulateJob, pairs: str, kernels: Iterable[str | None]
+) -> None:
+    """Print which pairs and which kernels the prediction assumes.
+
+    pairs: name of the pattern of the pairs.
+    """
+    pair_line = f"pairs  {job.request.describe_pairs(pairs)}"
+    print_lines(console, [pair_line, *kernel_lines(kernels)])
+
+
+def kernel_lines(kernels: Iterable[str | None]) -> list[str]:
+    """Return a line with the names of kernels, each once; no line without a name."""
+    names = ", ".join(dict.fromkeys(name for name in kernels if name))
+    return [f"kernel {names}, with all packages installed"] if names else []
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:

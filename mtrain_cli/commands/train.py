@@ -178,6 +178,24 @@ def require_kernel(config: Config, device: str) -> None:
         require_cpu_kernel(config)
 
 
+def _no_gpu(config: Config, words: list[str]) -> str:
+    """Return the error for a machine without GPUs. It names the typed setting that asks for GPUs.
+
+    words: overrides as typed.
+    """
+    group = next((word for word in words if word.startswith("topology=")), None)
+    direct = any(word.startswith("topology.device=") for word in words)
+    if group is None or direct or config.topology.cluster == "auto":
+        return (
+            "topology.device=cuda: torch sees no GPU on this machine. Use cpu or auto, or add "
+            "--dry-run to plan for GPUs."
+        )
+    return (
+        f"{group}: needs GPUs, but torch sees no GPU on this machine. Add --dry-run to plan for "
+        f"these GPUs, or leave {group} out to train on CPU processes."
+    )
+
+
 def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
@@ -190,7 +208,7 @@ def _launch(
     from mtrain_cli.launch.local import launch
 
     # Before the run folder is created: a mistake must leave no folder behind.
-    environment = resolve_environment(config)
+    environment = resolve_environment(config, no_gpu=_no_gpu(config, overrides))
     require_kernel(config, environment.device)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:

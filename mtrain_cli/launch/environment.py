@@ -48,12 +48,18 @@ class Environment:
         return self.dims.workers // self.workers_per_node
 
 
-def resolve_environment(config: Config, *, planning: bool = False) -> Environment:
+NO_GPU = "topology.device=cuda: torch sees no GPU on this machine. Use cpu or auto."
+
+
+def resolve_environment(
+    config: Config, *, planning: bool = False, no_gpu: str = NO_GPU
+) -> Environment:
     """Resolve every ``auto`` of ``config.topology``.
 
     Args:
         planning: whether the run is only planned, perhaps for other machines. Then the number of
             GPUs of this machine and the job of this process do not limit the run.
+        no_gpu: the error for a run that needs GPUs on a machine without one.
 
     Raises:
         ConfigError: a size contradicts another size, this machine or the job. The message has a
@@ -66,7 +72,7 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
     gpus = _visible_gpus() if topology.device != "cpu" else 0
     device = ("cuda" if gpus else "cpu") if topology.device == "auto" else topology.device
     if device == "cuda" and not gpus and not planning:
-        problems.append("topology.device=cuda: torch sees no GPU on this machine. Use cpu or auto.")
+        problems.append(no_gpu)
 
     given = _parse_count("topology.workers", topology.workers, problems)
     workers = given or (job.world_size if job else gpus or CPU_WORKERS)

@@ -29,8 +29,9 @@ def banner(
     config, environment = plan.config, plan.environment
     chosen: list[tuple[str, str]] = []
     if plan.search is not None:
-        rejected = f"rejected: {dry_run.describe_rejected(plan)}"
-        chosen = [("", dry_run.describe_choice(plan)), ("", rejected)]
+        chosen = [("", dry_run.describe_choice(plan))]
+        if rejected := dry_run.describe_rejected(plan):
+            chosen.append(("", f"rejected: {rejected}"))
     recomputation = f"recomputation: {dry_run.describe_activations(config)}"
     rows = [
         ("model", f"{dry_run.describe_model(plan)}, {dry_run.describe_rope(plan)}"),

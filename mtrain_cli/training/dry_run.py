@@ -89,12 +89,16 @@ def render(plan: RunPlan) -> RenderableType:
 def search_rows(plan: RunPlan) -> list[RenderableType]:
     """Return a line on the setting that `train.memory=auto` chose, and one on rejected settings.
 
-    Return no lines if `train.memory=auto` chose nothing.
+    Return no line on rejected settings if there are none, and no lines if `train.memory=auto` chose
+    nothing.
     """
     if plan.search is None or plan.search.chosen is None:
         return []
-    rejected = f"Rejected, fastest setting of each kind: {describe_rejected(plan)}."
-    return [Text(f"{describe_choice(plan)}."), Text(rejected, style="dim")]
+    rejected = describe_rejected(plan)
+    lines = [Text(f"{describe_choice(plan)}.")]
+    if rejected:
+        lines.append(Text(f"Rejected, fastest setting of each kind: {rejected}.", style="dim"))
+    return lines
 
 
 def describe_choice(plan: RunPlan) -> str:
@@ -221,7 +225,7 @@ def describe_activations(config: Config) -> str:
     layers_kept = layers_with_products(train.keep_mlp, layers)
     which = "all" if layers_kept == layers else f"{layers_kept} of {layers}"
     products = f", MLP products of {which} layers kept" if layers_kept else ""
-    if products and train.activation_checkpoint == "none":
+    if 0 < layers_kept < layers and train.activation_checkpoint == "none":
         products += " if the MLP is tiled, otherwise of all layers"
     return f"{train.activation_checkpoint}{kept}{offloaded}{products}"
 

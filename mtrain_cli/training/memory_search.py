@@ -68,6 +68,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.offload": (False, True),
     "optim.offload_gradients": (False, True),
 }
+# Advice on a run that the CPU of a machine refuses.
+PLAN_FOR_GPUS = "--dry-run topology=h200_1x8 to plan for eight GPUs"
 NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
 # A configuration, and its `MemorySetting.changes`.
 Variant = tuple[Config, dict[str, Any]]
@@ -109,13 +111,16 @@ class MemorySearch:
     def rejected(self) -> list[tuple[str, str]]:
         """Return a label and the reason of the rejection for settings that were not chosen.
 
-        Return only the fastest such setting for each value of train.activation_checkpoint.
+        Return only the fastest such setting for each value of train.activation_checkpoint. Leave
+        out settings that fit and, as displayed, take as long as the chosen one.
         """
         assert self.chosen is not None
+        best = duration(self.chosen.seconds)
         rows: dict[str, tuple[str, str]] = {}
         for setting in self.settings:
             kind, memory = setting.config.train.activation_checkpoint, setting.memory
-            if setting is self.chosen or kind in rows:
+            equal = setting.fits and duration(setting.seconds) == best
+            if setting is self.chosen or equal or kind in rows:
                 continue
             reason = f"{duration(setting.seconds)} per step"
             if not setting.fits:
@@ -307,6 +312,8 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
     would = f"only a smaller model {'or more workers ' if on_gpu else ''}would fit"
     if changes := remedies(plan, result):
         would = f"fits with {', or '.join(changes)}"
+    if not on_gpu:
+        would += f"; add {PLAN_FOR_GPUS}"
     seq = format_size(plan.config.seq)
     return f"seq={seq}: a worker needs {needs}, but has {plan.available_memory}; {would}"
 
@@ -428,13 +435,15 @@ def _can_fit(plan: RunPlan) -> bool:
 
 
 def _label(config: Config, chosen: Config) -> str:
-    """Describe how a setting keeps activations, and how else it differs from the chosen setting."""
-    kind, share = config.train.activation_checkpoint, f" {config.train.checkpoint_keep:g}"
-    label = kind + (share if kind == "sequence_selective" else "")
-    others = {key: get_setting(config, key) for key in CHOICES}
-    del others["train.activation_checkpoint"], others["train.checkpoint_keep"]
-    differing = {k: value for k, value in others.items() if value != get_setting(chosen, k)}
-    return f"{label} with {_overrides(differing)}" if differing else label
+    """Return overrides: how a setting keeps activations, and how it differs from the chosen one."""
+    values = {key: get_setting(config, key) for key in CHOICES}
+    kind, share = "train.activation_checkpoint", "train.checkpoint_keep"
+    always = {kind, share} if values[kind] == "sequence_selective" else {kind}
+    if values[kind] != "sequence_selective":
+        del values[share]  # has no effect
+    return _overrides(
+        {k: v for k, v in values.items() if k in always or v != get_setting(chosen, k)}
+    )
 
 
 def get_setting(config: Config, key: str) -> Any:

@@ -52,6 +52,7 @@ from mtrain_cli.training.index_metrics import (
     index_records,
     local_index_sums,
 )
+from mtrain_cli.training.memory_search import PLAN_FOR_GPUS
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule, set_hyperparameters
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
@@ -79,7 +80,7 @@ def _check_host_memory(config: Config, environment: Environment, choices: Resolv
         raise ConfigError(
             f"seq={format_size(config.seq)}: {workers} CPU worker{'s' * (workers > 1)} of "
             f"model={config.model.name} would need {needed_here(plan)}. Add --dry-run to see where "
-            "the memory goes and what would fit"
+            f"the memory goes and what would fit, or {PLAN_FOR_GPUS}"
         )
 
 

@@ -43,6 +43,18 @@ def test_help_opens_with_three_examples_that_parse():
         compose([word for word in example.split()[2:] if not word.startswith("--")])
 
 
+def test_the_example_of_a_plan_for_several_nodes_plans_several_nodes_and_fits():
+    from mtrain_cli.composition.compose import compose
+    from mtrain_cli.training.dry_run import fits
+    from mtrain_cli.training.run_plan import make_plan
+
+    lines = run("--help").stdout.splitlines()
+    (example,) = (line.split()[2:] for line in lines if line.strip().endswith("--dry-run"))
+    plan = make_plan(compose(example[:-1]))
+    assert plan.environment.nodes == 4
+    assert fits(plan)
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_command_has_help_with_an_example_in_80_columns(words):
     result = run(*words, "--help")

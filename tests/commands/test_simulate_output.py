@@ -29,6 +29,24 @@ def test_every_configuration_is_one_row_at_any_width(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_second_line_names_the_kernel_of_every_command():
+    words = "model=qwen3b seq=16k --layout zigzag --exchange ring --no-files"
+    for command, more, kernels in (
+        ("run", "sparsity=dense", "flash4"),
+        ("run", "--density 5% --kernel triton", "triton"),
+        ("run", "--attention-only", "flash4"),
+        ("recommend", "train.kernel=sdpa", "sdpa"),
+        ("sweep", "train.kernel=flash4,sdpa", "flash4, sdpa"),
+    ):
+        found = run("simulate", command, words, more, columns=200)
+        assert found.exit_code == 0, found.stderr
+        expected = f"kernel {kernels}, with all packages installed"
+        assert found.stdout.splitlines()[1] == expected
+    found = run("simulate", "run", words, "--json")
+    content = json.loads(found.stdout)
+    assert content["cases"][0]["kernel"] == content["predicted"][0]["step"]["kernel"] == "flash4"
+
+
 def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
     words = "model=tiny seq=16k --layout zigzag --exchange ring --no-files"
 

@@ -165,6 +165,24 @@ def test_a_resume_refused_by_the_workers_changes_nothing(monkeypatch):
     assert [file.read_bytes() for file in files] == before
 
 
+@pytest.mark.parametrize(
+    ("words", "asked", "remedy"),
+    [
+        (["topology=a100_4x8"], "topology=a100_4x8", "Add --dry-run to plan for these GPUs"),
+        (["topology.device=cuda"], "topology.device=cuda", "or add --dry-run to plan for GPUs"),
+    ],
+)
+def test_a_run_on_absent_gpus_is_refused_by_the_typed_word(
+    words, asked, remedy, launched, monkeypatch
+):
+    monkeypatch.setattr(environment, "_visible_gpus", lambda: 0)
+    result = run("model=qwen3b", "seq=512k", *words)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"mtrain: {asked}: ")
+    assert remedy in result.stderr
+    assert not launched
+
+
 @pytest.mark.parametrize("command", [["train"], ["profile", "step"], ["profile", "imbalance"]])
 def test_a_kernel_that_needs_a_gpu_is_refused_before_workers_start(launched, command, monkeypatch):
     monkeypatch.setattr(environment, "_visible_gpus", lambda: 0)

@@ -256,6 +256,23 @@ def test_the_output_fits_the_terminal_and_names_every_part(width):
         assert word in printed, word
 
 
+@pytest.mark.parametrize(
+    ("keep_mlp", "ending"),
+    [
+        (True, "none, MLP products of all layers kept"),
+        (
+            8,
+            "none, MLP products of 8 of 36 layers kept if the MLP is tiled, otherwise of all "
+            "layers",
+        ),
+    ],
+)
+def test_kept_mlp_products_of_all_layers_are_named_once(keep_mlp, ending):
+    config = compose(["model=qwen3b", "train.activation_checkpoint=none"])
+    changed = config.changed(train={"keep_mlp": keep_mlp})
+    assert module.describe_activations(changed) == ending
+
+
 def test_the_verdict_follows_the_total():
     if torch.cuda.is_available():
         pytest.skip("compares the total with common GPUs only on a machine without GPUs")

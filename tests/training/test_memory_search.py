@@ -322,6 +322,35 @@ def test_the_output_shows_the_choice_the_rejected_settings_and_the_longest_seque
     )
 
 
+def test_rejected_settings_are_overrides_and_none_equals_the_chosen_one():
+    result = planned("train.memory=auto", "topology.gpu_memory_gib=140").search
+    chosen = result.chosen
+    same = dataclasses.replace(
+        chosen,
+        config=chosen.config.changed(train={"shard": "optimizer"}),
+        seconds=chosen.seconds + 1e-9,
+    )
+    slower = dataclasses.replace(
+        same,
+        config=chosen.config.changed(
+            train={"activation_checkpoint": "sequence_selective", "checkpoint_keep": 0.25}
+        ),
+        seconds=2 * chosen.seconds,
+    )
+    few = dataclasses.replace(result, settings=(chosen, same, slower))
+    assert few.rejected() == [
+        (
+            "train.activation_checkpoint=sequence_selective train.checkpoint_keep=0.25",
+            f"{memory_search.duration(2 * chosen.seconds)} per step",
+        )
+    ]
+    assert dataclasses.replace(result, settings=(chosen, same)).rejected() == []
+    for label, _ in result.rejected():
+        words = label.split()
+        assert words[0].startswith("train.activation_checkpoint=")
+        compose([*RUN, *words])
+
+
 def decided(rank: int, world: int) -> tuple[dict[str, object], float]:
     trainer = make(rank, world, world, ("train.memory=auto",))
     assert trainer.plan.search is not None
@@ -554,7 +583,10 @@ def test_more_cpu_workers_are_no_remedy_for_a_model_that_is_too_large(monkeypatc
     """They share the machine's memory."""
     for place in (run_plan, environment):
         monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
-    with pytest.raises(ConfigError, match=r"; only a smaller model would fit$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"; only a smaller model would fit; add --dry-run topology=h200_1x8 to plan for",
+    ):
         require_fit(
             planned(
                 "model=qwen3b",

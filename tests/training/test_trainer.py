@@ -502,7 +502,8 @@ def test_cpu_workers_that_need_too_much_memory_are_refused_at_once():
     assert message.startswith("seq=160: 1 CPU worker of model=tiny would need about")
     assert "this machine has" in message
     # Whether a shorter sequence is enough, only the plan knows.
-    assert message.endswith("Add --dry-run to see where the memory goes and what would fit")
+    assert "Add --dry-run to see where the memory goes and what would fit, or " in message
+    assert message.endswith("or --dry-run topology=h200_1x8 to plan for eight GPUs")
 
 
 def counted(rank: int, world: int) -> tuple[int, list[tuple[str, int]]]:
