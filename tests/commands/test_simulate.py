@@ -156,6 +156,11 @@ def _here(tmp_path, monkeypatch):
             "--layout zigzig: no such layout (did you mean zigzag?); allowed: contiguous, zigzag, "
             "striped",
         ),
+        (["price=2"], "price=2: is an option, not a setting; give --price 2"),
+        (
+            ["model=qwen3b", "seq=64k,128k"],
+            "seq=64k,128k: one value per prediction; `mtrain simulate sweep` takes several",
+        ),
         (["--exchange rong"], "--exchange rong: no such exchange (did you mean ring?)"),
         (
             ["--kernel flsh4"],
