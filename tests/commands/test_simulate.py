@@ -17,6 +17,7 @@ def _here(tmp_path, monkeypatch):
         (["--price -1"], "--price -1: expected dollars per GPU and hour, at least 0"),
         (["--tokens many"], "--tokens many: expected a number of tokens such as 20b"),
         (["--tokens 0"], "--tokens 0: expected a number of tokens"),
+        (["sweep seq=64k seq=128k"], "seq=64k seq=128k: give all values at once, as seq=64k,128k"),
         (["sweep"], "nothing to sweep: give NAME=VALUE,..., such as seq=128k,512k nodes=1,2,4"),
         (["sweep nods=1,2"], "nods=1,2: nods cannot be swept (did you mean nodes?)"),
         (["sweep nodes=0"], "mtrain: nodes=0: expected a whole number of at least 1"),
