@@ -24,7 +24,8 @@ def complete_overrides(incomplete: str) -> list[Candidate]:
         return candidates(incomplete, groups)
     key, value = split
     if key in keys.PATHS:
-        return []  # bash then completes file names itself and adds no space after a folder
+        # Without candidates, bash completes file names itself and adds no space after a folder.
+        return [word for word in _path_words(key) if value and word[0].startswith(value)]
     return [(name, help) for name, help in _values(key, groups) if name.startswith(value)]
 
 
@@ -36,7 +37,8 @@ def candidates(incomplete: str, groups: Groups) -> list[Candidate]:
     """
     key, equals, value = incomplete.partition("=")
     if equals:
-        values = _files(value) if key in keys.PATHS else _values(key, groups)
+        is_path = key in keys.PATHS
+        values = [*_path_words(key), *_files(value)] if is_path else _values(key, groups)
         return [(f"{key}={name}", help) for name, help in values if name.startswith(value)]
     names = _names(groups, everything=bool(incomplete))
     matches = [(name, help) for name, help in names if name.startswith(incomplete)]
@@ -151,6 +153,11 @@ def _values(name: str, groups: Groups) -> list[Candidate]:
         [_default(key.name, groups), *_words_of(key)]
     )
     return [(word, key.help) for word in words if word]
+
+
+def _path_words(name: str) -> list[Candidate]:
+    """Return the words that a key takes instead of a path."""
+    return [(word, keys.all_keys()[name].help) for word in keys.PATHS[name]]
 
 
 def _words_of(key: keys.ConfigKey) -> tuple[str, ...]:

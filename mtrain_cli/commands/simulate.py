@@ -282,7 +282,7 @@ def sweep(typed: SimulateOptions) -> None:
     words = typed.overrides or []
     settings = [word for word in words if not is_axis(word)]
     swept = [word for word in words if is_axis(word)]
-    values = axes(swept)
+    values = axes(swept, settings)
     job = parse_job(replace(typed, overrides=settings), swept)
     job.require_gpus(False, "use `mtrain simulate run --attention-only`")
     from mtrain_cli.commands.simulate_actions import predict_sweep

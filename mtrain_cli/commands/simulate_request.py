@@ -137,8 +137,8 @@ class SimulateRequest:
                     "simulate sweep workers=2,4,8`"
                 )
         config = compose(["topology.workers=auto", "topology.gpus_per_node=auto", *words])
-        named = config.topology.cluster
-        if named not in ("auto", self.cluster):
+        named = config.topology.cluster  # a file has its absolute path
+        if named not in ("auto", self.cluster, str(Path(self.cluster).expanduser().absolute())):
             raise ConfigError(
                 f"topology.cluster={named}: this command predicts for {self.cluster}; start a "
                 "command for each cluster"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mtrain_cli import docstrings
-from mtrain_cli.config import sizes
+from mtrain_cli.config import cluster, sizes
 from mtrain_cli.config.option import Range, UpperLimit
 from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings, pattern_keys
 from mtrain_cli.config.schema import Config
@@ -32,6 +32,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "data.tokenizer": ("auto", "bytes"),
     "train.init_from": (),
     "run.dir": ("auto",),
+    "topology.cluster": ("auto", *cluster.shipped()),
 }
 # Integer keys that the user may set to auto. `composition/derived.py` replaces auto by a number.
 DERIVED = frozenset({"model.vocab_size"})

@@ -23,6 +23,7 @@ from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
+from mtrain_cli.training.index_memory import column_width
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 if TYPE_CHECKING:
@@ -104,15 +105,16 @@ class MeasurementCase:
     def facts(self, environment: Environment) -> dict[str, Any]:
         """Return the case's entry in summary.json."""
         config, model = self.config, self.config.model
-        schedule = self.exchange.schedule
+        schedule, choices = self.exchange.schedule, self.choices
         return {
             "label": self.label,
             "layout": config.layout,
-            "exchange": self.choices.exchange.label,
+            "exchange": choices.exchange.label,
             "pattern": config.sparsity.pattern,
-            "kernel": self.choices.kernel.name,
+            "kernel": choices.kernel.name,
             "model": model.name,
             "seq": config.seq,
+            "padded_seq": choices.layout.padded_seq,
             "micro_batch": config.train.micro_batch,
             "workers": environment.dims.workers,
             "cp": environment.dims.cp,
@@ -123,6 +125,7 @@ class MeasurementCase:
             "num_heads": model.num_heads,
             "num_kv_heads": model.num_kv_heads,
             "head_dim": model.head_dim,
+            "column_width": column_width(config, choices.pattern, choices.layout, choices.exchange),
             "density": None,
         }
 

@@ -40,6 +40,9 @@ from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace
 from mtrain_cli.reporting.report_source import RESOLVED, ReportSource
 from mtrain_cli.reporting.terminal_width import new_table
+from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.training.index_memory import column_width
+from mtrain_cli.training.resolution import run_layout
 
 RANKS = 8  # most ranks in the figure
 BARS = 6_000  # most bars in all views together
@@ -79,9 +82,11 @@ class DrawnExchange:
         dtype = source.settings.get("train.dtype", "auto")
         on_gpu = bool(source.facts.get("gpus")) or "cluster" in source.summary
         dtype_bytes = 4 if dtype == "float32" or (dtype == "auto" and not on_gpu) else 2
-        sizes = ShardSizes(
-            -(-seq // workers) * batch, heads, kv_heads, head_dim, dtype_bytes, sequences=batch
-        )
+        # Profiles of older versions lack the padded length and the width of the columns.
+        tokens = -(-int(facts.get("padded_seq") or seq) // workers) * batch
+        width = int(facts.get("column_width") or 0)
+        shape = heads, kv_heads, head_dim, dtype_bytes
+        sizes = ShardSizes(tokens, *shape, column_width=width, sequences=batch)
         passes = case.passes.values() if case is not None else ()
         columns = facts.get("columns") or any(analysis.columns.any() for analysis in passes)
         gathered = bool(columns) and not EXCHANGE_TRAITS[name].gathers
@@ -108,14 +113,19 @@ def _planned(source: ReportSource) -> dict[str, Any]:
         per_node = topology.gpus_per_node if isinstance(topology.gpus_per_node, int) else workers
         sizes = model.num_heads, model.num_kv_heads, model.head_dim
         columns = config.sparsity.column_bound
-        needs = ExchangeNeeds(workers, per_node, config.seq * batch, *sizes, 2, columns=columns)
+        layout = run_layout(config, workers)
+        tokens = layout.padded_seq * batch
+        needs = ExchangeNeeds(workers, per_node, tokens, *sizes, 2, columns=columns)
         choice = choose_exchange(topology, needs)
+        pattern = make_pattern(config.sparsity, config.seed)
     except ConfigError:
         return {}
     return {
         **dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes, strict=True)),
         **{"seq": config.seq, "cp": workers, "per_node": choice.per_node, "micro_batch": batch},
         **{"exchange": choice.label, "columns": columns != 0 and choice.shared_columns},
+        "padded_seq": layout.padded_seq,
+        "column_width": column_width(config, pattern, layout, choice),
     }
 
 

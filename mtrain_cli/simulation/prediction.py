@@ -211,9 +211,10 @@ def predict(
             f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case"
         )
     predicted: dict[str, list[dict[str, PassTimes]]] = {name: [] for name in player.directions}
-    works, played = [], []
+    works, played, width = [], [], 0
     for layer in problem.layers:
         index = problem.index(layer)
+        width = max(width, case.sizes_under(index).column_width)
         work = case.counter.count(None if index is None else resized(index, case.counter.blocks))
         works.append(work)
         for direction in player.directions:
@@ -229,7 +230,7 @@ def predict(
         name: _summary(by_layer, [w[FORWARD if name == RECOMPUTE else name] for w in works])
         for name, by_layer in predicted.items()
     }
-    facts = _facts(cluster, problem, case, name, works)
+    facts = _facts(cluster, problem, case, name, works, width)
     table = _rows(played, problem.made.head_dim, number) if fits else None
     return Prediction(
         setup, case.choice.label, name, passes, facts, tuple(remarks), table, player.costs
@@ -437,6 +438,7 @@ def _facts(
     case: ReplayCase,
     kernel: str,
     works: Sequence[dict[str, StepWork]],
+    column_width: int,
 ) -> dict[str, Any]:
     """Return the case's entry in summary.json.
 
@@ -456,6 +458,7 @@ def _facts(
         "kernel": kernel,
         "model": problem.model,
         "seq": made.seq,
+        "padded_seq": case.layout.padded_seq,
         "micro_batch": len(problem.masks),
         "workers": setup.workers,
         "cp": setup.workers,
@@ -466,6 +469,7 @@ def _facts(
         "num_heads": made.heads,
         "num_kv_heads": made.kv_heads,
         "head_dim": made.head_dim,
+        "column_width": column_width,
         "density": float(pairs[FORWARD]) / causal,
         "cluster": cluster.name,
         "flop": {name: float(FLOP_PER_PAIR[name] * made.head_dim * pairs[name]) for name in pairs},

@@ -15,6 +15,15 @@ from mtrain_cli.sparsity.pattern import Pattern
 _MOST_PARTS, _PROGRAMS_WANTED = 16, 1024
 
 
+def column_width(
+    config: Config, pattern: Pattern | None, layout: Layout, exchange: ExchangeChoice
+) -> int:
+    """Return `IndexShape.column_width`, or 0 for dense attention."""
+    if pattern is None:
+        return 0
+    return IndexShape.make(config, pattern, layout, exchange).column_width
+
+
 @dataclass(frozen=True, kw_only=True)
 class IndexShape:
     """Sizes of one layer's dynamic index on one worker, for one micro-batch.

@@ -38,6 +38,10 @@ def test_an_empty_word_offers_groups_and_top_level_keys():
         ),
         ("train.compile=", ["train.compile=auto", "train.compile=true", "train.compile=false"]),
         ("topology.workers=", ["topology.workers=auto"]),
+        (
+            "topology.cluster=a",
+            [f"topology.cluster={name}" for name in ("auto", "a100_4x8", "a800_4x8")],
+        ),
         ("model.vocab_size=", ["model.vocab_size=264", "model.vocab_size=auto"]),
         ("model=au", ["model=auto"]),
         ("topology.layout=zz", []),
@@ -169,6 +173,7 @@ def test_bash_gets_bare_values_because_it_splits_at_the_equals_sign(shell_path):
         "where = does not cut"
     )
     assert offered("mtrain", "train", "data.path", "=", "x") == [], "bash then offers files itself"
+    assert offered("mtrain", "train", "topology.cluster", "=", "h1") == ["h100_4x8"]
     assert offered("mtrain", "tr") == ["train"]
 
 

@@ -17,6 +17,7 @@ def _here(tmp_path, monkeypatch):
         (["--price -1"], "--price -1: expected dollars per GPU-hour, at least 0"),
         (["--tokens many"], "--tokens many: expected a number of tokens such as 20b"),
         (["--tokens 0"], "--tokens 0: expected a number of tokens"),
+        (["sweep seq=64k seq=128k"], "seq=64k seq=128k: give all values at once, as seq=64k,128k"),
         (["sweep"], "nothing to sweep: give NAME=VALUE,..., such as seq=128k,512k nodes=1,2,4"),
         (["sweep nods=1,2"], "nods=1,2: nods cannot be swept (did you mean nodes?)"),
         (["sweep nodes=0"], "mtrain: nodes=0: expected a whole number of at least 1"),
@@ -161,6 +162,11 @@ def _here(tmp_path, monkeypatch):
             ["--layout zigzig"],
             "--layout zigzig: no such layout (did you mean zigzag?); allowed: contiguous, zigzag, "
             "striped",
+        ),
+        (["price=2"], "price=2: is an option, not a setting; give --price 2"),
+        (
+            ["model=qwen3b", "seq=64k,128k"],
+            "seq=64k,128k: one value per prediction; `mtrain simulate sweep` takes several",
         ),
         (["--exchange rong"], "--exchange rong: no such exchange (did you mean ring?)"),
         (

@@ -9,6 +9,7 @@ from commands.typed_line import STRIPED, run, simulate
 from simulation.recordings import SEQ, record
 
 from mtrain_cli.commands.simulate_request import SimulateRequest
+from mtrain_cli.config.cluster import shipped
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,13 @@ def test_a_family_respects_the_slash_limits_of_the_pattern(index):
     assert all(3 <= n < 32 for n in free)
     assert diagonals("sparsity.min_slashes=1", "sparsity.max_slashes=100") == free
     assert min(diagonals(density=0.5)) > 30
+
+
+def test_a_relative_file_of_a_cluster_is_the_cluster_of_the_prediction(tmp_path):
+    (tmp_path / "mine.yaml").write_text(shipped()["h200_1x8"].read_text())
+    words = "model=tiny seq=16k --workers 4 --exchange ring --no-files"
+    for cluster in ("topology.cluster=mine.yaml", "topology.cluster=mine.yaml cluster=mine.yaml"):
+        assert simulate(cluster, words, STRIPED).exit_code == 0
 
 
 def test_an_index_of_another_model_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.launch import environment, local
 from mtrain_cli.launch.failures import Failure
@@ -97,6 +98,17 @@ def test_resume_uses_the_saved_configuration(launched, by):
     assert resume
     assert run_dir.path == Path("runs/first").absolute()
     assert load(run_dir.resolved).optim.lr == 0.5
+
+
+def test_a_resume_finds_the_file_of_a_cluster_from_another_folder(launched, tmp_path, monkeypatch):
+    Path("mine.yaml").write_text(shipped()["a100_4x8"].read_text())
+    run("topology.cluster=mine.yaml", "topology.device=cpu", "run.name=first")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    planned = run("--resume", str(tmp_path / "runs/first"), "topology.device=cuda", "--dry-run")
+    assert planned.stderr == ""
+    assert "A100" in planned.stdout
+    assert len(launched) == 1
 
 
 def test_resume_saves_overrides_for_the_workers(launched):

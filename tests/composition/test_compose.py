@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mtrain_cli.composition.compose import compose, resume
+from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.groups import open_groups, summary
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import ConfigError
@@ -53,6 +54,19 @@ def test_relative_paths_become_absolute(tmp_path, monkeypatch):
         f"{tmp_path}/out",
         "bytes",
     )
+
+
+def test_the_relative_file_of_a_cluster_becomes_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(shipped()["a100_4x8"].read_text())
+    Path("h200_1x8").mkdir()
+    for given, kept in (
+        ("mine.yaml", f"{tmp_path}/mine.yaml"),
+        ("./mine.yaml", f"{tmp_path}/mine.yaml"),
+        ("h200_1x8", "h200_1x8"),
+        ("auto", "auto"),
+    ):
+        assert compose([f"topology.cluster={given}"]).topology.cluster == kept
 
 
 def test_an_invalid_config_dir_is_refused(tmp_path):

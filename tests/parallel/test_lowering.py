@@ -10,9 +10,11 @@ import pytest
 from parallel.test_schedule import cases
 
 from mtrain_cli.parallel import schedule
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import ADD_HEADS, CUT, DELTA, JOIN, SHARDS, Traits, lower
 from mtrain_cli.parallel.program import (
     WHOLE_SEQUENCE,
+    AddColumns,
+    Arrange,
     Begin,
     Compute,
     Merge,
@@ -34,6 +36,8 @@ from mtrain_cli.parallel.schedule import (
 )
 
 SIZES = ShardSizes(tokens=64, heads=48, kv_heads=24, head_dim=8, dtype_bytes=2)
+# 640 elements of queries, and 320 of keys and values.
+FEW = ShardSizes(tokens=10, heads=8, kv_heads=2, head_dim=8, dtype_bytes=2)
 
 
 def play(program: Program) -> None:
@@ -265,3 +269,106 @@ def test_gradients_of_queries_come_home():
     ]
     begins = [op.computes for op in program.operations if isinstance(op, Begin)]
     assert begins == [True, True, True, False]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_columns_are_summed_over_the_ranks_that_hold_the_same_heads(backward):
+    schedule = make_schedule("ring", ScheduleOptions(8, 8, heads=2))
+    for rank in range(8):
+        program = lower(schedule, rank, backward=backward, traits=Traits(columns=True))
+        (post,) = (p for p in program.posts if p.transfer.number == UNSCHEDULED)
+        assert post.transfer.peers == ((1, 3, 5, 7) if rank % 2 else (0, 2, 4, 6))
+        assert post.transfer.part == (rank % 2, 2)
+
+
+def copies(program: Program, what: str) -> list[Arrange]:
+    return [op for op in program.operations if isinstance(op, Arrange) and op.what == what]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "heads", "moved"),
+    [
+        # Keys: reads 4 bytes per element and writes 2. Several parts of dq: reads 2 and writes 2.
+        (1, 1, {JOIN: [6 * 320], ADD_HEADS: []}),
+        (2, 1, {JOIN: [6 * 320 + 4 * 640], ADD_HEADS: []}),
+        (1, 2, {JOIN: [0], ADD_HEADS: [6 * 320]}),
+        (4, 2, {JOIN: [0], ADD_HEADS: [6 * 320 + 4 * 640]}),
+    ],
+)
+def test_one_operation_is_charged_for_joining_the_gradients(chunks, heads, moved):
+    schedule = make_schedule("all_gather", ScheduleOptions(8, 8, chunks=chunks, heads=heads))
+    program = lower(schedule, 0, backward=True)
+    assert moved == {
+        what: [op.moves.of(FEW, heads) for op in copies(program, what)] for what in moved
+    }
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_traded_tokens_live_until_their_views_are_copied(backward):
+    schedule = make_schedule("ring", ScheduleOptions(4, 4, heads=2))
+    program = lower(schedule, 0, backward=backward)
+    (op,) = copies(program, ADD_HEADS)
+    assert op == program.operations[-1]
+    assert "traded tokens" in op.frees
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_rank_adds_its_own_share_of_the_columns(heads):
+    """Keys and values of 6 columns per head. Each of 4 elements is read twice and written once."""
+    sizes = replace(FEW, columns=6, column_width=128)
+    schedule = make_schedule("ring", ScheduleOptions(8, 8, heads=heads))
+    program = lower(schedule, 0, backward=True, traits=Traits(columns=True))
+    (added,) = (op for op in program.operations if isinstance(op, AddColumns))
+    assert added.moves.of(sizes, heads) == 3 * 4 * (2 * 6 * (8 // heads) * 8) / 8
+
+
+def test_backward_of_queries_is_charged_for_the_message():
+    """Bytes per element of the queries: reads out and dout, and starts dq in float32.
+
+    The message reads and writes q and dout.
+    """
+    for circulates, each in (("kv", 2 * 2 + 4), ("queries", 2 * 2 + 4 + 4 * 2)):
+        schedule = make_schedule("ring", ScheduleOptions(4, 4, circulates=circulates))
+        (delta,) = copies(lower(schedule, 1, backward=True), DELTA)
+        assert delta.moves.of(FEW) == each * 640
+
+
+@pytest.mark.parametrize(("chunks", "heads"), [(1, 1), (2, 1), (4, 2)])
+def test_shards_in_node_order_need_a_copy(chunks, heads):
+    """A hierarchical reduce-scatter sorts the float32 gradients of all keys of a part."""
+    options = ScheduleOptions(8, 4, chunks=chunks, heads=heads)
+    flat, tree = (
+        copies(lower(make_schedule(name, options), 0, backward=True), SHARDS)
+        for name in ("all_gather", "hierarchical_all_gather")
+    )
+    sequence = 4 * 320 * (8 // heads)
+    assert [op.scratch.of(FEW, heads) for op in flat] == [0] * chunks
+    assert [op.scratch.of(FEW, heads) for op in tree] == [sequence / chunks] * chunks
+
+
+def test_the_gradients_of_a_kernel_stay_until_the_reduce_scatter_has_started():
+    for name, sent in (("all_gather", 1), ("hierarchical_all_gather", 2)):
+        schedule = make_schedule(name, ScheduleOptions(4, 2, chunks=2))
+        program = lower(schedule, 0, backward=True)
+        for step in (0, 1):
+            posts = [p for p in program.posts if p.step == step and p.transfer.payload == "dkv"]
+            assert len(posts) == sent
+            assert [f"dkeys {step}" in post.frees for post in posts] == [False] * (sent - 1) + [
+                True
+            ]
+
+
+@pytest.mark.parametrize(
+    ("workers", "chunks", "copying", "moved"),
+    [
+        (4, 1, True, [0]),
+        (4, 2, False, [0, 0]),
+        (4, 2, True, [8 * 640 / 2] * 2),  # reads and writes out and dout, 2 bytes per element
+        (4, 4, True, [8 * 640 / 4] * 4),
+        (1, 2, True, [0, 0]),
+    ],
+)
+def test_a_kernel_that_copies_parts_is_charged_for_each(workers, chunks, copying, moved):
+    schedule = make_schedule("all_gather", ScheduleOptions(workers, 4, chunks=chunks))
+    program = lower(schedule, 0, backward=True, traits=Traits(copies_parts=copying))
+    assert [op.moves.of(FEW) for op in copies(program, CUT)] == moved

@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from parallel.test_lowering import SIZES
+from parallel.test_lowering import FEW, SIZES
 
 from mtrain_cli.parallel.lowering import (
     FROM_HEADS,
     FROM_TOKENS,
+    OWN,
+    SHARDS,
     TO_HEADS,
     TO_TOKENS,
     Traits,
     lower,
 )
 from mtrain_cli.parallel.program import (
+    HIGH,
+    LOW,
+    MADE,
     Arrange,
     Begin,
     Recompute,
@@ -137,3 +142,50 @@ def test_the_copies_of_a_head_trade_move_what_the_trade_carries(backward):
     there, back = (rows, rows + keys) if backward else (rows + keys, rows)
     assert moved[TO_HEADS] == moved[FROM_TOKENS] == 3 * there
     assert moved[TO_TOKENS] == moved[FROM_HEADS] == 3 * back
+
+
+def test_gradients_of_a_kernel_have_the_compute_dtype_unless_the_kernel_says_more():
+    for compute in (2, 4):
+        sizes = replace(FEW, dtype_bytes=compute)
+        assert [sizes.width(precision) for precision in (LOW, HIGH, MADE)] == [compute, 4, compute]
+        assert replace(sizes, made_bytes=4).width(MADE) == 4
+
+
+def test_a_renamed_buffer_is_not_held_twice():
+    """Without other ranks, dk and dv are the gradients that the rank has summed."""
+    program = lower(make_schedule("all_gather", ScheduleOptions(1, 1)), 0, backward=True)
+    (held,) = (
+        set(live) for op, live in program.live() if isinstance(op, Arrange) and op.what == OWN
+    )
+    assert held == {"dq", "dk", "dv"}
+
+
+def test_the_pool_leaves_out_what_forward_saves():
+    """Of the three shards that arrive at a rank, the last one stays for backward."""
+    forward = lower(make_schedule("ring", ScheduleOptions(4, 4)), 1)
+    assert forward.pooled == {"kv 0", "kv 3", "kv 2"}
+    assert forward.saved[1] == "kv 2"
+    assert list(forward.pooled_at_once(FEW).values()) == [2]
+
+
+def test_the_pool_of_ranks_that_share_heads_holds_repeated_heads():
+    """Four ranks share two key-value heads: each holds one, for the tokens of all four."""
+    schedule = make_schedule("ring", ScheduleOptions(12, 12, heads=4))
+    shard = 2 * (4 * FEW.tokens) * FEW.head_dim * 2
+    # The second of two shards that arrive is saved.
+    assert pool_bytes([lower(schedule, 0)], FEW) == shard
+
+
+def test_temporary_memory_counts_once():
+    """The peak holds the larger of a copy's own scratch and the minimum that is given for it.
+
+    At its peak, the rank cuts the gradients of the whole sequence, four times its own 320 elements:
+    it holds dq in bf16 and the kernel's gradients in bf16, and shards and their copy in float32.
+    """
+    schedule = make_schedule("hierarchical_all_gather", ScheduleOptions(4, 2))
+    backward = lower(schedule, 0, backward=True)
+    copy = 4 * 320 * 4
+    held = 2 * 640 + 2 * 320 * 4 + copy
+    assert backward.peak_bytes(FEW, {}) == held + copy
+    assert backward.peak_bytes(FEW, {SHARDS: copy}) == held + copy
+    assert backward.peak_bytes(FEW, {SHARDS: 3 * copy}) == held + 3 * copy

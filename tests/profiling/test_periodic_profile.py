@@ -13,7 +13,7 @@ from mtrain_cli.records.index_file import load_indices
 from mtrain_cli.records.record_files import open_records
 
 WORDS = [
-    "seq=512", "topology.device=cpu", "topology.workers=2", "topology.exchange=ring",
+    "seq=500", "topology.device=cpu", "topology.workers=2", "topology.exchange=ring",
     "model.num_layers=2", "train.checkpoint_every=0",
     "sparsity=vertical_slash", "sparsity.last_q=32", "sparsity.min_slashes=2",
     "sparsity.max_slashes=2", "sparsity.max_columns=64",
@@ -54,6 +54,8 @@ def test_a_resumed_training_continues_its_profile(trained):
     (facts,) = recorded.summary["cases"]
     assert facts["layout"] == "striped", "what auto takes"
     assert (facts["pattern"], facts["label"]) == ("vertical_slash", "vertical_slash striped ring")
+    assert (facts["seq"], facts["padded_seq"]) == (500, 512)
+    assert facts["column_width"] == 128, "sparsity.max_columns, in whole tiles"
     (case,) = analyse(recorded)
     assert case.passes["forward"].work.worker.n == 3 * 2 * 2
     assert (recorded.summary["samples"], recorded.summary["samples_wanted"]) == (3, 3)
@@ -75,7 +77,7 @@ def test_a_profile_has_the_density_of_the_metrics(trained):
     for step in (2, 4, 6):
         for layer in (0, 1):
             pairs = forward.pairs[(forward.iteration == step) & (forward.layer == layer)].sum()
-            assert pairs / (4 * 2 * 512 * 513 / 2) == pytest.approx(
+            assert pairs / (4 * 2 * 500 * 501 / 2) == pytest.approx(
                 metrics[step - 1]["density_by_layer"][layer], rel=1e-6
             )
 

@@ -24,6 +24,8 @@ from mtrain_cli.reporting.program_figure import (
     transfers,
 )
 from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.training.attention_memory import AttentionMemory
+from mtrain_cli.training.resolution import run_layout
 
 # (label of the exchange, schedule)
 EXCHANGES = {
@@ -118,6 +120,35 @@ def test_hover_texts_name_peers_shards_and_sizes(tmp_path):
     )
     (held,) = [trace for trace in view.data if trace["name"] == "bytes held"]
     assert "kv 0: 1.0 MiB" in held["customdata"][1]
+
+
+def test_sizes_count_the_padding_and_the_gathered_columns(tmp_path):
+    schedule = ring(4)
+    facts = facts_of(schedule, padded_seq=8192, column_width=128, columns=True)
+    source = open_source(write(tmp_path, [rows_of(Play(schedule))], [facts]))
+    exchange = DrawnExchange.of(source, source.cases[0])
+    assert exchange is not None
+    assert (exchange.sizes.tokens, exchange.sizes.column_width) == (2048, 128)
+    (lane,), _ = place(exchange.programs("forward", 1), exchange.sizes)
+    most = {name: size for p in lane for name, size in p.held.items()}
+    # Keys and values, 4 bytes: of 2 KV heads of 32 numbers, and of columns for each of 4 heads.
+    assert most["kv 0"] == 2 * 2048 * 2 * 32 * 4
+    assert most["columns"] == 2 * 128 * 4 * 32 * 4
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "vertical_slash"])
+def test_the_sizes_of_a_training_run_are_those_of_its_memory_estimate(sparsity, tmp_path):
+    words = ["model=qwen3b", "seq=65000", "topology.workers=4", "topology.exchange=ring"]
+    words += ["topology.columns=once", f"sparsity={sparsity}", "train.dtype=float32"]
+    config = compose(words)
+    resolved_file.save(config, tmp_path / "resolved.yaml")
+    exchange = DrawnExchange.of(trained("run", tmp_path))
+    assert exchange is not None
+    layout, choice = run_layout(config, 4), ExchangeChoice("ring", "", 4)
+    assert layout.padded_seq > config.seq
+    expected = AttentionMemory(config, layout, choice, "reference", 4).sizes
+    assert exchange.sizes == expected
+    assert exchange.traits.columns == (expected.column_width > 0) == (sparsity != "dense")
 
 
 def test_the_terminal_lists_what_rank_0_sends_while_it_computes(tmp_path):

@@ -236,6 +236,15 @@ def test_pairs_of_columns_are_counted_separately_in_every_exchange():
             assert (work.of_columns <= work.pairs).all()
 
 
+@pytest.mark.parametrize(("family", "width"), [("clustered", 128), (None, 0)])
+def test_facts_name_the_padded_length_and_the_width_of_the_columns(family, width):
+    made = problem(family, seq=16000)
+    setup = ReplaySetup("zigzag", "ring", 16, 8)
+    facts = predict(load_cluster("a100_4x8", nodes=2), made, setup, bounds=False).facts
+    assert (facts["seq"], facts["column_width"]) == (16000, width)
+    assert facts["padded_seq"] == (16384 if family else 16000), "whole blocks of the index"
+
+
 def test_a_simulation_reads_like_a_profile(tmp_path):
     cluster = load_cluster("a100_4x8", nodes=2)
     setups = [
