@@ -199,7 +199,7 @@ def test_several_nodes_need_outer_links():
     with pytest.raises(
         ConfigError,
         match=r"--nodes 2: h200_1x8 does not describe links between nodes; allowed: 1, or "
-        "--cluster a100_4x8, ",
+        "a cluster with such links: a100_4x8, ",
     ):
         load_cluster("h200_1x8", nodes=2)
     with pytest.raises(ConfigError, match="nodes=0: not allowed"):
