@@ -58,6 +58,9 @@ class Flash4Kernel(TritonColumns):
             )
         if request.index is not None and request.index.chunk:
             return "computes whole blocks, not sparsity.gate=query"
+        return None
+
+    def missing_package(self, request: KernelRequest) -> str | None:
         if request.index is not None and importlib.util.find_spec("triton") is None:
             return f"needs triton for the columns of an index ({install_command('cuda')})"
         # Looking for a module imports its package, so look for the package first.

@@ -69,7 +69,17 @@ class Kernel(Protocol):
     skips: bool
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return why this kernel cannot serve the request, in a few words; None if it can."""
+        """Return why this kernel cannot serve the request, in a few words; None if it can.
+
+        The answer is the same on every machine: it assumes that all packages are installed.
+        """
+        ...
+
+    def missing_package(self, request: KernelRequest) -> str | None:
+        """Return which package this machine lacks to serve the request; None if it lacks none.
+
+        A package that is installed, but does not load, counts as missing.
+        """
         ...
 
     def forward(
@@ -134,7 +144,14 @@ class Kernel(Protocol):
         ...
 
 
-class DefinitionColumns:
+class TorchOnly:
+    """The `missing_package` of a `Kernel` that needs no package except PyTorch."""
+
+    def missing_package(self, request: KernelRequest) -> str | None:  # noqa: ARG002
+        return None
+
+
+class DefinitionColumns(TorchOnly):
     """Methods of a `Kernel` for gathered columns, by attention's definition: slow but exact."""
 
     skips = False

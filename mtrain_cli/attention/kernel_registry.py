@@ -34,8 +34,14 @@ def make_kernel(name: str) -> Kernel:
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
     """Return (name, reason) of every kernel, in order of preference.
 
-    The reason says why the kernel cannot serve the request; None if the kernel can serve it.
+    The reason says why the kernel cannot serve the request here; None if the kernel can serve it.
     """
+    reasons = survey_with_all_packages(request)
+    return [(name, why or make_kernel(name).missing_package(request)) for name, why in reasons]
+
+
+def survey_with_all_packages(request: KernelRequest) -> list[tuple[str, str | None]]:
+    """Survey as `survey` does, for a machine on which all packages are installed and load."""
     return [(name, make().unsupported_reason(request)) for name, make in _KERNELS.items()]
 
 

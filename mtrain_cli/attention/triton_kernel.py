@@ -61,8 +61,6 @@ class TritonKernel(TritonColumns):
     needs_out = False
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        if importlib.util.find_spec("triton") is None:
-            return f"triton is not installed ({install_command('cuda')})"
         if request.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return "needs a CUDA GPU"
         if request.device == "cuda" and (request.capability is None or request.capability < (8, 0)):
@@ -75,6 +73,11 @@ class TritonKernel(TritonColumns):
             return f"head_dim {request.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
         if request.index.block not in BLOCKS:
             return f"sparsity.block {request.index.block} is none of {', '.join(map(str, BLOCKS))}"
+        return None
+
+    def missing_package(self, request: KernelRequest) -> str | None:  # noqa: ARG002
+        if importlib.util.find_spec("triton") is None:
+            return f"triton is not installed ({install_command('cuda')})"
         return None
 
     def forward(

@@ -27,9 +27,10 @@ EXCHANGE_TRAITS = {
     "ring": ExchangeTraits(gathers=False, hierarchical=False),
     "hierarchical_ring": ExchangeTraits(gathers=False, hierarchical=True),
 }
+ULYSSES = "ulysses"
 # {value of topology.exchange that splits the heads among all workers of a sequence: the exchange
 # that runs then}
-HEAD_SHARING = {"ulysses": "all_gather"}
+HEAD_SHARING = {ULYSSES: "all_gather"}
 # The exchanges that `topology.exchange=auto` chooses from. Others may have the same traits.
 _AUTOMATIC = ("all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring")
 _CHOSEN = {EXCHANGE_TRAITS[name]: name for name in _AUTOMATIC}

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, ExchangeTraits, exchange_name
+from mtrain_cli.config.exchanges import (
+    EXCHANGE_TRAITS,
+    HEAD_SHARING,
+    ULYSSES,
+    ExchangeTraits,
+    exchange_name,
+)
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
@@ -149,7 +155,7 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
     circulates = QUERIES if any(words.startswith("queries") for words in details) else KV
     heads = int(match["heads"] or 1)
     options = ScheduleOptions(workers, per_node, parts, ahead, circulates, heads)
-    return match["name"] or "all_gather", options
+    return match["name"] or HEAD_SHARING[ULYSSES], options
 
 
 def short_label(label: str) -> str:
@@ -175,7 +181,8 @@ def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int
 @cache
 def _gathered(workers: int, heads: int, chunks: int) -> Size:
     options = ScheduleOptions(workers, workers, chunks, heads=heads)
-    buffers = lower(make_schedule("all_gather", options), 0, backward=True).buffers
+    schedule = make_schedule(exchange_name(gathers=True, hierarchical=False), options)
+    buffers = lower(schedule, 0, backward=True).buffers
     names = ["keys 0", "dkeys 0", "shards 0", *(["keys 1"] if chunks > 1 else [])]
     return total_size(buffers[name].size for name in names)
 
@@ -183,9 +190,9 @@ def _gathered(workers: int, heads: int, chunks: int) -> Size:
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
     """Return how many bytes a worker of a ring sends per hop in a layer's backward pass.
 
-    If queries circulate, the worker sends q, dout, lse, float32 dq, and delta or, if the kernel
-    needs it, out (BurstEngine, section 3.1). If keys circulate, it sends KV and their float32
-    gradients.
+    If queries circulate, the worker sends q, dout, lse, float32 dq and delta. A kernel that needs
+    out gets out instead of delta (BurstEngine, section 3.1). If keys circulate, the worker sends
+    KV and their float32 gradients.
 
     circulates: KV or QUERIES.
     """
@@ -196,7 +203,8 @@ def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
 @cache
 def _backward_of_two(circulates: str, needs_out: bool) -> Program:
     """Return the backward program of a two-worker ring, in which every shard hops once."""
-    schedule = make_schedule("ring", ScheduleOptions(2, 2, circulates=circulates))
+    ring = exchange_name(gathers=False, hierarchical=False)
+    schedule = make_schedule(ring, ScheduleOptions(2, 2, circulates=circulates))
     return lower(schedule, 0, backward=True, traits=Traits(needs_out))
 
 
@@ -214,7 +222,7 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
     elif topology.exchange != "auto":
         name, reason = topology.exchange, "as configured"
     elif groups == 1:
-        name, reason = "all_gather", "the workers only split the heads among themselves"
+        name, reason = HEAD_SHARING[ULYSSES], "the workers only split the heads among themselves"
         if heads == 1:
             parts = _chunks(topology, needs, name, groups, heads)
             calls = f"; one kernel call for each of {parts} parts of the heads" if parts > 1 else ""
@@ -242,9 +250,9 @@ def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
         assert isinstance(topology.ulysses, int)
         if among_all and topology.ulysses != needs.workers:
             raise ConfigError(
-                f"topology.ulysses={topology.ulysses}: {key} shares heads among all "
-                f"{needs.workers} workers of a sequence. Choose another exchange to move keys "
-                "between the head groups"
+                f"topology.ulysses={topology.ulysses}: {key} always splits the heads among all "
+                f"{needs.workers} workers of a sequence. For fewer, set topology.exchange to the "
+                "exchange that moves keys between the head groups, such as ring"
             )
         key = f"topology.ulysses={topology.ulysses}"
         heads = topology.ulysses

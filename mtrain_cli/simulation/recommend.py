@@ -15,7 +15,7 @@ from math import ceil, floor
 from typing import Any
 
 from mtrain_cli.config.cluster import Cluster, Constant
-from mtrain_cli.config.exchanges import flat_name
+from mtrain_cli.config.exchanges import HEAD_SHARING, flat_name
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.program import Recompute
@@ -310,7 +310,10 @@ def _distinct(
         e for e in exchanges if context > per_node or plain[e] == e or plain[e] not in exchanges
     ]
     return [
-        (layout, e) for layout in layouts for e in flat if e != "ulysses" or layout == layouts[0]
+        (layout, e)
+        for layout in layouts
+        for e in flat
+        if e not in HEAD_SHARING or layout == layouts[0]
     ]
 
 

@@ -27,10 +27,14 @@ def is_axis(word: str) -> bool:
     return name in OWN or ("," in values and values[0] not in "[{")
 
 
-def axes(words: Sequence[str]) -> dict[str, list[str]]:
+def axes(words: Sequence[str], settings: Sequence[str] = ()) -> dict[str, list[str]]:
     """Parse words such as ``["seq=128k,512k", "nodes=1,2"]`` into the values of each name.
 
     The values of settings are checked later, when a configuration is composed.
+
+    Args:
+        words: the axes.
+        settings: the other words, for the message if there are no axes.
 
     Raises:
         ConfigError: a word is not NAME=VALUE,..., or its name or a value cannot be swept.
@@ -56,10 +60,31 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
                 raise ConfigError(f"{name}={value}: {expected}")
         found[name] = values
     if not found:
-        raise ConfigError(f"nothing to sweep: give NAME=VALUE,..., such as {EXAMPLE}")
+        raise ConfigError(_nothing_to_sweep(settings))
     if NODES in found and WORKERS in found:
         raise ConfigError("nodes and workers: both set the number of GPUs; sweep one of them")
     return found
+
+
+def _nothing_to_sweep(settings: Sequence[str]) -> str:
+    """Return the problem that no word is an axis.
+
+    If a setting has no value, or is given several times, name it.
+    """
+    given: dict[str, list[str]] = {}
+    for word in settings:
+        name, equals, value = word.partition("=")
+        if equals:
+            given.setdefault(name, []).append(value)
+    for name, values in given.items():
+        typed = " ".join(f"{name}={value}" for value in values)
+        filled = list(dict.fromkeys(value for value in values if value))
+        if len(filled) > 1:
+            return f"{typed}: give all values at once, as {name}={','.join(filled)}"
+        if not filled:
+            example = "64k,128k" if name == "seq" else "VALUE,VALUE"
+            return f"{typed}: has no value; give several, as {name}={example}"
+    return f"nothing to sweep: give NAME=VALUE,..., such as {EXAMPLE}"
 
 
 def _expected(name: str, value: str) -> str | None:

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from mtrain_cli import resource_dir
 from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.parallel.exchange_selection import parse_label
@@ -66,7 +67,7 @@ def open_run(folder: Path) -> MeasuredRun:
 
     folder = find_shipped(folder)
     if not folder.is_dir():
-        names = shipped_with(f"*/{record_files.INDEX}")
+        names = [name for name in shipped_with(f"*/{record_files.INDEX}") if _is_complete(name)]
         written = "a folder that `mtrain profile imbalance` wrote"
         raise refuse(no_such("profile", str(folder), names, written))
     inside = next(
@@ -89,6 +90,11 @@ def open_run(folder: Path) -> MeasuredRun:
     if not cases:
         raise refuse("no records; measure again")
     return MeasuredRun(folder, recorded, cases, indices)
+
+
+def _is_complete(name: str) -> bool:
+    """Return whether the shipped profile with this name has all its samples."""
+    return record_files.open_records(resource_dir("profiles") / name).complete
 
 
 def key_of(facts: dict[str, Any]) -> Key:
@@ -160,7 +166,7 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
     name, made = parsed
     # If workers only share heads, no other exchange moves keys between them.
     only_heads = made.heads == workers > 1
-    setup = ReplaySetup(str(facts["layout"]), "ulysses" if only_heads else name, workers, per_node)
+    setup = ReplaySetup(str(facts["layout"]), ULYSSES if only_heads else name, workers, per_node)
     options = replace(
         topology_of(setup),
         ulysses="auto" if only_heads else made.heads,

@@ -50,7 +50,10 @@ def banner(
         *chosen,
         ("data", f"{data}; order from seed {config.seed}"),
         ("run", str(run_dir)),
-        *(("warning", line) for line in _unused_ring_keys(plan, run_dir)),
+        *(
+            ("warning", line)
+            for line in (*_unused_cluster(plan), *_unused_ring_keys(plan, run_dir))
+        ),
     ]
     return Group(Text(f"mtrain {__version__}", style="bold"), dry_run.two_columns(rows))
 
@@ -60,6 +63,14 @@ def _memory(plan: RunPlan) -> str:
     share = f", {total / capacity:.0%} of {size(capacity)}" if capacity else ""
     text = f"estimated peak {size(total)} {'' if capacity else 'of tensors '}per worker{share}"
     return f"{text}; plus {size(plan.memory.host)} of host memory" if plan.memory.host else text
+
+
+def _unused_cluster(plan: RunPlan) -> list[str]:
+    """Return a warning if the user names a cluster, but the run uses the CPU for lack of a GPU."""
+    topology = plan.config.topology
+    if plan.environment.device != "cpu" or topology.device == "cpu" or topology.cluster == "auto":
+        return []
+    return ["the run uses this machine's CPU; topology.cluster only affects plans"]
 
 
 def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey
+from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey_with_all_packages
 from mtrain_cli.config.cluster import Cluster, load_cluster, uneven_nodes
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.launch.environment import (
@@ -499,12 +499,11 @@ def _kernel_elsewhere(
     request = dataclasses.replace(
         resolution.kernel_request(config, "cuda", dtype, capability), index=index
     )
-    possible = [
-        name for name, reason in survey(request) if reason is None or "not installed" in reason
-    ]
+    reasons = dict(survey_with_all_packages(request))
+    possible = [name for name, reason in reasons.items() if reason is None]
     if requested in possible:
         return requested, "as configured; no GPU here to check that it is supported"
-    if requested != "auto" and (reason := dict(survey(request)).get(requested)) is not None:
+    if requested != "auto" and (reason := reasons.get(requested)) is not None:
         allowed = ", ".join(["auto", *possible])
         raise ConfigError(f"train.kernel={requested}: {reason}; allowed on {gpu}: {allowed}")
     if requested != "auto" or possible[0] == "reference":

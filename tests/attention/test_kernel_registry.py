@@ -9,7 +9,7 @@ import pytest
 
 from mtrain_cli.attention import flash4, kernel_registry
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
-from mtrain_cli.attention.kernel_registry import choose, survey
+from mtrain_cli.attention.kernel_registry import choose, survey, survey_with_all_packages
 from mtrain_cli.config.schema import ConfigError
 
 CPU = KernelRequest("cpu", None, "float32", 32, 4, 2)
@@ -124,6 +124,22 @@ def test_flash4_serves_an_index_if_triton_can_compute_the_columns(monkeypatch):
     installed.remove("triton")
     assert dict(survey(request))["flash4"].startswith("needs triton for the columns of an index")
     assert dict(survey(cuda()))["flash4"] is None
+
+
+@pytest.mark.parametrize("index", [None, IndexRequest(128, bitmap=False)])
+def test_a_survey_for_another_machine_ignores_the_packages_of_this_one(index, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    request = cuda(index=index)
+    elsewhere = dict(survey_with_all_packages(request))
+    assert [name for name, reason in elsewhere.items() if reason is None] == (
+        ["flash4", "sdpa", "reference"] if index is None else ["flash4", "triton", "reference"]
+    )
+    assert dict(survey(request))["flash4"] is not None
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(flash4, "_load_error", lambda: "ImportError: libcudart.so")
+    assert "does not load" in dict(survey(request))["flash4"]
+    assert dict(survey_with_all_packages(request)) == elsewhere
 
 
 def test_flash4_that_fails_to_load_is_skipped_with_the_reason(monkeypatch):

@@ -63,7 +63,8 @@ def test_an_index_is_never_computed_densely_on_a_gpu():
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert TritonKernel().unsupported_reason(request()).startswith("triton is not installed")
+    assert TritonKernel().missing_package(request()).startswith("triton is not installed")
+    assert TritonKernel().unsupported_reason(request()) is None
 
 
 @pytest.mark.parametrize("transposed", [False, True])

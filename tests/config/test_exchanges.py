@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from mtrain_cli.config import exchanges
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, exchange_name, flat_name
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, exchange_name, flat_name
 
 
 @pytest.mark.parametrize("name", EXCHANGE_TRAITS)
@@ -22,3 +25,15 @@ def test_only_hierarchical_exchanges_have_a_flat_partner(monkeypatch):
     assert flat_name("hierarchical_ring") == "ring"
     assert flat_name("hierarchical_all_gather") == "all_gather"
     assert [flat_name(name) for name in ("ring", "ulysses")] == ["ring", "ulysses"]
+
+
+def test_only_the_modules_that_define_exchanges_spell_their_names():
+    named = {*EXCHANGE_TRAITS, *HEAD_SHARING}
+    package = Path(exchanges.__file__).parents[1]
+    # Collectives of `parallel.executor` are called all_gather, too.
+    definitions = ("config/exchanges.py", "parallel/schedule.py", "parallel/executor.py")
+    for file in sorted(package.rglob("*.py")):
+        if file.relative_to(package).as_posix() not in definitions:
+            nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            spelled = {node.value for node in nodes if isinstance(node, ast.Constant)} & named
+            assert not spelled, file

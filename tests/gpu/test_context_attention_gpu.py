@@ -19,7 +19,7 @@ from parallel.ways import Way
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
-from mtrain_cli.attention.kernel_registry import _KERNELS
+from mtrain_cli.attention.kernel_registry import _KERNELS, survey
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.reference import ReferenceKernel
@@ -186,7 +186,7 @@ def test_output_and_gradients_equal_the_oracle(kernel, kind, tmp_path):
     )
     if kind != "dense":
         request = replace(request, index=IndexRequest(BLOCK, bitmap=True))
-    missing = _KERNELS[kernel]().unsupported_reason(request)
+    missing = dict(survey(request))[kernel]
     if missing:
         pytest.skip(missing)
     world = min(GPUS, 4) if GPUS > 1 else 4

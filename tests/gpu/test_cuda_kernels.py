@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtrain_cli.attention.kernel import KernelRequest
-from mtrain_cli.attention.kernel_registry import _KERNELS
+from mtrain_cli.attention.kernel_registry import _KERNELS, survey
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
@@ -41,11 +41,10 @@ def test_a_rank_computes_what_the_oracle_computes(
     name, layout_name, documents, heads, kv_heads, head_dim
 ):
     kernel = _KERNELS[name]()
-    missing = kernel.unsupported_reason(
-        KernelRequest(
-            "cuda", torch.cuda.get_device_capability(), "bfloat16", head_dim, heads, kv_heads
-        )
+    request = KernelRequest(
+        "cuda", torch.cuda.get_device_capability(), "bfloat16", head_dim, heads, kv_heads
     )
+    missing = dict(survey(request))[name]
     if missing:
         pytest.skip(missing)
     torch.manual_seed(0)

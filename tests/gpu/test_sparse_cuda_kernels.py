@@ -10,7 +10,7 @@ import torch
 from attention.sparse_problems import as_view_among_nan, make_problem
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
-from mtrain_cli.attention.kernel_registry import _KERNELS
+from mtrain_cli.attention.kernel_registry import _KERNELS, survey
 from mtrain_cli.attention.reference import ReferenceKernel
 
 pytestmark = [
@@ -40,8 +40,8 @@ def errors(
     request = KernelRequest(
         "cuda", torch.cuda.get_device_capability(), "bfloat16", dim, heads, kv_heads, index=asked
     )
-    if kernel.unsupported_reason(request):
-        pytest.skip(str(kernel.unsupported_reason(request)))
+    if missing := dict(survey(request))[kernel.name]:
+        pytest.skip(missing)
     p = make_problem(
         3, kind, seq=1801, block=block, heads=heads, kv_heads=kv_heads, dim=dim,
         documents=documents, where=where,
@@ -130,8 +130,8 @@ def test_strided_heads_are_accepted(name, kind):
         2,
         index=IndexRequest(128, kind == "bitmap"),
     )
-    if kernel.unsupported_reason(request):
-        pytest.skip(str(kernel.unsupported_reason(request)))
+    if missing := dict(survey(request))[kernel.name]:
+        pytest.skip(missing)
     p = make_problem(
         6,
         kind,
@@ -181,8 +181,8 @@ def test_the_future_never_changes_an_output(name, kind):
         2,
         index=IndexRequest(128, kind == "bitmap"),
     )
-    if kernel.unsupported_reason(request):
-        pytest.skip(str(kernel.unsupported_reason(request)))
+    if missing := dict(survey(request))[kernel.name]:
+        pytest.skip(missing)
     out, _ = kernel.forward(p.q, p.k, p.v, p.tiles, 0.1)
     for cut in (1, 127, 128, 700, 1498):
         k, v = p.k.clone(), p.v.clone()

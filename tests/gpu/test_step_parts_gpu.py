@@ -13,7 +13,7 @@ import torch
 from command import mtrain
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
-from mtrain_cli.attention.kernel_registry import _KERNELS
+from mtrain_cli.attention.kernel_registry import survey
 from mtrain_cli.records.step_breakdown import (
     StepBreakdown,
     find_parts,
@@ -99,7 +99,7 @@ def skip_without(name: str, index: IndexRequest | None) -> None:
         KV_HEADS,
         index=index,
     )
-    missing = _KERNELS[name]().unsupported_reason(request)
+    missing = dict(survey(request))[name]
     if missing:
         pytest.skip(str(missing))
 

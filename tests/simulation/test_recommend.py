@@ -9,7 +9,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.recommend import (
     DOES_NOT_FIT,
@@ -262,6 +262,13 @@ def test_a_flat_exchange_with_the_traits_of_another_is_tried_too(monkeypatch):
     names = ("mirrored_ring", "ring", "hierarchical_ring")
     flat = [("striped", "mirrored_ring"), ("striped", "ring")]
     assert _distinct(("striped",), names, 8, 8) == flat
+
+
+def test_an_exchange_that_only_shares_heads_is_tried_with_one_layout(monkeypatch):
+    monkeypatch.setitem(HEAD_SHARING, "mirrored_ulysses", "all_gather")
+    names = ("ring", "mirrored_ulysses")
+    found = [("zigzag", "ring"), ("zigzag", "mirrored_ulysses"), ("striped", "ring")]
+    assert _distinct(("zigzag", "striped"), names, 8, 8) == found
 
 
 def test_context_groups_fill_nodes_or_divide_them():

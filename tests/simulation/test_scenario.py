@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+from attention.missing_packages import hide_packages
+
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.simulation.scenario import PairSource, Scenario, plan_on, train_line
+from mtrain_cli.simulation.scenario import (
+    PairSource,
+    Scenario,
+    plan_on,
+    predict_training,
+    train_line,
+)
 
 
 def scenario_of(*words: str) -> Scenario:
@@ -40,3 +49,19 @@ def test_the_printed_command_composes_to_the_same_plan():
         "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m "
         "mtrain_cli train model="
     )
+
+
+@pytest.mark.parametrize("kernel", [None, "flash4", "triton"])
+def test_a_prediction_ignores_which_packages_this_machine_has(kernel, monkeypatch):
+    """Where mtrain runs now says nothing about the cluster to predict."""
+    cluster = load_cluster("h200_1x8")
+    scenario = dataclasses.replace(scenario_of("model=qwen3b", "seq=32k"), kernel=kernel)
+
+    def predict():
+        outcome = predict_training(cluster, scenario, 8, "striped", "ring", number=0, rows=False)
+        return outcome.plan.kernel, outcome.step.seconds
+
+    with_packages = predict()
+    hide_packages(monkeypatch)
+    assert predict() == with_packages
+    assert with_packages[0] == (kernel or "flash4")

@@ -43,3 +43,18 @@ def test_invalid_axes_are_refused(text, said):
         axes(text.split())
     assert said in str(error.value)
     assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model=qwen3b seq=", "seq=: has no value; give several, as seq=64k,128k"),
+        ("model=", "model=: has no value; give several, as model=VALUE,VALUE"),
+        ("seq=64k seq=128k", "seq=64k seq=128k: give all values at once, as seq=64k,128k"),
+        ("seq=64k seq=64k", "nothing to sweep: give NAME=VALUE"),
+    ],
+)
+def test_settings_that_look_like_an_axis_are_named(text, said):
+    with pytest.raises(ConfigError) as error:
+        axes([], text.split())
+    assert said in str(error.value)

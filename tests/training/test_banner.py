@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import torch
 from training.test_dry_run import text
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.training import run_plan
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.resolution import resolve_run
@@ -87,11 +89,18 @@ def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tm
         assert reason in banner_of(*words), words
 
 
-def banner_of(*words: str, resumed: int | None = None) -> str:
-    config = compose(["topology.device=cpu", *words])
-    plan = run_plan.plan_resolved(
-        config, make_plan(config).environment, resolve_run(config, make_plan(config).environment)
-    )
+def test_the_banner_warns_that_a_cluster_does_not_change_a_run_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    warning = "warning the run uses this machine's CPU; topology.cluster only affects plans"
+    assert warning in banner_of("topology.cluster=h200_1x8", device="auto")
+    assert warning not in banner_of(device="auto")
+    assert warning not in banner_of("topology.cluster=h200_1x8", device="cpu")
+
+
+def banner_of(*words: str, resumed: int | None = None, device: str = "cpu") -> str:
+    config = compose([f"topology.device={device}", *words])
+    environment = resolve_environment(config)
+    plan = run_plan.plan_resolved(config, environment, resolve_run(config, environment))
     return " ".join(
         text(banner(plan, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention.missing_packages import hide_packages
 from rich.console import Console
 from training.test_run_plan import LARGE, without_gpu
 
@@ -50,6 +51,17 @@ def test_a_plan_for_absent_gpus_says_what_it_assumes():
     assert " by 8 from " in module.describe_rope(plan)
     assert plan.parameters.total == 8_030_261_248
     assert plan.fits is None
+
+
+@without_gpu
+def test_a_plan_for_absent_gpus_ignores_which_packages_this_machine_has(monkeypatch):
+    config = compose(["model=qwen3b", "seq=256k", "sparsity=vertical_slash", "topology=h200_1x8"])
+    with_packages = text(dry_run(config))
+    hide_packages(monkeypatch)
+    assert text(dry_run(config)) == with_packages
+    assert "all packages, auto takes this kernel, else triton" in " ".join(with_packages.split())
+    assert make_plan(config).kernel == "flash4"
+    assert make_plan(config.changed(train={"kernel": "flash4"})).kernel == "flash4"
 
 
 @without_gpu

@@ -503,7 +503,9 @@ def test_cpu_workers_that_need_too_much_memory_are_refused_at_once():
     assert message.startswith("seq=160: 1 CPU worker of model=tiny would need about")
     assert "this machine has" in message
     # Whether a shorter sequence is enough, only the plan knows.
-    assert message.endswith("Add --dry-run to see where the memory goes and what would fit")
+    assert message.endswith(
+        "`mtrain train ... --dry-run` shows where the memory goes and what would fit"
+    )
 
 
 def counted(rank: int, world: int) -> tuple[int, list[tuple[str, int]]]:
