@@ -50,7 +50,7 @@ class SimulateJob:
     cluster_typed: the word that names the cluster, such as ``topology=a100_4x8``.
     workers: number of GPUs in total.
     tokens: tokens to train on, to predict days and dollars; None to predict neither.
-    price: dollars per GPU and hour; None if unknown.
+    price: dollars per GPU-hour; None if unknown.
     typed: the options as typed, such as those about files.
     """
 
@@ -298,10 +298,10 @@ def parse_tokens(option: str, text: str | None) -> float | None:
 
 
 def _parse_price(price: float | None, cluster: Cluster) -> float | None:
-    """Return dollars per GPU and hour, by default the price of the cluster; None if unknown."""
+    """Return dollars per GPU-hour, by default the price of the cluster; None if unknown."""
     if price is None:
         known = cluster.dollars_per_gpu_hour
         return None if known is None else known.value
     if not 0 <= price < 1e6:
-        raise ConfigError(f"--price {price:g}: expected dollars per GPU and hour, at least 0")
+        raise ConfigError(f"--price {price:g}: expected dollars per GPU-hour, at least 0")
     return price

@@ -69,8 +69,8 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
     if dataset.sequences <= held_out:
         raise ConfigError(
             f"data.eval_sequences={config.data.eval_sequences}: {origin} has only "
-            f"{dataset.sequences} sequences of {config.seq:,}, so none would be left to train on. "
-            "Hold out fewer, use a smaller seq, or give a longer corpus."
+            f"{dataset.sequences} sequences of {config.seq:,} tokens, so none would be left to "
+            "train on. Hold out fewer, use a smaller seq, or give a longer corpus."
         )
     if not store.meta.vocab_size:
         dataset[0]  # fails before the run starts if a token id is outside the model's vocabulary

@@ -336,7 +336,7 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
 def _other_exchange(plan: RunPlan) -> str | None:
     """Return overrides of `topology` that make the run fit, or None if no such override exists.
 
-    The overrides set more `topology.chunks`, a ring, or an all-gather.
+    The overrides raise `topology.chunks`, or switch to a ring or an all-gather.
     """
     config, cp, exchange = plan.requested or plan.config, plan.dims.cp, plan.exchange
     if plan.environment.device == "cpu":

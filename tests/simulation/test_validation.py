@@ -278,7 +278,7 @@ def test_options_that_do_not_go_together_are_one_line(recorded, tmp_path):
         (["validate", recorded, "--prediction", recorded], "is a profile, not a prediction"),
         (
             ["--prediction", recorded],
-            "--prediction: is an option of `mtrain simulate validate`",
+            "--prediction: only an option of `mtrain simulate validate`",
         ),
         (["validate", recorded, "nothing"], "RUN nothing: no such profile; allowed: "),
         (

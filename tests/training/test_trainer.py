@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,8 +262,8 @@ def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]
     checkpointer.wait()
     before = [p.detach().to_local().clone() for p in trainer.decoder.parameters()]
     if rank == 1:
-        forward = trainer.decoder.forward
-        trainer.decoder.forward = lambda *args: forward(*args) * float("nan")  # type: ignore[method-assign]
+        decoder, forward = trainer.decoder, trainer.decoder.forward
+        decoder.forward = lambda *args: forward(*args) * math.nan  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError) as caught:
         trainer.train_step(False)
     same = all(
@@ -345,8 +346,8 @@ def not_finite(rank: int, world: int, what: str) -> str:
     """Make rank 1's loss infinite, or its part of the gradient NaN."""
     trainer = make(rank, world, world, ())
     if rank == 1 and what == "loss":
-        forward = trainer.decoder.forward
-        trainer.decoder.forward = lambda *args: forward(*args) + float("inf")  # type: ignore[method-assign]
+        decoder, forward = trainer.decoder, trainer.decoder.forward
+        decoder.forward = lambda *args: forward(*args) + math.inf  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and what == "gradient":
             patch.setattr(
