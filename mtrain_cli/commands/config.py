@@ -17,15 +17,26 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(
-    help="List configuration groups and keys, and show what they mean.",
     rich_markup_mode="rich",
     no_args_is_help=True,
-    epilog="Example: [cyan]mtrain config show model/qwen3b[/cyan] shows the keys of a model",
 )
 
 VALUE, ALLOWED = "value", "allowed"
 _READABLE = 44  # characters per line that values and descriptions need next to a key
 RECIPE = "recipe"  # a group whose options set keys of all other groups
+
+
+@app.callback()
+def config() -> None:
+    """List configuration groups and keys, and show what they mean.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain config list[/cyan]
+          List groups and the names of all keys
+      [cyan]mtrain config show model/qwen3b[/cyan]
+          Show the keys of a model
+    """
 
 
 @app.command("list")

@@ -114,6 +114,9 @@ def test_a_saved_prediction_can_be_validated_later():
         json.loads(by_name.stdout)["agreement"]["mape"]
         == json.loads(result.stdout)["agreement"]["mape"]
     )
+    alone = run("validate", "predicted-4xh200")
+    assert (alone.exit_code, alone.stderr.count("\n")) == (2, 1)
+    assert "as --prediction predicted-4xh200/predictions, or measure one length" in alone.stderr
     refused = run("validate", "predicted-4xh200", "--layout", "zigzag")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
     assert "--layout: only an option of `mtrain simulate run`" in refused.stderr
