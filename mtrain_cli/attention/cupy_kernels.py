@@ -28,7 +28,7 @@ def cupy_unsupported_reason() -> str | None:
 
 
 def cuda_kernels_usable(tensor: torch.Tensor) -> bool:
-    """Return whether the CUDA kernels can process the tensor: it is on a GPU and CuPy compiles."""
+    """Return whether the CUDA kernels can process the tensor: it is on a GPU and CuPy works."""
     return tensor.is_cuda and cupy_unsupported_reason() is None
 
 

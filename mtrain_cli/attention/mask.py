@@ -171,8 +171,7 @@ class KeySlice:
 class MaskRule:
     """The rule by which a run masks its sequences. The fields are keys of `DataConfig`.
 
-    To add a mask, add its key to `DataConfig` and to this class, and intersect the mask in
-    `__call__`.
+    `docs/extending.md`, "A mask", lists the steps to add a mask.
     """
 
     document_mask: bool

@@ -17,15 +17,26 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(
-    help="List configuration groups and keys, and show what they mean.",
     rich_markup_mode="rich",
     no_args_is_help=True,
-    epilog="Example: [cyan]mtrain config show model/qwen3b[/cyan] shows the keys of a model",
 )
 
 VALUE, ALLOWED = "value", "allowed"
 _READABLE = 44  # characters per line that values and descriptions need next to a key
 RECIPE = "recipe"  # a group whose options set keys of all other groups
+
+
+@app.callback()
+def config() -> None:
+    """List configuration groups and keys, and show what they mean.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain config list[/cyan]
+          List groups and the names of all keys
+      [cyan]mtrain config show model/qwen3b[/cyan]
+          Show the keys of a model
+    """
 
 
 @app.command("list")
@@ -117,14 +128,27 @@ def _split(
     if not group:
         group, name = name, defaults.get(name, "")
     if option in all_keys():
-        section = option.partition(".")[0]
-        where = f"`mtrain config show {section}`" if section in options else "`mtrain config list`"
-        raise ConfigError(f"{option}: is a key, not a group; {where} shows it")
+        command = _command_for(option, options)
+        raise ConfigError(f"{option}: is a key, not a group; {command} shows it")
     if group not in options:
         raise ConfigError(f"{option}: {no_such('group', group, options)}")
     if name not in options[group]:
         raise ConfigError(f"{option}: {no_such(group, name, options[group])}")
     return group, name
+
+
+def _command_for(key: str, options: dict[str, dict[str, Path]]) -> str:
+    """Return the command that shows a key."""
+    from mtrain_cli.config.pattern_settings import PATTERNS, pattern_keys
+
+    group, _, name = key.partition(".")
+    if group not in options:
+        return "`mtrain config list`"
+    if group == "sparsity":
+        # The default pattern has few keys, so name the first pattern that has this one.
+        owners = [p for p in PATTERNS if name in pattern_keys(p) and p in options[group]]
+        group = f"{group}/{owners[0]}" if owners else group
+    return f"`mtrain config show {group}`"
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -26,10 +26,22 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="data",
-    help="Tokenize a corpus once for many runs, and inspect the result.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
+
+
+@app.callback()
+def data() -> None:
+    """Tokenize a corpus once for many runs, and inspect the result.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain data prepare books/ data/books[/cyan]
+          Tokenize a folder of text files
+      [cyan]mtrain data show data/books[/cyan]
+          Show documents, lengths and domains
+    """
 
 
 @app.command()

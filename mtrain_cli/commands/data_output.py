@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.console import Console
 from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.mds_corpus import open_mds_folders
@@ -45,7 +46,7 @@ def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
     """
     meta = store.meta
     console.print(
-        f"  {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, "
+        f"  {with_count(meta.num_documents, 'document')}, {meta.num_tokens:,} tokens, "
         f"{store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}"
     )
     ending = "documents have no end token"
@@ -57,7 +58,9 @@ def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items())
         console.print(f"  left out: {reasons}")
     if meta.cut:
-        console.print(f"  cut at --max-tokens: {meta.cut:,} documents, without an end token")
+        console.print(
+            f"  cut at --max-tokens: {with_count(meta.cut, 'document')}, without an end token"
+        )
     _print_domains(console, _by_domain(store))
 
 
@@ -114,14 +117,15 @@ def show_array(shown: Inspection, store: TokenStore) -> None:
 def _require_document(store: TokenStore, document: int) -> None:
     last = store.meta.num_documents - 1
     if not 0 <= document <= last:
-        raise ConfigError(f"--document {document}: the store has documents 0 to {last}")
+        held = f"documents 0 to {last}" if last else "document 0 only"
+        raise ConfigError(f"--document {document}: the store has {held}")
 
 
 def _print_size(shown: Inspection, store: TokenStore) -> None:
     meta = store.meta
     shown.console.print(
-        f"{shown.path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens "
-        f"from {meta.source}"
+        f"{shown.path}: {with_count(meta.num_documents, 'document')}, "
+        f"{meta.num_tokens:,} tokens from {meta.source}"
     )
 
 
@@ -250,7 +254,7 @@ def _lines(console: Console) -> Callable[[PreparationProgress], None]:
 def _counts(progress: PreparationProgress) -> str:
     if not progress.tokens:
         return ""
-    return f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+    return f"{with_count(progress.documents, 'document')}, {progress.tokens:,} tokens"
 
 
 def _length_table(lengths: np.ndarray) -> Table:

@@ -83,7 +83,7 @@ Overrides = Annotated[
     list[str] | None, argument("OVERRIDES", complete_overrides, "As in `mtrain train`.")
 ]
 ConfigDir = Annotated[
-    Path | None, option("DIR", help="Folder of your own groups, as in `mtrain train`.")
+    Path | None, option("DIR", help="Folder with your own option files, as in `mtrain train`.")
 ]
 SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]

@@ -15,10 +15,22 @@ from mtrain_cli.commands.options import writing
 from mtrain_cli.config.schema import ConfigError
 
 app = typer.Typer(
-    help="Measure attention, messages and training steps on this machine.",
     rich_markup_mode="rich",
     no_args_is_help=True,
 )
+
+
+@app.callback()
+def profile() -> None:
+    """Measure attention, messages and training steps on this machine.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain profile imbalance model=qwen3b seq=512k sparsity=vertical_slash[/cyan]
+          Measure how much each worker computes in each step
+      [cyan]mtrain profile step model=qwen3b seq=128k[/cyan]
+          Measure where the time of a training step goes
+    """
 
 
 def key_of(word: str) -> str:

@@ -146,7 +146,7 @@ def _index_file(run: Path) -> Path:
 
     if run.is_file():
         return run
-    folders = known() if str(run) == "latest" and not run.exists() else [find(str(run))]
+    folders = known() if str(run) == "latest" and not run.exists() else [find(str(run), INDEX)]
     files = [
         place / INDEX
         for folder in folders

@@ -47,7 +47,8 @@ def report(
     Args:
         runs: Folders of runs, profiles or simulations, or their names under runs/ and
             measurements/; by default the newest run or measurement.
-        out: Folder for the files; by default the run's own folder. Required for several runs.
+        out: Folder for the files; by default the run's own folder. Several runs need --out, or
+            both --no-html and --no-csv.
         html: Write report.html, one self-contained file with figures.
         csv: Write one CSV file per table.
         as_json: Print the analysis as JSON only; write no files.

@@ -75,7 +75,7 @@ class _Group(TyperGroup):
         ]
         if owners and ctx is not None and ctx.info_name not in owners:
             commands = ", ".join(f"`mtrain simulate {name}`" for name in owners)
-            raise ConfigError(f"{option_name}: is an option of {commands}") from error
+            raise ConfigError(f"{option_name}: only an option of {commands}") from error
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         run = self.commands["run"]
@@ -154,7 +154,7 @@ class SimulateOptions:
     slow: Stragglers as RANK=X, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
     jitter: Spread of message times: standard deviation of their logarithm.
     tokens: Tokens to train on, such as 20b. Adds the days and dollars of the training run.
-    price: Dollars per GPU and hour; by default the price of the cluster.
+    price: Dollars per GPU-hour; by default the price of the cluster.
     """
 
     overrides: Overrides = None

@@ -23,6 +23,21 @@ DEFAULT_CLUSTER = "h200_1x8"
 DEFAULT_LAYOUTS = "zigzag,striped"
 _EXCHANGES = "ring,hierarchical_ring,all_gather"
 _MOST_WORKERS = 4096
+# Options that a user may type as a setting. Those that a sweep takes as settings are not listed.
+_OPTIONS = (
+    "layout",
+    "exchange",
+    "index",
+    "layers",
+    "kernel",
+    "calibration",
+    "slow",
+    "jitter",
+    "tokens",
+    "price",
+    "out",
+)
+_USE_SWEEP = "one value per prediction; `mtrain simulate sweep` takes several"
 _UNITS = {"b": 10**9, "t": 10**12}
 T = TypeVar("T")
 
@@ -35,7 +50,7 @@ class SimulateJob:
     cluster_typed: the word that names the cluster, such as ``topology=a100_4x8``.
     workers: number of GPUs in total.
     tokens: tokens to train on, to predict days and dollars; None to predict neither.
-    price: dollars per GPU and hour; None if unknown.
+    price: dollars per GPU-hour; None if unknown.
     typed: the options as typed, such as those about files.
     """
 
@@ -126,7 +141,7 @@ def parse_job(
     from mtrain_cli.config.cluster import load_cluster
 
     words, name, cluster_typed = _split_cluster(typed.overrides or [], typed.cluster)
-    _refuse_axes(words)
+    _refuse_options(words)
     layout = _compared("layout", typed.layout, words)
     exchange = _compared("exchange", typed.exchange, words)
     usual = [e for e in EXCHANGES if e != "auto"] if every_exchange else _EXCHANGES.split(",")
@@ -172,14 +187,21 @@ def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str],
     the group topology.
 
     Raises:
-        ConfigError: two different clusters are given.
+        ConfigError: two different clusters are given, or several values for a setting.
     """
     from mtrain_cli.composition.compose import composed_values
     from mtrain_cli.config.groups import open_groups
-    from mtrain_cli.config.overrides import parse
+    from mtrain_cli.config.overrides import ONE_VALUE, parse
 
     settings = [word for word in words if not word.startswith("cluster=")]
     parsed = parse(settings, open_groups())
+    several = [
+        problem.line.replace(ONE_VALUE, _USE_SWEEP)
+        for problem in parsed.problems
+        if problem.line.endswith(ONE_VALUE)
+    ]
+    if several:
+        raise ConfigError(*several)
     values = composed_values(parsed.groups) | parsed.values
     names = {} if option is None else {f"--cluster {option}": option}
     names |= {word: word.partition("=")[2] for word in words if word.startswith("cluster=")}
@@ -193,8 +215,8 @@ def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str],
     return settings, name, typed
 
 
-def _refuse_axes(words: Sequence[str]) -> None:
-    """Raise ConfigError for a word such as nodes=2, which only a sweep takes."""
+def _refuse_options(words: Sequence[str]) -> None:
+    """Raise ConfigError for a word such as nodes=2 or price=2: these are options, not settings."""
     from mtrain_cli.simulation.sweep_axes import OWN
 
     for word in words:
@@ -204,6 +226,8 @@ def _refuse_axes(words: Sequence[str]) -> None:
             raise ConfigError(
                 f"{word}: give --{name} {value}, or use `mtrain simulate sweep` for several values"
             )
+        if equals and name in _OPTIONS:
+            raise ConfigError(f"{word}: is an option, not a setting; give --{name} {values}")
 
 
 def _compared(key: str, option: str | None, overrides: Sequence[str]) -> str | None:
@@ -274,10 +298,10 @@ def parse_tokens(option: str, text: str | None) -> float | None:
 
 
 def _parse_price(price: float | None, cluster: Cluster) -> float | None:
-    """Return dollars per GPU and hour, by default the price of the cluster; None if unknown."""
+    """Return dollars per GPU-hour, by default the price of the cluster; None if unknown."""
     if price is None:
         known = cluster.dollars_per_gpu_hour
         return None if known is None else known.value
     if not 0 <= price < 1e6:
-        raise ConfigError(f"--price {price:g}: expected dollars per GPU and hour, at least 0")
+        raise ConfigError(f"--price {price:g}: expected dollars per GPU-hour, at least 0")
     return price

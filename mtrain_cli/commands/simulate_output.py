@@ -235,7 +235,7 @@ def step_lines(
 
     Args:
         tokens: tokens to train on; None yields no cost.
-        price: dollars per GPU and hour; None if unknown.
+        price: dollars per GPU-hour; None if unknown.
     """
     step, plan = outcome.step, outcome.plan
     by_size = sorted(step.parts.items(), key=lambda item: -item[1])
@@ -265,7 +265,7 @@ def step_lines(
     text = f"train  {tokens:.3g} tokens on {plan.dims.workers} GPUs: "
     text += _days(step.days(tokens))
     if price is None:
-        yield f"{text}; cost unknown, give --price X in dollars per GPU and hour"
+        yield f"{text}; cost unknown, give --price X in dollars per GPU-hour"
         return
     cost = step.dollars(tokens, price)
     yield (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli.config.pattern_settings import VerticalSlashSettings
+from mtrain_cli.config.pattern_settings import PatternSettings
 from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -185,28 +185,59 @@ class SimulateRequest:
                 "sparsity.columns"
             )
             return PairSource(FIXED, layers=layers)
-        fewest, most = 1, 0
-        if isinstance(settings, VerticalSlashSettings):
-            limits = ("sparsity.min_slashes=", "sparsity.max_slashes=")
-            if limit := next((word for word in words if word.startswith(limits)), None):
-                self._refuse(f"contradicts {limit}; give only one of the two", "density")
-            fewest, most = settings.min_slashes, settings.max_slashes
-            if columns is None:
-                columns = max(COLUMNS, settings.min_columns)
-                columns = min(columns, settings.max_columns or COLUMNS)
-            elif settings.column_bound is not None and columns > settings.column_bound:
-                raise ConfigError(
-                    f"{self._typed('columns')}: sparsity.max_columns={settings.column_bound} "
-                    f"allows at most {settings.column_bound}; give fewer, or set "
-                    f"sparsity.max_columns={columns}"
-                )
+        if settings is None:
+            return PairSource(
+                index or CLUSTERED,
+                DENSITY if density is None else density,
+                COLUMNS if columns is None else columns,
+                layers,
+            )
+        limits = ("sparsity.min_slashes=", "sparsity.max_slashes=")
+        if limit := next((word for word in words if word.startswith(limits)), None):
+            self._refuse(f"contradicts {limit}; give only one of the two", "density")
+        bound = settings.column_bound
+        self._check_columns(settings)
+        if columns is None:
+            columns = max(COLUMNS, settings.least_columns)
+            columns = min(columns, COLUMNS if bound is None else bound)
+        known = settings.known_density(config.seq)
+        if known is not None:
+            self._refuse(
+                f"sparsity={pattern} always computes {_percent(known)} of the pairs; leave it out",
+                "density",
+            )
+            # As in `FixedSettings.known_density`: a column covers 2 / seq of the pairs.
+            density = max(0.0, known - 2 * columns / config.seq)
+        blocks = _blocks(config)
+        most = settings.slash_bound(blocks)
+        if density is not None and density > (covered := _most_covered(most, blocks)):
+            self._refuse(
+                f"sparsity={pattern} chooses at most {most} slashes per head, which cover at most "
+                f"{_percent(covered)} of the blocks; give at most that",
+                "density",
+            )
         return PairSource(
             index or CLUSTERED,
             DENSITY if density is None else density,
-            COLUMNS if columns is None else columns,
+            columns,
             layers,
-            fewest,
+            settings.least_slashes,
             most,
+        )
+
+    def _check_columns(self, settings: PatternSettings) -> None:
+        """Raise ConfigError if --columns is above the bound of the pattern."""
+        bound = settings.column_bound
+        if self.columns is None or bound is None or self.columns <= bound:
+            return
+        if "max_columns" in settings.own_keys():
+            raise ConfigError(
+                f"{self._typed('columns')}: sparsity.max_columns={bound} allows at most {bound}; "
+                f"give fewer, or set sparsity.max_columns={self.columns}"
+            )
+        raise ConfigError(
+            f"{self._typed('columns')}: sparsity={settings.pattern} allows at most {bound} per "
+            "head; give fewer"
         )
 
     def describe_pairs(self, pairs: str, swept: Sequence[str] | None = None) -> str:
@@ -236,8 +267,11 @@ class SimulateRequest:
             purpose = f" for sparsity={config.sparsity.pattern}"
         if swept is None:
             source = self.pair_source(words, config)
-            share = f"{100 * source.density:.3g}%"
-            parts = f": slashes on {share} of the blocks, plus {source.columns:,} columns per head"
+            covered = _most_covered(source.most, _blocks(config))
+            share = _percent(min(source.density, covered))
+            share = f"at most {share}" if covered < source.density else share
+            columns = f"{source.columns:,} column{'' if source.columns == 1 else 's'}"
+            parts = f": slashes on {share} of the blocks, plus {columns} per head"
         return (
             f"synthetic ({pairs}){purpose}{parts}, each sequence one document; use --index for "
             "the pairs of a profile"
@@ -378,6 +412,24 @@ class SimulateRequest:
             if not 0.1 <= ranks[int(rank)] <= 100:
                 raise ConfigError(f"--slow {word}: the factor must be between 0.1 and 100")
         return ranks
+
+
+def _blocks(config: Config) -> int:
+    """Return the number of blocks of an index that `PairSource` draws."""
+    return -(-config.seq // (config.sparsity.block or config.topology.block_size))
+
+
+def _most_covered(slashes: int, blocks: int) -> float:
+    """Return the share of the causal blocks that the ``slashes`` longest slashes cover.
+
+    slashes: 0 for all slashes.
+    """
+    slashes = min(slashes, blocks) or blocks
+    return slashes * (2 * blocks - slashes + 1) / (blocks * (blocks + 1))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
 
 
 def _check_index(index: str | None, pattern: str | None) -> None:

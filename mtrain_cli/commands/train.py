@@ -57,8 +57,8 @@ def train(
             is 1 if the run does not fit.
         resume: Resume a run, given by its folder or its name under runs/. auto: resume the run that
             this command line started earlier, or start a new run if there is none.
-        config_dir: Folder of your own groups, such as DIR/model/mine.yaml. It is searched before
-            the shipped groups.
+        config_dir: Folder with your own option files, such as DIR/model/mine.yaml. mtrain
+            searches it before the shipped groups.
     """
     words = list(overrides or ())
     run_path = _run_to_resume(resume, words, config_dir)

@@ -9,6 +9,7 @@ The values replace ``auto``. Values that the user set do not change.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def folder_of(init_from: object) -> Path | None:
     if not isinstance(init_from, str) or not init_from:
         return None
     folder = Path(init_from).expanduser()
-    return folder if (folder / "config.json").is_file() else None
+    # Unlike Path.is_file, this is also False for a name that is too long.
+    return folder if os.path.isfile(folder / "config.json") else None
 
 
 def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ also give the path of a YAML file with the same keys.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -202,7 +203,7 @@ def file_of(name: str) -> Path:
     """
     presets = shipped()
     path = presets.get(name, Path(name).expanduser())
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, also False for a name that is too long
         return path
     if path.suffix in (".yaml", ".yml") or "/" in name:
         raise ValueError("no such file")
@@ -231,7 +232,7 @@ def load_cluster(
         others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
         raise ConfigError(
             f"{typed_nodes or f'--nodes {nodes}'}: {name} does not describe links between nodes; "
-            f"allowed: 1, or --cluster {others}, or a file with links.outer"
+            f"allowed: 1, or a cluster with such links: {others}, or a file with links.outer"
         )
     reader = _Reader(path, content)
     cluster = reader.cluster(nodes)

@@ -20,7 +20,7 @@ from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
 
 _SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
 _SHOWN = 80  # maximum characters of a value in a message
-_ONE_VALUE = "one value per run; start a run for each value"
+ONE_VALUE = "one value per run; start a run for each value"
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _parse_group(
     if option.startswith("{") and example:
         reason += f"; to set one value, write {example}=..."
     if "," in option or _SWEEP.match(option):
-        reason = _ONE_VALUE
+        reason = ONE_VALUE
     return OverrideProblem(f"{text}: {reason}", (f"{group}.",))
 
 
@@ -203,7 +203,7 @@ def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Over
         return OverrideProblem(f"{text}: expected {key.expected}{hint}", (key.name,))
     if override.is_sweep_override():
         is_list = "a list" in key.expected and not _SWEEP.match(raw)
-        reason = f"a list needs brackets: {key.name}=[{raw}]" if is_list else _ONE_VALUE
+        reason = f"a list needs brackets: {key.name}=[{raw}]" if is_list else ONE_VALUE
         return OverrideProblem(f"{text}: {reason}", (key.name,))
     parsed.values[key.name] = override.value()
     return None

@@ -72,6 +72,16 @@ class PatternSettings:
         """The maximum number of columns per head; None without a bound, 0 without columns."""
         return 0
 
+    @property
+    def least_columns(self) -> int:
+        """The minimum number of columns per head."""
+        return 0
+
+    @property
+    def least_slashes(self) -> int:
+        """The minimum number of slashes per head."""
+        return 1
+
     def slash_bound(self, blocks: int) -> int:
         """Return the maximum number of slashes per head in a sequence of ``blocks`` blocks.
 
@@ -179,6 +189,14 @@ class VerticalSlashSettings(SparseSettings):
     @property
     def column_bound(self) -> int | None:
         return self.max_columns or None
+
+    @property
+    def least_columns(self) -> int:
+        return self.min_columns
+
+    @property
+    def least_slashes(self) -> int:
+        return self.min_slashes
 
     def slash_bound(self, blocks: int) -> int:
         return self.max_slashes

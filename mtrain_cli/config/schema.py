@@ -237,8 +237,7 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 class OptimConfig:
     """AdamW and the schedule of its learning rate.
 
-    lr: peak learning rate; auto = 0.256 / model.hidden_size from random weights, 2e-5 with
-        train.init_from
+    lr: peak learning rate; auto = 2e-5 with train.init_from, otherwise 0.256 / model.hidden_size
     betas: beta1 and beta2 of AdamW
     eps: epsilon of AdamW
     weight_decay: decoupled weight decay, applied to matrices only

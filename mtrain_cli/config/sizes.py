@@ -55,6 +55,11 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
+def with_count(count: int, noun: str) -> str:
+    """Return ``1 document`` or ``2,000 documents``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def parse_share(text: str) -> float:
     """Parse ``0.05`` or ``5%`` to 0.05.
 

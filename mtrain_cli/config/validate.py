@@ -25,6 +25,7 @@ from mtrain_cli.config.schema import (
     TopologyConfig,
     TrainConfig,
 )
+from mtrain_cli.config.sizes import with_count
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
@@ -129,8 +130,9 @@ def _blocks(config: Config) -> Iterator[str]:
     blocks = -(-config.seq // topology.block_size)
     if config.layout == "striped" and isinstance(workers, int) and workers > max(1, blocks):
         yield (
-            f"topology.block_size={topology.block_size}: seq={config.seq} has only {blocks} "
-            f"such blocks for {workers} workers; {_smaller(config.seq, workers, blocks)}"
+            f"topology.block_size={topology.block_size}: seq={config.seq} has only "
+            f"{with_count(blocks, 'such block')} for {workers} workers; "
+            f"{_smaller(config.seq, workers, blocks)}"
         )
 
 
@@ -140,7 +142,7 @@ def _smaller(seq: int, workers: int, blocks: int) -> str:
         most = max(1, seq // MIN_BLOCK)
         smaller = f" and topology.block_size={MIN_BLOCK}"
         or_more = f", or at most {most}{smaller}" if most > blocks else ""
-        return f"give at most {blocks} workers{or_more}, or a longer seq"
+        return f"give at most {with_count(blocks, 'worker')}{or_more}, or a longer seq"
     block = MIN_BLOCK
     while -(-seq // (2 * block)) >= workers:
         block *= 2

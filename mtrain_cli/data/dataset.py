@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
@@ -178,9 +179,9 @@ class PackedDataset:
         if held_out:
             tail += f", {held_out} more held out"
         return (
-            f"{meta.source}: {_with_count(meta.num_documents, 'document')}, {self.num_tokens:,} "
+            f"{meta.source}: {with_count(meta.num_documents, 'document')}, {self.num_tokens:,} "
             f"tokens ({meta.tokenizer}, vocabulary {vocabulary}), "
-            f"{_with_count(len(self), 'sequence')} of {self.seq:,}{tail}; {self._location}"
+            f"{with_count(len(self), 'sequence')} of {self.seq:,}{tail}; {self._location}"
         )
 
     def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -231,7 +232,3 @@ class PackedDataset:
                 "with `mtrain data prepare --from-tokenizer`."
             )
         raise ConfigError(f"{self._store.folder}: {problem}")
-
-
-def _with_count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -42,7 +42,7 @@ class Filters:
     def recipe(self) -> dict[str, str]:
         """The entry for the filters in `StoreMeta.recipe`, or an empty dict without any filter.
 
-        The recipe of a store that an mtrain without filters wrote also lacks this entry.
+        Stores written by versions of mtrain without filters lack this entry, too.
         """
         return {} if self == Filters() else {"filters": repr(sorted(asdict(self).items()))}
 

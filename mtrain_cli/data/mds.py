@@ -464,7 +464,7 @@ def _unpacker(
     """Return a function that opens a decompressing stream, and the error that the stream raises.
 
     Args:
-        place: beginning of a message.
+        place: name of the input, with which error messages begin.
 
     Raises:
         ConfigError: the compression is unknown, or its Python package is missing.

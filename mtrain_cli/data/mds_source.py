@@ -3,9 +3,9 @@
 A sample holds one document, or several that are already packed. Its columns:
 
 - ``input_ids``: the tokens, a one-dimensional array of integers.
-- ``indices``, in packed samples only: (begin, end) of each document. The loss does not predict
-  tokens that belong to no document.
-- ``mask``, optional: whether the loss predicts each token.
+- ``indices``, in packed samples only: (begin, end) of each document. Tokens outside all
+  documents are no targets of the loss.
+- ``mask``, optional: whether each token is a target of the loss.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def parse_spans(spans: object, length: int, place: str, *, allow_empty: bool) ->
     Args:
         spans: value of the column ``indices``.
         length: number of tokens in the sample.
-        place: beginning of a message.
+        place: name of the input, with which error messages begin.
 
     Raises:
         ConfigError: spans overlap, decrease or leave the sample, or a span is empty although

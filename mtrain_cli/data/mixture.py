@@ -103,9 +103,10 @@ class MixtureSampler(Sampler):
         self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the corpus of the run's sequence ``number``, and how often it was drawn before.
+        """Return (corpus, draws) of the run's sequence ``number``.
 
-        The corpus is the index of a corpus in ``sizes``.
+        corpus: index of the corpus in ``sizes``.
+        draws: number of earlier sequences from the same corpus.
         """
         block, slot = divmod(number, self.block)
         corpora, counts = self._block(block)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.data.arrays import SUFFIXES, open_array
+from mtrain_cli.data.checked_files import require_folder
 from mtrain_cli.data.dataset import Dataset, PackedDataset, TokenSource
 from mtrain_cli.data.mixture import MixedDataset, parse_mix
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
 from mtrain_cli.data.tokenizers import open_tokenizer
+
+_ARRAYS = f"{' or '.join(SUFFIXES)} file of token ids"
 
 
 def open_dataset(config: Config) -> Dataset:
@@ -66,8 +69,8 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
     if dataset.sequences <= held_out:
         raise ConfigError(
             f"data.eval_sequences={config.data.eval_sequences}: {origin} has only "
-            f"{dataset.sequences} sequences of {config.seq:,}, so none would be left to train on. "
-            "Hold out fewer, use a smaller seq, or give a longer corpus."
+            f"{dataset.sequences} sequences of {config.seq:,} tokens, so none would be left to "
+            "train on. Hold out fewer, use a smaller seq, or give a longer corpus."
         )
     if not store.meta.vocab_size:
         dataset[0]  # fails before the run starts if a token id is outside the model's vocabulary
@@ -86,11 +89,13 @@ def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSo
     if data.kind == "tokens":
         if not data.path:
             raise ConfigError(
-                "data.path is not set: data=tokens needs a folder written by `mtrain data prepare`"
+                "data.path is not set: data=tokens needs a folder written by "
+                f"`mtrain data prepare`, or a {_ARRAYS}"
             )
         path, location = Path(data.path).expanduser(), f"mapped from {data.path}"
         if path.suffix in SUFFIXES and not path.is_dir():
             return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
+        require_folder(path, origin, f"written by `mtrain data prepare`, or a {_ARRAYS}")
         store = TokenStore.open(data.path, origin)
         owner = f"the token store {data.path} (tokenizer {store.meta.tokenizer})"
         _check_vocabulary(config, store.meta.vocab_size, owner)

@@ -37,7 +37,7 @@ def rows_per_read(
         path: the parquet file.
         group: pyarrow's metadata of the row group.
         columns: names of the columns to read.
-        location: beginning of a message.
+        location: name of the input, with which error messages begin.
         max_rows: upper limit of the result.
 
     Raises:

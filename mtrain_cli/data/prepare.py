@@ -179,7 +179,7 @@ def prepare_store(
             not writable.
         RunError: the disk is full or fails. The next call continues.
     """
-    given = None if tokenizer == "bpe" else open_tokenizer(tokenizer, option="--tokenizer")
+    given = None if tokenizer == "bpe" else open_tokenizer(tokenizer, "--tokenizer", ("bpe",))
     if given is not None and vocab_size is not None:
         raise ConfigError(
             f"--vocab-size {vocab_size}: only for --tokenizer bpe. The tokenizer {tokenizer} has "

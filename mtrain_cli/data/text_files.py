@@ -138,7 +138,7 @@ def _read_guarded(
 
     Args:
         reader: reads this kind of file.
-        label: beginning of a message.
+        label: name of the input, with which error messages begin.
         skip: number of records to skip.
 
     Raises:
@@ -210,7 +210,7 @@ def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
     """Yield the lines of a file.
 
     Args:
-        label: beginning of a message.
+        label: name of the input, with which error messages begin.
 
     Raises:
         ConfigError: a line has more than ``LONGEST_LINE`` bytes. The rest of the line is not read.

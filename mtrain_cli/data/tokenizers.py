@@ -121,12 +121,15 @@ class FileTokenizer:
         )
 
 
-def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
+def open_tokenizer(
+    choice: str, option: str = "data.tokenizer", others: tuple[str, ...] = ()
+) -> ByteTokenizer | FileTokenizer:
     """Open the tokenizer that the user chose.
 
     Args:
         choice: ``bytes``, the path of a tokenizer.json, or a folder that holds one.
         option: configuration key or command-line option of the choice, for messages.
+        others: further values that the option allows, for messages.
 
     Raises:
         ConfigError: the file is missing or broken, or the ``tokenizers`` package is missing.
@@ -137,7 +140,8 @@ def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer
     if path.is_dir():
         path = path / "tokenizer.json"
     place = f"{option}={choice}"
-    missing = f"{place}: no such file. Give bytes, or the path of a Hugging Face tokenizer.json."
+    names = ", ".join(("bytes", *others))
+    missing = f"{place}: no such file. Give {names}, or the path of a Hugging Face tokenizer.json."
     with explain_read_errors(f"{place}:", missing):
         content = path.read_bytes()
     library = _import_tokenizers(place)

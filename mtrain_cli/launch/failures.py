@@ -239,7 +239,7 @@ def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the earliest of the failures with the lowest `Failure.severity`."""
+    """Return the most likely cause: the lowest `Failure.severity`, then the earliest time."""
     return min(failures, key=lambda failure: (failure.severity, failure.time))
 
 

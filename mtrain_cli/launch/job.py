@@ -113,7 +113,9 @@ def _torchrun_job(variables: Mapping[str, str]) -> Job:
     missing = [name for name in names if name not in variables]
     if missing:
         problem = f"the environment sets a rank but not {', '.join(missing)}"
-        raise ConfigError(f"RANK={variables['RANK']}: {problem}. torchrun sets all of them.")
+        raise ConfigError(
+            f"RANK={variables['RANK']}: {problem}. torchrun sets all of these variables."
+        )
     numbers: dict[str, Any] = {
         name.lower(): _number(variables[name], name) for name in names if name != "MASTER_ADDR"
     }

@@ -36,6 +36,15 @@ SILENT_S = 60.0
 WRITE_S = 1.0  # minimum seconds between two writes of `state.json`
 WARNINGS = 20  # number of warnings to keep
 ENDED = ("finished", "stopped", "failed")
+# The fields of `RunState` that describe the last step.
+_OF_LAST_STEP = (
+    "stepped",
+    "loss",
+    "grad_norm",
+    "tokens",
+    "tokens_per_second_per_gpu",
+    "seconds",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +130,10 @@ class StateReporter:
         self._state = RunState(
             phase="starting", time=now, began=now, host=host, warnings=warnings, **facts
         )
+        if before is not None and before.step == self._state.step:
+            # A run that is resumed at its end does no step, so nothing else would set these.
+            last = {name: getattr(before, name) for name in _OF_LAST_STEP}
+            self._state = dataclasses.replace(self._state, **last)
         self._update()
 
     @property

@@ -154,7 +154,7 @@ class Exchange:
         return needed | {(self.own, WHOLE_SEQUENCE)} if indexed and self.gathers_columns else needed
 
     def columns_of(self, shard_tiles: ShardTiles) -> SharedColumns | None:
-        """Return the single columns of the index that this rank gathers once per pass.
+        """Return the index's columns that this rank gathers, once per pass.
 
         Return None if the steps of the ring compute the columns, or if the index has no columns.
         """

@@ -190,9 +190,9 @@ def _gathered(workers: int, heads: int, chunks: int) -> Size:
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
     """Return how many bytes a worker of a ring sends per hop in a layer's backward pass.
 
-    If queries circulate, the worker sends q, dout, lse, float32 dq, and delta or, if the kernel
-    needs it, out (BurstEngine, section 3.1). If keys circulate, it sends KV and their float32
-    gradients.
+    If queries circulate, the worker sends q, dout, lse, float32 dq and delta. A kernel that needs
+    out gets out instead of delta (BurstEngine, section 3.1). If keys circulate, the worker sends
+    KV and their float32 gradients.
 
     circulates: KV or QUERIES.
     """
@@ -250,9 +250,9 @@ def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
         assert isinstance(topology.ulysses, int)
         if among_all and topology.ulysses != needs.workers:
             raise ConfigError(
-                f"topology.ulysses={topology.ulysses}: {key} shares heads among all "
-                f"{needs.workers} workers of a sequence. Choose another exchange to move keys "
-                "between the head groups"
+                f"topology.ulysses={topology.ulysses}: {key} always splits the heads among all "
+                f"{needs.workers} workers of a sequence. For fewer, set topology.exchange to the "
+                "exchange that moves keys between the head groups, such as ring"
             )
         key = f"topology.ulysses={topology.ulysses}"
         heads = topology.ulysses

@@ -187,7 +187,7 @@ class Striped(Layout):
 
 @dataclass(frozen=True)
 class Joined(Layout):
-    """A layout in which each shard joins the shards of neighboring ranks of another layout.
+    """A layout whose shards each combine the shards of neighboring ranks of another layout.
 
     base: the other layout.
     together: number of ranks of ``base`` per shard. The positions of a shard's tokens ascend.

@@ -1,4 +1,4 @@
-"""Query messages: from such a message another rank computes gradients of this rank's queries."""
+"""The message with which another rank computes the gradients of this rank's queries."""
 
 from __future__ import annotations
 

@@ -197,8 +197,8 @@ class _NoAttention(torch.autograd.Function):
         return q.view_as(q)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        k, v = ctx.shapes
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (dout,), (k, v) = grad_outputs, ctx.shapes
         return dout, torch.zeros_like(k), torch.zeros_like(v)
 
 

@@ -182,7 +182,7 @@ def _shape(
 def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
-    """Yield each iteration of all cases as soon as its last row has been read.
+    """Yield the iterations of every case, each as soon as its last row has been read.
 
     Only incomplete iterations stay in memory.
 

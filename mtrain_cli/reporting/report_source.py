@@ -197,8 +197,11 @@ def shortened(ranks: Sequence[int]) -> str:
     return ", ".join(words[:12]) + (" and more" if len(words) > 12 else "")
 
 
-def find(name: str) -> Path:
+def find(name: str, holding: str = "") -> Path:
     """Find a folder or file to report, by path or by name under runs/ or measurements/.
+
+    Args:
+        holding: list only folders with this file as allowed, if nothing has the name.
 
     Raises:
         ConfigError: no folder or file has that name.
@@ -218,8 +221,13 @@ def find(name: str) -> Path:
             return candidate
     if name == "latest" and (newest := known()):
         return newest[0]
-    most = len(shipped()) + SHOWN
-    names = [*(path.stem for path in shipped()), *(folder.name for folder in known())]
+
+    def is_useful(folder: Path) -> bool:
+        return not holding or any((p / holding).is_file() for p in (folder, folder / PROFILE))
+
+    ships = [path.stem for path in shipped() if is_useful(path)]
+    most = len(ships) + SHOWN
+    names = [*ships, *(folder.name for folder in known() if is_useful(folder))]
     if "/" in name:
         names = sorted(map(str, path.parent.iterdir())) if path.parent.is_dir() else []
     kind = "run, measurement or shipped profile"

@@ -5,8 +5,8 @@ HolisticTraceAnalysis (HTA).
 
 In a trace, each rank is a process. Its first thread is the compute stream. The other threads are
 lanes of the links: messages at the same time are on different lanes. An arrow connects the sending
-of a shard with its arrival. Every row of the records is one slice, except gaps and except compute
-phases and waits of zero duration, which are left out.
+of a shard with its arrival. Every row of the records becomes one slice, with
+two exceptions: gaps, and compute phases and waits of zero duration.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def _by_context(name: str, evaluation: Evaluation, colour: str) -> Trace:
 
 
 def _over_steps(evaluations: Sequence[Evaluation]) -> list[Trace]:
-    """Return a line per range of context. The longest context has the warmest color."""
+    """Return one plotted line per range of context length, the longest in the warmest color."""
     losses: dict[tuple[int, int], list[tuple[int, float | None]]] = {}
     for e in evaluations:
         for b in e.buckets:

@@ -63,13 +63,13 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False)
 class PricedMessage:
-    """A transfer of all ranks with its price. Arrays are [workers].
+    """One transfer as every rank performs it, with its price. Arrays are [workers].
 
     busy: time for which the message occupies the link into the receiving rank, in microseconds.
     latency: time between the end of ``busy`` and the arrival of the message, in microseconds.
     outer: bool, whether the message that a rank receives crosses nodes.
     share: share of a rank's computing power, 0 to 1, that is lost while the message is in flight.
-    size: number of bytes that a profile records for each rank, sent and received alike.
+    size: number of bytes that a rank sends, and also the number that it receives.
     """
 
     move: SpmdTransfer

@@ -365,8 +365,8 @@ def _check_parts(path: Path, points: Sequence[NonAttentionPoint]) -> None:
     absent = [part for part in (FORWARD, BACKWARD, LOSS) if part not in timed]
     if absent:
         raise ConfigError(
-            f"--calibration {path}: no times of {' and '.join(absent)}; the measurement ended "
-            "early, measure again"
+            f"--calibration {path}: it lacks times of {' and '.join(absent)}; the measurement "
+            "ended early, measure again"
         )
 
 

@@ -111,12 +111,12 @@ class RankGrid:
         return np.arange(self.workers) // self.heads % self.size
 
     def groups_of(self, group: int) -> IntArray:
-        """Return the group that corresponds to rank 0's ``group`` for each rank, [workers]."""
+        """Translate a group, as numbered by rank 0, into the corresponding one of each rank."""
         node, local = divmod(group, self.size)
         return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
-        """Return the peer that corresponds to rank 0's peer ``rank`` for each rank, [workers]."""
+        """Translate a peer of rank 0 into the corresponding peer of each rank, [workers]."""
         assert rank % self.heads == 0
         place = np.arange(self.workers) % self.heads
         return self.groups_of(rank // self.heads) * self.heads + place

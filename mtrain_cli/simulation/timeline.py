@@ -6,12 +6,11 @@ order, without an event queue:
 
 - A message is ready at a rank when the rank has posted it, the previous message on the same
   communicator has ended at this rank, and the message that it forwards has arrived.
-- A p2p message begins when both ranks are ready and the link into the receiver is free. Each rank
-  has one incoming link inside its node and one from other nodes. A link carries messages in posting
-  order. In a ring, a rank sends all messages on a link to one neighbor, so the rank's outgoing
-  links are free whenever the neighbor's incoming links are.
-- A p2p message ends at a rank when the message that the rank sends has left, and the message that
-  the rank receives has arrived.
+- A hop (a p2p message) begins when both ranks are ready and the link into the receiver is free.
+  Each rank has one incoming link inside its node and one from other nodes. A link carries messages
+  in posting order. In a ring, a rank sends all messages on a link to one neighbor, so the rank's
+  outgoing links are free whenever the neighbor's incoming links are.
+- A hop ends at a rank when its outgoing shard has left and its incoming shard has arrived.
 - A collective begins when all its ranks are ready.
 - A wait stops the compute stream until the message ends at this rank.
 - Messages in flight at a rank slow its attention.

@@ -68,8 +68,11 @@ def open_run(folder: Path) -> MeasuredRun:
     folder = find_shipped(folder)
     if not folder.is_dir():
         names = [name for name in shipped_with(f"*/{record_files.INDEX}") if _is_complete(name)]
+        saved = {name: advice for name in names if (advice := _saved_predictions(name))}
+        alone = [name for name in names if name not in saved]
+        paired = [f"{name} with {advice}" for name, advice in saved.items()]
         written = "a folder that `mtrain profile imbalance` wrote"
-        raise refuse(no_such("profile", str(folder), names, written))
+        raise refuse(no_such("profile", str(folder), alone, ", or ".join([*paired, written])))
     inside = next(
         (f for f in (folder, folder / "profile") if (f / record_files.SUMMARY).is_file()), None
     )
@@ -95,6 +98,12 @@ def open_run(folder: Path) -> MeasuredRun:
 def _is_complete(name: str) -> bool:
     """Return whether the shipped profile with this name has all its samples."""
     return record_files.open_records(resource_dir("profiles") / name).complete
+
+
+def _saved_predictions(name: str) -> str:
+    """Return the option that compares a shipped profile with its shipped predictions, or ""."""
+    has_some = (resource_dir("profiles") / name / "predictions").is_dir()
+    return f"--prediction {name}/predictions" if has_some else ""
 
 
 def key_of(facts: dict[str, Any]) -> Key:
@@ -194,10 +203,13 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     # The file has indices for one length. Dense and fixed cases of other lengths do not need it.
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
+        own = ""
+        if run.folder.is_relative_to(resource_dir("profiles")):
+            own = _saved_predictions(str(run.folder.relative_to(resource_dir("profiles"))))
         raise ConfigError(
-            f"RUN {run.folder}: {case.label}: {record_files.INDEX} has indices of "
-            f"{made.seq} tokens and of {', '.join(run.indices.patterns)} only; measure one length "
-            "per run"
+            f"RUN {run.folder}: {record_files.INDEX} has only {', '.join(run.indices.patterns)} of "
+            f"{made.seq} tokens, so {case.label} cannot be predicted now; give predictions from "
+            f"before the measurement, as {own or '--prediction DIR'}, or measure one length per run"
         )
     made = replace(made, seq=seq, columns={}, iteration=0)
     masks = (MaskRule.of(config.data)(None, seq, seq),) * batch

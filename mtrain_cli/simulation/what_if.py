@@ -56,8 +56,8 @@ class ReplaySetup:
 class ReplayedPass:
     """One pass of a replayed configuration.
 
-    degrees: imbalance degrees of the number of pairs, averaged over layers. Gathered columns count
-        as one more step, except in the step degree.
+    degrees: imbalance degrees, computed from numbers of pairs and averaged over layers. Gathered
+        columns count as an extra step. The step degree ignores them.
     pairs: int64 [workers], number of query-key pairs in all layers.
     sent: number of bytes that a worker sends in a layer, including gathered columns; mean over
         layers.

@@ -553,7 +553,7 @@ class _ColumnCounter:
         return _ColumnCounter(mask.length, block, groups, owner, *segments, *_pieces(owner))
 
     def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
-        """Return the number of columns without padding, and of their pairs [groups, groups].
+        """Return (number of columns without padding, number of pairs in them [groups, groups]).
 
         slashes: [rows, blocks], with one row per head and sequence.
         columns: [rows, width], positions.

@@ -175,7 +175,7 @@ class ProbedAttention(ABC):
 
 
 class FusedProbe(ProbedAttention):
-    """Probed attention by Triton kernels, which never store scores."""
+    """The attention of probed queries, from Triton kernels that never store scores."""
 
     def __init__(self, q, k, probes, masked) -> None:
         self.tile = tile_keys(masked.tables.block)

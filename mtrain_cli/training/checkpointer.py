@@ -156,7 +156,7 @@ class Checkpointer:
         return next(iter(committed_steps(self._directory)), None)
 
     def holds_only_weights(self) -> bool:
-        """Return whether the newest checkpoint holds only a model (`mtrain checkpoint import`).
+        """Return whether the newest checkpoint is one of `mtrain checkpoint import`: only weights.
 
         All ranks return what rank 0 finds.
         """

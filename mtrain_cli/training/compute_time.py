@@ -38,8 +38,8 @@ class ComputeTimer(Callback):
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         """Add a forward hook to each timed layer.
 
-        layers: all decoder layers, sharded before. The timer's hooks run after the hooks of FSDP,
-            which communicate.
+        layers: all decoder layers, already sharded by FSDP. The timer's hooks then run after those
+            of FSDP, so the times exclude FSDP's communication.
         """
         self._cuda = device.type == "cuda"
         count = min(LAYERS, len(layers))

@@ -258,6 +258,6 @@ def _run_of(source: Path) -> Path:
         if (folder / RESOLVED).is_file():
             return folder
     raise ConfigError(
-        f"{source}: no run or checkpoint of a run (no {RESOLVED} here or above). "
+        f"{source}: not a run or a run's checkpoint (no {RESOLVED} in this folder or above it). "
         "Give a run, such as runs/latest."
     )

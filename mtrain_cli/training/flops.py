@@ -245,11 +245,11 @@ def training_flops(
 def recomputed_matmul(
     model: ModelConfig, *, recomputed: bool, tiled: bool = False, keep_mlp: bool | int = False
 ) -> int:
-    """Count the elements of the layers' matrices whose products backward recomputes.
+    """Count the elements of the weight matrices whose products the backward pass recomputes.
 
     Activation checkpointing recomputes q, k, v, o, gate and up, but not down: backward needs only
-    the input of down. Tiles without checkpointing recompute o, gate and up. A layer that keeps its
-    MLP products (`keep_mlp`) does not recompute o, gate and up.
+    the input of down. Without checkpointing, a layer computed in tiles recomputes o, gate and up. A
+    layer that keeps its MLP products (`keep_mlp`) does not recompute o, gate and up.
     """
     shapes, layers = layer_shapes(model), model.num_layers
     attention = sum(prod(shapes[name]) for name in ("q", "k", "v")) if recomputed else 0

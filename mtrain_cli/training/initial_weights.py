@@ -1,4 +1,4 @@
-"""Differences between a run and the Hugging Face folder of its initial weights, for the user."""
+"""Report where a run's settings differ from the Hugging Face folder of its initial weights."""
 
 from __future__ import annotations
 

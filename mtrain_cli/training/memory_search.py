@@ -69,7 +69,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.offload_gradients": (False, True),
 }
 # Advice on a run that the CPU of a machine refuses.
-PLAN_FOR_GPUS = "--dry-run topology=h200_1x8 to plan for eight GPUs"
+PLAN_FOR_GPUS = "topology=h200_1x8 to plan for eight GPUs"
 NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
 # A configuration, and its `MemorySetting.changes`.
 Variant = tuple[Config, dict[str, Any]]
@@ -313,7 +313,7 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
     if changes := remedies(plan, result):
         would = f"fits with {', or '.join(changes)}"
     if not on_gpu:
-        would += f"; add {PLAN_FOR_GPUS}"
+        would += f"; add --dry-run {PLAN_FOR_GPUS}"
     seq = format_size(plan.config.seq)
     return f"seq={seq}: a worker needs {needs}, but has {plan.available_memory}; {would}"
 
@@ -343,7 +343,7 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
 def _other_exchange(plan: RunPlan) -> str | None:
     """Return overrides of `topology` that make the run fit, or None if no such override exists.
 
-    The overrides set more `topology.chunks`, a ring, or an all-gather.
+    The overrides raise `topology.chunks`, or switch to a ring or an all-gather.
     """
     config, cp, exchange = plan.requested or plan.config, plan.dims.cp, plan.exchange
     if plan.environment.device == "cpu":

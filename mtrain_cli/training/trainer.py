@@ -79,8 +79,9 @@ def _check_host_memory(config: Config, environment: Environment, choices: Resolv
         workers = environment.local_workers
         raise ConfigError(
             f"seq={format_size(config.seq)}: {workers} CPU worker{'s' * (workers > 1)} of "
-            f"model={config.model.name} would need {needed_here(plan)}. Add --dry-run to see where "
-            f"the memory goes and what would fit, or {PLAN_FOR_GPUS}"
+            f"model={config.model.name} would need {needed_here(plan)}. "
+            "`mtrain train ... --dry-run` shows where the memory goes and what would fit; add "
+            f"{PLAN_FOR_GPUS}"
         )
 
 

@@ -97,6 +97,9 @@ def test_show_accepts_a_group_alone_and_an_equals_sign():
         ("model/tinny", "no such model (did you mean tiny?); allowed: auto, llama14b, "),
         ("seq", "seq: is a key, not a group; `mtrain config list` shows it"),
         ("optim.lr", "optim.lr: is a key, not a group; `mtrain config show optim` shows it"),
+        ("sparsity.p_v", "`mtrain config show sparsity/vertical_slash` shows it"),
+        ("sparsity.top_k", "`mtrain config show sparsity/moba` shows it"),
+        ("sparsity.pattern", "`mtrain config show sparsity` shows it"),
         ("", "no such group"),
     ],
 )

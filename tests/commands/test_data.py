@@ -92,7 +92,7 @@ def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> 
     )
     assert "--text-key=text: " in _mistake("prepare", corpus, out)
     assert "Its keys: body" in _mistake("prepare", corpus, tmp_path / "out2")
-    assert "--tokenizer=gpt5: no such file. Give bytes, or the path" in _mistake(
+    assert "--tokenizer=gpt5: no such file. Give bytes, bpe, or the path" in _mistake(
         "prepare", corpus, out, "--tokenizer", "gpt5"
     )
     assert "--vocab-size 5: only for --tokenizer bpe" in _mistake(

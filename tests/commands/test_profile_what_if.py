@@ -132,6 +132,17 @@ def test_a_run_without_indices_is_one_line(tmp_path):
         assert len(result.stderr.splitlines()) == 1
 
 
+def test_only_profiles_with_indices_are_listed_as_allowed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "measurements/mine").mkdir(parents=True)
+    for file in ("summary.json", "records.parquet"):
+        (tmp_path / "measurements/mine" / file).write_text("{}")
+    message = run("nope").stderr
+    assert "real-512k-4xh200" in message
+    assert "step-128k-4xh200" not in message
+    assert "mine" not in message
+
+
 def test_the_default_is_the_newest_profile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ("runs/goes-on", "measurements/newest-profile", "measurements/a-step")

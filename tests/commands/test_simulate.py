@@ -14,7 +14,7 @@ def _here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--price -1"], "--price -1: expected dollars per GPU and hour, at least 0"),
+        (["--price -1"], "--price -1: expected dollars per GPU-hour, at least 0"),
         (["--tokens many"], "--tokens many: expected a number of tokens such as 20b"),
         (["--tokens 0"], "--tokens 0: expected a number of tokens"),
         (["sweep seq=64k seq=128k"], "seq=64k seq=128k: give all values at once, as seq=64k,128k"),
@@ -23,8 +23,8 @@ def _here(tmp_path, monkeypatch):
         (["sweep nodes=0"], "mtrain: nodes=0: expected a whole number of at least 1"),
         (
             ["sweep nodes=2"],
-            "nodes=2: h200_1x8 does not describe links between nodes; allowed: 1, or --cluster "
-            "a100_4x8, ",
+            "nodes=2: h200_1x8 does not describe links between nodes; allowed: 1, or a cluster "
+            "with such links: a100_4x8, ",
         ),
         (["sweep workers=4,9"], "workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["sweep seq=32k,long"], "seq=long: expected a number of tokens"),
@@ -34,13 +34,19 @@ def _here(tmp_path, monkeypatch):
         ),
         (
             ["sweep nodes=1 --slow 1=2"],
-            "--slow: is an option of `mtrain simulate run`, `mtrain simulate recommend`",
+            "--slow: only an option of `mtrain simulate run`, `mtrain simulate recommend`",
         ),
-        (["recommend --recompute"], "--recompute: is an option of `mtrain simulate run`\n"),
-        (["--prediction x"], "--prediction: is an option of `mtrain simulate validate`\n"),
+        (
+            ["recommend --recompute"],
+            "--recompute: only an option of `mtrain simulate run`\n",
+        ),
+        (
+            ["--prediction x"],
+            "--prediction: only an option of `mtrain simulate validate`\n",
+        ),
         (
             ["validate --workers 4"],
-            "--workers: is an option of `mtrain simulate run`, `mtrain simulate sweep`, "
+            "--workers: only an option of `mtrain simulate run`, `mtrain simulate sweep`, "
             "`mtrain simulate recommend`\n",
         ),
         (["--fail-above 1"], "No such option: --fail-above"),
@@ -156,6 +162,11 @@ def _here(tmp_path, monkeypatch):
             ["--layout zigzig"],
             "--layout zigzig: no such layout (did you mean zigzag?); allowed: contiguous, zigzag, "
             "striped",
+        ),
+        (["price=2"], "price=2: is an option, not a setting; give --price 2"),
+        (
+            ["model=qwen3b", "seq=64k,128k"],
+            "seq=64k,128k: one value per prediction; `mtrain simulate sweep` takes several",
         ),
         (["--exchange rong"], "--exchange rong: no such exchange (did you mean ring?)"),
         (

@@ -113,7 +113,7 @@ def test_step_parts_and_training_cost_are_printed():
         f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 usable) at its peak"
         in " ".join(shown.stdout.split())
     )
-    assert "at $2 per GPU and hour" in " ".join(shown.stdout.split())
+    assert "at $2 per GPU-hour" in " ".join(shown.stdout.split())
     unknown = run("simulate", SMALL, "--layout striped --exchange ring --no-files --tokens 1b")
     assert "cost unknown, give --price X" in " ".join(unknown.stdout.split())
     priced = run("simulate", SMALL, "--layout striped --exchange ring --no-files --price 2")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 from commands.typed_line import STRIPED, run, simulate
 from simulation.recordings import SEQ, record
 
 from mtrain_cli.commands.simulate_request import SimulateRequest
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
+from mtrain_cli.config.pattern_settings import SparseSettings
+from mtrain_cli.config.schema import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +59,69 @@ def test_a_family_respects_the_slash_limits_of_the_pattern(index):
     assert all(3 <= n < 32 for n in free)
     assert diagonals("sparsity.min_slashes=1", "sparsity.max_slashes=100") == free
     assert min(diagonals(density=0.5)) > 30
+
+
+@dataclass(frozen=True)
+class NearestSettings(SparseSettings):
+    """A pattern of a user: some slashes, and the first token."""
+
+    name: ClassVar[str] = "nearest"
+    nearest: int = 4
+    share: float | None = None
+
+    @property
+    def column_bound(self) -> int:
+        return 1
+
+    def slash_bound(self, blocks: int) -> int:  # noqa: ARG002
+        return self.nearest
+
+    def known_density(self, seq: int) -> float | None:  # noqa: ARG002
+        return self.share
+
+
+@pytest.fixture
+def nearest(monkeypatch):
+    """Return requests that predict sparsity=nearest."""
+
+    def make(density=None, columns=None, **settings):
+        pattern = NearestSettings(block=128, **settings)
+        config = replace(compose(["model=tiny", "seq=16k"]), sparsity=pattern)
+        monkeypatch.setattr(SimulateRequest, "compose", lambda *_: config)
+        words = ("model=tiny", "seq=16k", "sparsity=nearest")
+        return SimulateRequest(words, None, density, columns, 1, "auto", None, "", 0.0)
+
+    return make
+
+
+def test_a_prediction_keeps_the_bounds_of_a_users_pattern(nearest):
+    """Of 128 blocks, the 4 longest slashes cover 506 of 8256 pairs of blocks."""
+    index = nearest(density=0.06).scenario().problem.index(0)
+    assert (int(index.slashes.sum(-1).max()), index.columns.shape[-1]) == (4, 1)
+    line = nearest(nearest=2).describe_pairs("clustered")
+    assert ": slashes on at most 3.09% of the blocks, plus 1 column per head," in line
+    line = nearest(share=0.0101).describe_pairs("clustered")
+    assert ": slashes on 0.998% of the blocks, plus 1 column per head," in line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"columns": 2}, "--columns 2: sparsity=nearest allows at most 1 per head; give fewer"),
+        (
+            {"density": 0.07},
+            "--density 0.07: sparsity=nearest chooses at most 4 slashes per head, which cover at "
+            "most 6.13% of the blocks; give at most that",
+        ),
+        (
+            {"density": 0.02, "share": 0.01},
+            "--density 0.02: sparsity=nearest always computes 1% of the pairs; leave it out",
+        ),
+    ],
+)
+def test_options_beyond_the_bounds_of_a_users_pattern_are_refused(nearest, options, said):
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        nearest(**options).scenario()
 
 
 def test_a_relative_file_of_a_cluster_is_the_cluster_of_the_prediction(tmp_path):

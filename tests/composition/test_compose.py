@@ -92,6 +92,8 @@ def test_block_size_is_not_checked_for_zigzag():
     assert complaints(compose, words)[0].startswith(
         "topology.block_size=128: seq=512 has only 4 such blocks for 8 workers"
     )
+    one = complaints(compose, ["seq=128", "topology.workers=8"])[0]
+    assert "has only 1 such block for 8 workers" in one
     assert compose([*words, "data.document_mask=false"]).layout == "zigzag"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mtrain_cli.composition.compose import compose, resume
+from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import ConfigError
 
@@ -213,3 +214,7 @@ def test_own_model_groups_count_as_chosen_by_the_user(folder: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="leave out model=mine to take the folder's model"):
         compose([f"train.init_from={folder}", "model=mine"], own)
     assert compose([f"train.init_from={folder}"], own).model.hidden_size == 64
+
+
+def test_a_name_that_is_too_long_is_no_folder():
+    assert folder_of("x" * 5000) is None

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.cluster import SOURCES, Constant, load_cluster, shipped
+from mtrain_cli.config.cluster import SOURCES, Constant, file_of, load_cluster, shipped
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.prediction import _uncertain
 
@@ -199,7 +199,7 @@ def test_several_nodes_need_outer_links():
     with pytest.raises(
         ConfigError,
         match=r"--nodes 2: h200_1x8 does not describe links between nodes; allowed: 1, or "
-        "--cluster a100_4x8, ",
+        "a cluster with such links: a100_4x8, ",
     ):
         load_cluster("h200_1x8", nodes=2)
     with pytest.raises(ConfigError, match="nodes=0: not allowed"):
@@ -260,3 +260,8 @@ def test_the_remark_counts_guesses():
 )
 def test_capability_by_name(gpu, expected):
     assert replace(load_cluster("h200_1x8").gpu, name=gpu).capability == expected
+
+
+def test_a_name_that_is_too_long_for_a_file_is_an_unknown_cluster():
+    with pytest.raises(ValueError, match="allowed: "):
+        file_of("x" * 5000)

@@ -1,6 +1,6 @@
 import pytest
 
-from mtrain_cli.config.sizes import format_size, parse_size
+from mtrain_cli.config.sizes import format_size, parse_size, with_count
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,12 @@ def test_format_uses_the_largest_exact_unit():
         "1m",
         "1025k",
         "1000",
+    ]
+
+
+def test_a_noun_has_the_number_of_its_count():
+    assert [with_count(n, "document") for n in (0, 1, 2000)] == [
+        "0 documents",
+        "1 document",
+        "2,000 documents",
     ]

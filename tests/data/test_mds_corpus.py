@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,9 +221,9 @@ def test_domains_come_from_records_or_folders_and_stores_without_them_have_none(
 
 
 def test_mistakes_are_one_line(shards: Path, tmp_path: Path, bpe_file: Path) -> None:
-    def line(make: Filters | None = None, **filters: object) -> str:
+    def line(make: Filters | None = None, **filters: Any) -> str:
         with pytest.raises(ConfigError) as caught:
-            prepared(shards, tmp_path / "out", bpe_file, make or Filters(**filters))  # type: ignore[arg-type]
+            prepared(shards, tmp_path / "out", bpe_file, make or Filters(**filters))
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "out").exists()
         assert not (tmp_path / "out.partial").exists()

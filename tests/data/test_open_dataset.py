@@ -110,3 +110,13 @@ def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_pa
         "data.path is not set: data=tokens needs a folder"
     )
     assert _line(make_config(kind="mds", path=None)).startswith("data.path is not set: data=mds")
+
+
+def test_a_file_that_is_no_array_of_tokens_is_refused_with_what_is_allowed(
+    make_config, tmp_path: Path
+) -> None:
+    (tmp_path / "a.md").write_text("a")
+    assert _line(make_config(kind="tokens", path=str(tmp_path / "a.md"))).endswith(
+        "is not a folder. Give a folder written by `mtrain data prepare`, or a .npy or .bin file "
+        "of token ids."
+    )

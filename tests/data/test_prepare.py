@@ -318,7 +318,7 @@ def test_wrong_arguments_and_sources_write_nothing(source: Path, tmp_path: Path)
         == "--vocab-size 200: a byte-level BPE needs at least 258 ids"
     )
     assert _refused(source, out, "none.json").startswith(
-        "--tokenizer=none.json: no such file. Give bytes"
+        "--tokenizer=none.json: no such file. Give bytes, bpe, or the path of"
     )
     assert _refused(tmp_path / "none.txt", out).startswith(
         f"SOURCE={tmp_path / 'none.txt'}: no such file"

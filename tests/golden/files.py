@@ -8,6 +8,7 @@ import socket
 import tarfile
 import tempfile
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,8 @@ def compute(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         folder = Path(name)
         _unpack(PROFILE, folder)
         reads: dict[str, Callable[[], dict[str, Any]]] = {
-            **{one: lambda words=words: _printed(words, folder) for one, words in _READ.items()},  # type: ignore[misc]
-            **{
-                one: lambda one=one, words=words: _elsewhere(words, folder, one)
-                for one, words in _ELSEWHERE.items()
-            },  # type: ignore[misc]
+            **{one: partial(_printed, words, folder) for one, words in _READ.items()},
+            **{one: partial(_elsewhere, words, folder, one) for one, words in _ELSEWHERE.items()},
             _RESUMED: lambda: _resumed(folder / "2", 2),
             _CONTINUED: lambda: _resumed(folder / "1", 1),
         }

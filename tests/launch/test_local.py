@@ -228,7 +228,7 @@ def test_a_run_without_workers_still_renews_its_lock(run, monkeypatch):
     monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(local._Workers, "run", lambda *_: next(outcomes))
-    monkeypatch.setattr(local.RestartPolicy, "after", probed)
+    monkeypatch.setattr(local.restart.RestartPolicy, "after", probed)
     monkeypatch.setattr(local.run_state, "set_phase", lasts_long)  # before the wait
     assert launched(run, "succeed") == 0
     assert seen == [True] * 3, "after the failure, while GPUs are asked, before the restart"

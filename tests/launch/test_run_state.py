@@ -39,6 +39,19 @@ def test_a_state_is_read_back_without_keys_of_other_versions(tmp_path):
     assert read_state(run) is None
 
 
+def test_a_resumed_run_keeps_the_metrics_of_its_last_step(tmp_path):
+    run = RunDir(tmp_path)
+    metrics = {"loss": 2.5, "grad_norm": 0.5, "tokens": 64, "seconds": 0.25}
+    reporter(run).step(last=True, step=7, **metrics)
+    stepped = read_state(run).stepped
+    StateReporter(run, steps=7, step=7).end("finished")
+    state = read_state(run)
+    assert {name: getattr(state, name) for name in metrics} == metrics
+    assert (state.phase, state.stepped) == ("finished", stepped)
+    StateReporter(run, steps=9, step=5)  # resumed from an earlier checkpoint
+    assert (read_state(run).loss, read_state(run).stepped) == (None, None)
+
+
 def test_steps_are_written_at_most_once_a_second_but_the_last_always(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(run_state.time, "monotonic", lambda: now[0])

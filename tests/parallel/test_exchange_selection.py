@@ -268,7 +268,7 @@ def test_large_gathers_are_split_into_parts():
             "cannot share 16 query heads and 2 key-value heads among 3 workers",
         ),
         ({"ulysses": 8}, {}, "allowed for topology.ulysses: 1, 2, 4"),
-        ({"exchange": "ulysses", "ulysses": 2}, {}, "shares heads among all 4 workers"),
+        ({"exchange": "ulysses", "ulysses": 2}, {}, "always splits the heads among all 4 workers"),
         ({"ulysses": 2}, {"workers": 6, "per_node": 3}, "nodes of 3"),
         ({"exchange": "ring", "chunks": 2}, {}, "topology.chunks=2: works only with all_gather"),
         (

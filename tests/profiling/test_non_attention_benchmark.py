@@ -199,7 +199,7 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     early = tmp_path / "early.json"
     early.write_text(json.dumps(document | {"times": document["times"][:2]}))
     with pytest.raises(
-        ConfigError, match="no times of backward and loss; the measurement ended early"
+        ConfigError, match="it lacks times of backward and loss; the measurement ended early"
     ):
         load_calibration(early)
     # Of the same size in several files the median counts.

@@ -31,7 +31,9 @@ def samples(count: int) -> tuple[list[tuple[str, bool]], list[Any]]:
     nothing = lambda *_: None  # noqa: E731
     rehearsal = object.__new__(_Rehearsal)
     rehearsal.writer = writer  # type: ignore[assignment]
-    rehearsal.progress = SimpleNamespace(now=nothing, done=nothing, sampled=nothing)  # type: ignore[assignment]
+    rehearsal.progress = SimpleNamespace(  # type: ignore[assignment]
+        now=nothing, done=nothing, sampled=nothing
+    )
     rehearsal.bench = SimpleNamespace(  # type: ignore[assignment]
         collector=SimpleNamespace(recorder=SimpleNamespace(read=nothing, iteration=nullcontext))
     )

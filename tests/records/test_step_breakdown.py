@@ -428,7 +428,8 @@ def test_a_trace_without_a_step_is_refused():
     [
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN", "products"),
         (
-            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
+            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1"
+            "_execute_segment_k_off_kernel__5x_cublas",
             "products",
         ),
         (
@@ -462,7 +463,8 @@ def test_a_trace_without_a_step_is_refused():
             "element-wise",
         ),
         (
-            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor",
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_"
+            "_tensor",
             "attention",
         ),
         (
@@ -471,7 +473,8 @@ def test_a_trace_without_a_step_is_refused():
             "attention",
         ),
         (
-            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128_4x1x1_kernel0_0",
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128_4x1x1"
+            "_kernel0_0",
             "attention",
         ),
         (

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from synthetic_records import Play, recorded_once, ring
 
+from mtrain_cli.records import wait_attribution
 from mtrain_cli.records.record_files import LINKS, open_records
 from mtrain_cli.records.record_sums import RecordedShape, iterations, survey
 from mtrain_cli.records.wait_attribution import WaitAttribution
@@ -18,24 +19,28 @@ def charged(
 ) -> dict[tuple[int, int], float]:
     """Return ms of waits charged to (rank, step) in the forward pass of a ring.
 
-    heavy: extra ms of some (rank, step).
+    heavy: ms of attention of some (rank, step); all others take 1 ms.
     """
-    schedule = ring(workers)
-    recorded = open_records(
-        recorded_once(
-            folder,
-            Play(
-                schedule,
-                lambda d, r, s: heavy.get((r, s), 1.0) if d == "forward" else 1.0,
-                link=link,
-            ),
-        )
+    return charges(
+        folder,
+        Play(
+            ring(workers),
+            lambda d, r, s: heavy.get((r, s), 1.0) if d == "forward" else 1.0,
+            link=link,
+        ),
     )
+
+
+def charges(
+    folder, play: Play, *, uncertainty: float = 0.0, direction: int = 0, layers: int = 1
+) -> dict[tuple[int, int], float]:
+    """Return ms of waits charged to (rank, step) in one direction. Step -1 is the time before."""
+    recorded = open_records(recorded_once(folder, play, layers=range(layers)))
     shapes, last = survey(recorded)
     ((shape, iteration),) = iterations(recorded, shapes, last)
-    blame = WaitAttribution(shape, 0.0)
+    blame = WaitAttribution(shape, uncertainty)
     blame.add(iteration)
-    lost = blame.charges[0].lost[0]
+    lost = blame.charges[direction].lost[0]
     return {(int(r), int(s) - 1): float(lost[r, s]) for r, s in zip(*np.nonzero(lost), strict=True)}
 
 
@@ -79,3 +84,49 @@ def test_a_delay_that_comes_back_to_its_rank_is_not_charged(tmp_path):
     """
     found = charged(tmp_path, {(1, 0): 5.0}, workers=4, link={"context": 1.5})
     assert found == {(1, 0): pytest.approx(2.5 + 2.5 + 3.5 + 0.5)}
+
+
+def test_waits_within_the_uncertainty_of_clocks_are_not_charged(tmp_path):
+    """Rank 1 of three takes 0.5 ms longer, and the others wait for it."""
+    play = Play(ring(3), lambda d, r, s: 1.5 if (r, s) == (1, 0) else 1.0)  # noqa: ARG005
+    assert set(charges(tmp_path / "exact", play)) == {(1, 0)}
+    assert set(charges(tmp_path / "small", play, uncertainty=0.4)) == {(1, 0)}
+    assert charges(tmp_path / "large", play, uncertainty=0.6) == {}
+
+
+def test_a_rank_that_starts_late_is_charged_for_its_start(tmp_path):
+    """Rank 1 starts 3 ms late, and computes 0.2 ms longer in its first step."""
+    play = Play(
+        ring(4),
+        lambda d, r, s: 1.2 if (r, s) == (1, 0) else 1.0,  # noqa: ARG005
+        link=LINK,
+        starts={1: 3.0},
+    )
+    assert set(charges(tmp_path, play)) == {(1, -1)}
+
+
+def test_a_rank_that_sends_gradients_late_computed_before_it_sent(tmp_path):
+    """Rank 1 takes 11 ms longer in step 1 of backward, and the three others wait that long.
+
+    The next step takes 8 ms, so the others wait for gradients after it.
+    """
+
+    def attention(direction, rank, step):
+        if direction == "backward" and step == 2:
+            return 8.0
+        return 12.0 if (direction, rank, step) == ("backward", 1, 1) else 1.0
+
+    found = charges(tmp_path, Play(ring(4), attention), direction=1)
+    assert found == {(1, 1): pytest.approx(3 * 11)}
+
+
+def test_a_sample_of_layers_stands_for_all(tmp_path, monkeypatch):
+    """Six equal layers lose six times the time of one, also if one or two of them are read."""
+    play = Play(ring(4), lambda d, r, s: 3.0 if (r, s) == (1, 1) else 1.0)  # noqa: ARG005
+    one = charges(tmp_path / "one", play)
+    assert set(one) == {(1, 1)}
+    for read in (6, 2, 1):
+        # 4 ranks and 5 slots: four steps and the time before them.
+        monkeypatch.setattr(wait_attribution, "MOST_CELLS", read * 4 * 5**2)
+        found = charges(tmp_path / str(read), play, layers=6)
+        assert found == {(1, 1): pytest.approx(6 * one[1, 1])}

@@ -76,7 +76,8 @@ def test_lines_name_their_rank_and_quantity():
             "elementwise_kernel direct_copy_kernel_cuda",
         ),
         (
-            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o11101213_tensorptrf32_gmem",
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at_"
+            "_tensor0000o11101213_tensorptrf32_gmem",
             "FlashAttentionForwardSm90",
         ),
         (

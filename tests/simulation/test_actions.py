@@ -8,7 +8,7 @@ import pytest
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Begin, Compute, ComputeColumns, Post, Wait
-from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
+from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, INDEX, MERGE
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.simulation.actions import (
     AwaitMessage,
@@ -81,3 +81,48 @@ def test_actions_follow_the_program(exchange, heads, direction):
     if traits.columns and direction == "backward":
         relevant.pop(max(i for i, entry in enumerate(relevant) if entry[0] == COLUMNS))
     assert relevant == expected
+
+
+class Priced(Free):
+    """An index takes 9 us, each copy 5 us. The launches of steps and of moves differ."""
+
+    idle = frozenset((2, 5))  # ranks without pairs
+
+    def attention(self, step):
+        return np.where(np.isin(np.arange(WORKERS), list(self.idle)), 0.0, 1.0 + step)
+
+    def copy(self, op):  # noqa: ARG002
+        return 5.0
+
+    def index(self):
+        return 9.0
+
+    def dispatch(self, what):
+        return {"begin": 10.0, "step": 6.0, "moves": 3.0}[what]
+
+
+def priced(direction: str, **options) -> list:
+    schedule = make_schedule("ring", ScheduleOptions(WORKERS, WORKERS, **options))
+    program = lower(schedule, 0, backward=direction == "backward")
+    return list(actions(program, SpmdSchedule.of(schedule), Priced(direction)))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_rank_without_pairs_has_nothing_to_merge(direction):
+    merges = [a for a in priced(direction) if isinstance(a, Spend) and a.kind == MERGE]
+    assert len(merges) == WORKERS
+    for action in merges:
+        assert action.us.tolist() == [0 if rank in Priced.idle else 5 for rank in range(WORKERS)]
+
+
+def test_a_step_that_only_moves_gradients_launches_less():
+    """If queries circulate, the last gradients come home after the last kernel call."""
+    launches = [a.us for a in priced("backward", circulates="queries") if isinstance(a, Dispatch)]
+    assert launches == [10, *[6] * WORKERS, 3]
+    assert [a.us for a in priced("forward") if isinstance(a, Dispatch)] == [10, *[6] * WORKERS]
+
+
+def test_an_index_is_estimated_once_in_forward():
+    for direction, times in (("forward", [9.0]), ("recompute", []), ("backward", [])):
+        found = [a for a in priced(direction) if isinstance(a, Spend) and a.kind == INDEX]
+        assert [float(a.us.max()) for a in found] == times, direction

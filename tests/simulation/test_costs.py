@@ -1,17 +1,19 @@
-"""A collective's latency is that of the ranks it was measured with; longer rings take longer."""
+"""Prices of messages by hand: latency + bytes / bandwidth, and the network cards of a node."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
 
-from mtrain_cli.config.cluster import Constant, load_cluster, shipped
+from mtrain_cli.config.cluster import Cluster, Constant, Link, load_cluster, shipped
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import ShardSizes
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.simulation.calibration import HIGH, VALUE, KernelCurves
-from mtrain_cli.simulation.costs import Costs
+from mtrain_cli.parallel.schedule import KV, UNSCHEDULED, ScheduleOptions, make_schedule
+from mtrain_cli.simulation.calibration import HIGH, VALUE, Curve, KernelCurves
+from mtrain_cli.simulation.costs import Costs, LayerPrices
 from mtrain_cli.simulation.link_fit import (
     GATHER,
     HOP,
@@ -23,10 +25,15 @@ from mtrain_cli.simulation.link_fit import (
     cluster_document,
 )
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
+from mtrain_cli.simulation.work_counts import StepWork
 
 MACHINE = MeasuredMachine(
     "NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5)
 )
+
+
+# Kernel, form, direction, fixed ms, ms per TFLOP, ms per TFLOP of columns, error and points.
+CURVE = ("flash4", "sparse", "forward", 0.1, 2.0, 4.0, 0.0, 9)
 
 
 def costs(cluster, bound: str = VALUE) -> Costs:
@@ -79,3 +86,126 @@ def test_files_without_collective_ranks_mean_eight():
     assert costs(alone).collective(False, 3, 2, 0)[0] == pytest.approx(2 * latency), (
         "one rank is no ring"
     )
+
+
+def link(shared_by: int = 1, **constants: float) -> Link:
+    exact = {name: Constant.of(value, "measured") for name, value in constants.items()}
+    one = Constant.of(shared_by, "measured", low=shared_by, high=shared_by)
+    return Link(collective_ranks=Constant.of(8, "measured"), shared_by=one, **exact)
+
+
+def two_nodes(per_node: int, shared_by: int = 1) -> Cluster:
+    """Links inside a node move 1e5 bytes/us, links between nodes 1e4; a collective half of each."""
+    inner = link(
+        latency_us=2,
+        bandwidth_gbps=100,
+        capacity_gbps=200,
+        collective_latency_us=20,
+        collective_bandwidth_gbps=50,
+        gpu_share=0.1,
+    )
+    outer = link(
+        shared_by,
+        latency_us=5,
+        bandwidth_gbps=10,
+        capacity_gbps=20,
+        collective_latency_us=30,
+        collective_bandwidth_gbps=5,
+        gpu_share=0.3,
+    )
+    made = load_cluster("a100_4x8")
+    return replace(made, nodes=2, gpus_per_node=per_node, inner=inner, outer=outer)
+
+
+def hop(cluster: Cluster, **options: int):
+    """Return the price of 1e6 bytes in the first hop of a ring on all GPUs."""
+    workers = cluster.nodes * cluster.gpus_per_node
+    ring = make_schedule("ring", ScheduleOptions(workers, cluster.gpus_per_node, **options))
+    priced = replace(costs(cluster), lockstep=SpmdSchedule.of(ring))
+    moves = priced.lockstep.transfers("forward").values()
+    return priced.message(next(m for m in moves if m.first.payload == KV), 10**6)
+
+
+def test_a_hop_takes_its_latency_and_its_bytes_over_the_bandwidth():
+    """Ranks 0 and 3 receive from the other node."""
+    found = hop(two_nodes(3))
+    assert found.outer.tolist() == [True, False, False] * 2
+    # On the link: 1e6 bytes / 2e5 per us inside a node, / 2e4 per us between nodes.
+    assert found.busy.tolist() == [50, 5, 5] * 2
+    # All: latency + bytes / bandwidth.
+    assert (found.latency + found.busy).tolist() == [5 + 100, 2 + 10, 2 + 10] * 2
+
+
+def test_a_rank_loses_the_larger_share_of_what_it_sends_and_receives():
+    """Ranks 2 and 5 receive inside their node, and send to the other node."""
+    assert hop(two_nodes(3)).share.tolist() == [0.3, 0.1, 0.3] * 2
+
+
+def test_messages_of_a_network_card_divide_its_capacity_at_both_ends():
+    """Local ranks 3, 4 and 5 of six send to ranks 0, 1 and 2 of the other node.
+
+    Two GPUs share a card: 4 and 5 send with one, and 0 and 1 receive with one.
+    """
+    shared = hop(two_nodes(6, shared_by=2), heads=3)
+    assert shared.outer.tolist() == ([True] * 3 + [False] * 3) * 2
+    # Two messages of 1e6 bytes pass the card, at 2e4 bytes/us.
+    assert shared.busy[:3].tolist() == [100] * 3
+    alone = hop(two_nodes(6), heads=3)
+    assert alone.busy[:3].tolist() == [50] * 3
+
+
+def test_an_all_to_all_sends_over_the_network_what_other_nodes_receive():
+    """Each of 8 ranks sends 7e6 bytes to 7 others: 4e6 to the other node, 3e6 inside its own."""
+    priced = costs(two_nodes(4))
+    assert priced.collective(True, 8, 4, 7 * 10**6) == pytest.approx((30 + 4e6 / 5e3, 4e6 / 20e3))
+    # Two GPUs share a card.
+    shared = costs(two_nodes(4, shared_by=2))
+    assert shared.collective(True, 8, 4, 7 * 10**6) == pytest.approx(
+        (30 + 2 * 4e6 / 5e3, 2 * 4e6 / 20e3)
+    )
+    assert priced.collective(True, 4, 4, 3 * 10**6) == pytest.approx((20 + 3e6 / 5e4, 3e6 / 2e5))
+
+
+@pytest.mark.parametrize(
+    ("workers", "tokens_each", "us"),
+    [
+        (1, 20_000, 800 + 7.5e-3 * 20_000),  # 950
+        (2, 20_000, 1050),  # several GPUs take at least this long
+        (4, 20_000, 1050),
+        (2, 40_000, 800 + 7.5e-3 * 40_000),  # 1100
+    ],
+)
+def test_an_index_takes_launches_and_time_per_token(workers, tokens_each, us):
+    cluster = load_cluster("h200_1x8")
+    lockstep = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(workers, 8)))
+    priced = replace(
+        costs(cluster),
+        lockstep=lockstep,
+        sizes=ShardSizes(128, 16, 2, 64, 2),
+        estimated=workers * tokens_each,
+    )
+    assert priced.index_us() == pytest.approx(us)
+    assert replace(priced, estimated=0).index_us() == 0
+
+
+def test_a_profile_records_the_payload_of_an_all_reduce():
+    """Four ranks sum 128 columns of keys and values of 4 heads; each sends 2 * 3 / 4 of them."""
+    ring = make_schedule("ring", ScheduleOptions(4, 4))
+    priced = replace(
+        costs(two_nodes(4)),
+        kernels=KernelCurves({"forward": Curve(*CURVE)}, ()),
+        lockstep=SpmdSchedule.of(ring),
+        sizes=ShardSizes(100, 4, 2, 64, 2, columns=100, column_width=128),
+    )
+    none, few = np.zeros((4, 4), np.int64), np.zeros(4, np.int64)
+    prices = LayerPrices(priced, {"forward": StepWork("forward", none, none, few, few)}, "forward")
+    posts = list(lower(ring, 0, traits=Traits(columns=True)).posts)
+    (whole,) = (post for post in posts if post.transfer.number == UNSCHEDULED)
+    found = prices.message(priced.lockstep.column_sum(whole.transfer), whole)
+    payload = 2 * 4 * 128 * 64 * 2
+    assert found.size == payload
+    assert (found.latency + found.busy).tolist() == pytest.approx([20 + 1.5 * payload / 5e4] * 4)
+    # A hop sends what it records: 100 tokens of two heads.
+    kv = next(post for post in posts if post.transfer.payload == KV)
+    move = priced.lockstep.transfers("forward")[kv.transfer.number]
+    assert prices.message(move, kv).size == 2 * 100 * 2 * 64 * 2

@@ -300,6 +300,19 @@ def test_jitter_depends_on_the_seed_and_affects_messages_only():
     assert plain.attention.tolist() == even(ring).tolist()
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_jitter_of_a_collective_is_the_same_for_all_its_ranks(heads):
+    """Ranks 0, 2 and 1, 3 gather keys if pairs of ranks share heads."""
+    gather = of("all_gather", 4, heads=heads)
+    found = simulated(
+        Given(gather, even(gather), {"context": 40.0}), conditions=Disturbances(jitter=0.3, seed=1)
+    )
+    waits = found.exposed["context"].sum(1).tolist()
+    assert waits[:heads] * (4 // heads) == waits
+    assert len(set(waits)) == heads, "groups draw their own jitter"
+    assert 40.0 not in waits
+
+
 class Random(Given):
     """A case with all times drawn from a seed."""
 

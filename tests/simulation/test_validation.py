@@ -228,7 +228,10 @@ def edited(recorded: Path, to: Path, **values) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda _, to: to, "RUN bad: no such profile; allowed: predicted-4xh200, or"),
+        (
+            lambda _, to: to,
+            "RUN bad: no such profile; allowed: predicted-4xh200 with --prediction predicted-",
+        ),
         (
             lambda _, to: to.mkdir() or to,
             "RUN bad: no profile (summary.json is missing)",
@@ -275,7 +278,7 @@ def test_options_that_do_not_go_together_are_one_line(recorded, tmp_path):
         (["validate", recorded, "--prediction", recorded], "is a profile, not a prediction"),
         (
             ["--prediction", recorded],
-            "--prediction: is an option of `mtrain simulate validate`",
+            "--prediction: only an option of `mtrain simulate validate`",
         ),
         (["validate", recorded, "nothing"], "RUN nothing: no such profile; allowed: "),
         (

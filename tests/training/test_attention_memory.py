@@ -9,7 +9,7 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.training.attention_memory import AttentionMemory
+from mtrain_cli.training.attention_memory import AttentionMemory, kernel_backward
 
 WORKERS, BYTES = 8, 2
 RUN = [
@@ -58,3 +58,49 @@ def test_gradients_of_gathered_columns_stay_while_the_ring_computes_its_steps(ke
     none.sizes = dataclasses.replace(none.sizes, column_width=0)
     gradients = 2 * 4 * ring.index.columns * ring.sizes.head_dim
     assert ring.in_backward() - none.in_backward() >= gradients
+
+
+def test_long_sequences_need_wider_lists_of_a_bitmap():
+    """Triton lists the pairs of 16 query blocks and 32 key blocks of each head."""
+    model = compose(RUN).model
+    for blocks, each in ((32767, 4), (32768, 8)):
+        index = dataclasses.replace(
+            memory("ring").index, bitmap=True, block=64, blocks=blocks, column_width=0
+        )
+        found = kernel_backward("triton", model, 16 * 64, 32 * 64, BYTES, False, index)
+        statistics = 4 * (16 * 64) * model.num_heads
+        assert found.blocks == 2 * statistics + each * model.num_heads * 16 * 32
+        assert found.columns == 0
+
+
+@pytest.mark.parametrize("circulates", ["kv", "queries"])
+def test_torch_needs_a_placeholder_for_out_if_queries_circulate(circulates):
+    """At the peak, a rank computes its own queries; it holds dq in float32 and in bf16."""
+    ring = memory("ring", sparse=False, kernel="sdpa", circulates=circulates)
+    model, tokens = compose(RUN).model, 65536 // WORKERS
+    rows = tokens * model.num_heads * model.head_dim
+    keys = 2 * tokens * model.num_kv_heads * model.head_dim
+    statistics = 4 * tokens * model.num_heads
+    made = (4 + BYTES) * rows + 4 * keys
+    # The kernel's own dq in float32, lse and delta, dk and dv of every query head, and one copy.
+    call = 4 * rows + 2 * statistics + 2 * BYTES * rows + BYTES * (rows + keys)
+    # Message: q, dout, lse and delta.
+    more = {"kv": statistics, "queries": 2 * BYTES * rows + 2 * statistics + BYTES * rows}
+    assert ring.in_backward() - ring.pool == made + call + more[circulates]
+
+
+def test_a_ring_that_gathers_columns_computes_them_before_the_blocks():
+    """At the peak, Triton computes columns: no step holds their buffers, or dk and dv."""
+    ring = memory("ring", kernel="triton")
+    model, tokens = compose(RUN).model, 65536 // WORKERS
+    sums = 4 * tokens * model.num_heads * model.head_dim
+    delta = 4 * tokens * model.num_heads
+    gradients = 2 * 4 * ring.index.columns * model.head_dim
+    columns = ring.index.columns_in_backward(tokens, model.head_dim, BYTES)
+    assert ring.in_backward() - ring.pool == sums + delta + gradients + columns
+    # Without gathered columns, each step holds both.
+    apart = memory("ring", kernel="triton", shared_columns=False)
+    columns = apart.index.columns_in_backward(tokens, model.head_dim, BYTES)
+    dkv = 4 * 2 * tokens * model.num_kv_heads * model.head_dim
+    made = sums // 2 + dkv
+    assert apart.in_backward() - apart.pool == sums + delta + made + columns + 2 * delta

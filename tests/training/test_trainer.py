@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,8 +262,8 @@ def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]
     checkpointer.wait()
     before = [p.detach().to_local().clone() for p in trainer.decoder.parameters()]
     if rank == 1:
-        forward = trainer.decoder.forward
-        trainer.decoder.forward = lambda *args: forward(*args) * float("nan")  # type: ignore[method-assign]
+        decoder, forward = trainer.decoder, trainer.decoder.forward
+        decoder.forward = lambda *args: forward(*args) * math.nan  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError) as caught:
         trainer.train_step(False)
     same = all(
@@ -345,8 +346,8 @@ def not_finite(rank: int, world: int, what: str) -> str:
     """Make rank 1's loss infinite, or its part of the gradient NaN."""
     trainer = make(rank, world, world, ())
     if rank == 1 and what == "loss":
-        forward = trainer.decoder.forward
-        trainer.decoder.forward = lambda *args: forward(*args) + float("inf")  # type: ignore[method-assign]
+        decoder, forward = trainer.decoder, trainer.decoder.forward
+        decoder.forward = lambda *args: forward(*args) + math.inf  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and what == "gradient":
             patch.setattr(
@@ -502,8 +503,10 @@ def test_cpu_workers_that_need_too_much_memory_are_refused_at_once():
     assert message.startswith("seq=160: 1 CPU worker of model=tiny would need about")
     assert "this machine has" in message
     # Whether a shorter sequence is enough, only the plan knows.
-    assert "Add --dry-run to see where the memory goes and what would fit, or " in message
-    assert message.endswith("or --dry-run topology=h200_1x8 to plan for eight GPUs")
+    assert message.endswith(
+        "`mtrain train ... --dry-run` shows where the memory goes and what would fit; add "
+        "topology=h200_1x8 to plan for eight GPUs"
+    )
 
 
 def counted(rank: int, world: int) -> tuple[int, list[tuple[str, int]]]:
