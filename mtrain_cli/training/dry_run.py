@@ -95,7 +95,7 @@ def search_rows(plan: RunPlan) -> list[RenderableType]:
     if plan.search is None or plan.search.chosen is None:
         return []
     rejected = describe_rejected(plan)
-    lines = [Text(f"{describe_choice(plan)}.")]
+    lines: list[RenderableType] = [Text(f"{describe_choice(plan)}.")]
     if rejected:
         lines.append(Text(f"Rejected, fastest setting of each kind: {rejected}.", style="dim"))
     return lines
