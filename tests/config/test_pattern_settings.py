@@ -123,8 +123,8 @@ def test_heads_share_an_index_only_with_kv_group(word, shared):
         ),
         (
             "sparsity=fixed sparsity.density=0.1 sparsity.slashes=5",
-            "sparsity.slashes=5: sparsity.density=0.1 already sets the number of slashes; give one "
-            "of them, or 0 for the other",
+            "sparsity.slashes=5: sparsity.density=0.1 already sets the number of slashes; give "
+            "only one of the two, or 0 for the other",
         ),
         (
             "sparsity.pattern=moba",

@@ -132,6 +132,8 @@ def test_the_key_of_the_mask_needs_no_other_file(tmp_path, monkeypatch):
             monkeypatch.setitem(LATER, name, value)
         assert load(earlier).data.window == 0
         config = compose(["data.window=8"], config_dir=tmp_path)
+        text = ["data=text", f"data.path={ROOT / 'README.md'}"]
+        assert compose(text, config_dir=tmp_path).data.window == 0, "inherits stdlib.yaml"
         masked, causal = (
             mask.MaskRule.of(each.data)(None, 60, 64) for each in (config, load(earlier))
         )
