@@ -76,8 +76,8 @@ def prepare(
           Tokenize MDS shards again, for another model
 
     Args:
-        source: A .txt, .md, .py, .jsonl or .parquet file, a folder of such files, a folder of MDS
-            shards, or 'stdlib' for Python's own sources.
+        source: A .txt, .md, .py, .jsonl or .parquet file, or a folder of them; a folder of MDS
+            shards; or 'stdlib' for Python's own sources.
         out: Folder of the token store; must hold nothing else.
         tokenizer: Raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json.
         vocab_size: Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.

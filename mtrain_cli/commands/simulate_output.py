@@ -269,8 +269,8 @@ def step_lines(
         return
     cost = step.dollars(tokens, price)
     yield (
-        f"{text}; ${cost.value:,.0f} (${cost.low:,.0f} - ${cost.high:,.0f}) at ${price:g} per GPU "
-        "and hour"
+        f"{text}; ${cost.value:,.0f} (${cost.low:,.0f} - ${cost.high:,.0f}) at ${price:g} per "
+        "GPU-hour"
     )
 
 

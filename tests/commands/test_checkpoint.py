@@ -161,7 +161,7 @@ def test_mistakes_are_one_line_and_leave_no_files(hf_folder, tmp_path):
     assert "truncated or corrupt safetensors" in mtrain(
         "checkpoint", "import", hf_folder, run, code=2
     )
-    assert "no run or checkpoint of a run" in mtrain(
+    assert "not a run or a run's checkpoint" in mtrain(
         "checkpoint", "export", run, tmp_path / "out", code=2
     )
     assert "already exists" in mtrain("checkpoint", "export", run, hf_folder, code=2)
@@ -181,7 +181,7 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path, folder):
 def test_a_missing_source_is_refused(tmp_path):
     pytest.importorskip("transformers")
     message = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
-    assert message.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run or checkpoint of a run")
+    assert message.startswith(f"mtrain: {tmp_path / 'nosuch'}: not a run or a run's checkpoint")
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
