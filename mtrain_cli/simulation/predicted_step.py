@@ -168,9 +168,18 @@ def predict_step(
     if attention.facts["pattern"] == "dense":
         pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
         model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
-    mfu, hfu = rate.value * model / peak, likely.flop / seconds.value / peak
-    amounts = likely.flop, likely.sent, likely.over_host
-    return PredictedStep(plan, seconds, likely.parts, likely.hidden, rate, mfu, hfu, *amounts)
+    return PredictedStep(
+        plan=plan,
+        seconds=seconds,
+        parts=likely.parts,
+        hidden=likely.hidden,
+        tokens_per_second_per_gpu=rate,
+        mfu=rate.value * model / peak,
+        hfu=likely.flop / seconds.value / peak,
+        flop=likely.flop,
+        sent=likely.sent,
+        over_host=likely.over_host,
+    )
 
 
 class _StepEstimate:

@@ -289,8 +289,14 @@ def predict_training(
     context = scenario.config.topology.context_parallel
     shared_by = context if isinstance(context, int) else workers
     check_enough_blocks(scenario.config, layout, workers, shared_by)
-    config, topology = scenario.config, {"layout": layout, "exchange": exchange}
-    plan = plan_on(cluster, config, workers=workers, kernel=scenario.kernel, **topology)
+    plan = plan_on(
+        cluster,
+        scenario.config,
+        workers=workers,
+        kernel=scenario.kernel,
+        layout=layout,
+        exchange=exchange,
+    )
     return evaluate(cluster, scenario, plan, number=number, rows=rows)
 
 

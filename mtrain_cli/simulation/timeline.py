@@ -195,13 +195,16 @@ class _Player:
     def result(self) -> PassTimes:
         if self.rows is not None:
             self.rows.add(recording.PASS, -1, self.start, self.now - self.start)
-        rows = tuple(self.rows.tables) if self.rows is not None else ()
-        spent, exposed = (
-            {name: table.T for name, table in tables.items()}
-            for tables in (self.spent, self.exposed)
+        return PassTimes(
+            direction=self.direction,
+            start=self.start,
+            end=self.now,
+            spent={kind: table.T for kind, table in self.spent.items()},
+            late=self.late.T,
+            exposed={link: table.T for link, table in self.exposed.items()},
+            carried=self.carried,
+            rows=tuple(self.rows.tables) if self.rows is not None else (),
         )
-        times = self.start, self.now, spent, self.late.T, exposed, self.carried
-        return PassTimes(self.direction, *times, rows)
 
     def _dispatch(self, action: Dispatch) -> None:
         # The host never waits for the GPU. The GPU waits if the host has not launched its work yet.

@@ -197,9 +197,16 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
             raise ConfigError(
                 f"RUN {run.folder}: {record_files.INDEX} has no index of any layer of {case.label}"
             )
-        recorded_index = partial(index_of, indices, pattern)
-        described = recorded_index, pattern, columns, pattern not in (_DENSE, _FIXED), model
-        return AttentionWorkload(made, indices.masks, tuple(sorted(layers)), *described)
+        return AttentionWorkload(
+            made=made,
+            masks=indices.masks,
+            layers=tuple(sorted(layers)),
+            index=partial(index_of, indices, pattern),
+            pattern=pattern,
+            columns=columns,
+            estimated=pattern not in (_DENSE, _FIXED),
+            model=model,
+        )
     # The file has indices for one length. Dense and fixed cases of other lengths do not need it.
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
@@ -212,11 +219,15 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
             f"before the measurement, as {own or '--prediction DIR'}, or measure one length per run"
         )
     made = replace(made, seq=seq, columns={}, iteration=0)
-    masks = (MaskRule.of(config.data)(None, seq, seq),) * batch
-    drawn_index = PairSource(pattern).problem(config).index
-    layers_of_case = tuple(case.layers)
     return AttentionWorkload(
-        made, masks, layers_of_case, drawn_index, pattern, columns, False, model
+        made=made,
+        masks=(MaskRule.of(config.data)(None, seq, seq),) * batch,
+        layers=tuple(case.layers),
+        index=PairSource(pattern).problem(config).index,
+        pattern=pattern,
+        columns=columns,
+        estimated=False,
+        model=model,
     )
 
 
@@ -446,10 +457,16 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
                 f"in {name}, but the run used {ours!r} with {measured.attention.shape[1]} steps"
             )
         passes[name] = _compare_pass(measured, other, predicted.bounds[name], case.bare_ms(name))
-    folder = str(run.folder)
-    group = folder, *(case.facts[name] for name in ("pattern", "seq", "cp"))
-    origin = predicted.remarks, str(predicted.folder), predicted.written
-    return CaseComparison(folder, case.label, group, passes, *origin)
+    folder, facts = str(run.folder), case.facts
+    return CaseComparison(
+        run=folder,
+        label=case.label,
+        group=(folder, facts["pattern"], facts["seq"], facts["cp"]),
+        passes=passes,
+        remarks=predicted.remarks,
+        prediction=str(predicted.folder),
+        written=predicted.written,
+    )
 
 
 def _compare_pass(

@@ -179,8 +179,8 @@ def replay(
     found = []
     for case, of_layers in zip(cases, replayed, strict=True):
         means = {name: _mean(of_layers[name]) for name in PASSES}
-        made = case.setup, case.choice.label, case.layout.padded_seq
-        found.append(ReplayedSetup(*made, layers, means))
+        padded_seq = case.layout.padded_seq
+        found.append(ReplayedSetup(case.setup, case.choice.label, padded_seq, layers, means))
     return found
 
 

@@ -125,8 +125,15 @@ class WorkCounter:
             owner[layout.positions(rank)] = rank // schedule.heads
         block_owner = owner[::block].copy()
         whole = np.array_equal(np.repeat(block_owner, block)[:padded], owner)
-        owners = owner, block_owner if whole else None
-        return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, *owners)
+        return WorkCounter(
+            schedule,
+            tuple(masks),
+            heads,
+            block,
+            shared_columns,
+            owner,
+            block_owner if whole else None,
+        )
 
     @property
     def groups(self) -> int:

@@ -141,8 +141,16 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
     exchange = choose_exchange(
         config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory)
     )
-    kernels, compiled = (kernel, kernel_reason), compiles(config, environment.device)
-    return ResolvedRun(layout, exchange, *kernels, dtype, compiled, pattern, dense_kernel)
+    return ResolvedRun(
+        layout=layout,
+        exchange=exchange,
+        kernel=kernel,
+        kernel_reason=kernel_reason,
+        dtype=dtype,
+        compile=compiles(config, environment.device),
+        pattern=pattern,
+        dense_kernel=dense_kernel,
+    )
 
 
 def require_cpu_kernel(config: Config) -> None:

@@ -168,9 +168,12 @@ class RunPlan:
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
         again = forward.recomputed(self.recompute)
         states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
-        weights, host = states.sent(), states.over_host_link()
-        sent, *sent_back = (int(program.sent(sizes)) for program in (forward, backward, again))
-        return ReceivedBytes(forward=sent, backward=sum(sent_back), weights=weights, host=host)
+        return ReceivedBytes(
+            forward=int(forward.sent(sizes)),
+            backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
+            weights=states.sent(),
+            host=states.over_host_link(),
+        )
 
     @property
     def gpu_name(self) -> str:
