@@ -49,6 +49,8 @@ class Flash4Kernel(TritonColumns):
             return f"computes bfloat16, not {request.dtype}"
         if request.head_dim not in (64, 128):
             return f"head_dim {request.head_dim} is not 64 or 128"
+        if request.intervals > 1:
+            return f"computes one interval of keys per query, not the {request.intervals} of mask"
         if request.deterministic:
             return "its block-sparse backward is not bitwise repeatable"
         if request.index is not None and request.index.block != _BLOCK:
@@ -77,7 +79,7 @@ class Flash4Kernel(TritonColumns):
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
         if not _is_few_rectangles(tiles):
-            spans, lists = (tiles.low, tiles.high), _mask_block_lists(tiles)[0]
+            spans, lists = tiles.one_interval, _mask_block_lists(tiles)[0]
             return dense.spans_forward(q, k, v, spans, lists, scale)
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
@@ -109,7 +111,7 @@ class Flash4Kernel(TritonColumns):
         if tiles.index is not None:
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _is_few_rectangles(tiles):
-            spans, lists = (tiles.low, tiles.high), _mask_block_lists(tiles)[1]
+            spans, lists = tiles.one_interval, _mask_block_lists(tiles)[1]
             return dense.spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale)
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
@@ -204,22 +206,28 @@ def _sparse_backward(
 def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return (low, high) of the tiles, or None if the mask is causal only, without documents."""
     assert tiles.geometry is not None
-    return None if tiles.geometry.tables.plain else (tiles.low, tiles.high)
+    return None if tiles.geometry.tables.plain else tiles.one_interval
 
 
 def _is_few_rectangles(tiles: Tiles) -> bool:
-    return tiles.same_for_batch and len(tiles.slices[0]) <= _MAX_RECTANGLES
+    """Return whether the mask consists of a few slices that are full or causal.
+
+    A band or an inverse slice goes to the block lists. FlashAttention-4's own windows were not
+    checked with them.
+    """
+    few = tiles.same_for_batch and len(tiles.slices[0]) <= _MAX_RECTANGLES
+    return few and not any(s.inverse for s in tiles.slices[0])
 
 
 def _is_one_rectangle(tiles: Tiles) -> bool:
     """Return whether one rectangle covers every query row."""
     slices = tiles.slices[0]
-    return len(slices) == 1 and slices[0].q_stop - slices[0].q_start == tiles.low.shape[1]
+    return len(slices) == 1 and slices[0].q_stop - slices[0].q_start == tiles.num_queries
 
 
 def _mask_block_lists(tiles: Tiles) -> tuple[Lists, Lists]:
     if "flash4" not in tiles.cache:
-        tiles.cache["flash4"] = block_lists(tiles.low, tiles.high, tiles.num_keys, _BLOCK)
+        tiles.cache["flash4"] = block_lists(*tiles.one_interval, tiles.num_keys, _BLOCK)
     return tiles.cache["flash4"]
 
 

@@ -43,6 +43,7 @@ class KernelRequest:
     dtype: torch's name of the dtype, such as ``bfloat16``.
     deterministic: whether results must be bitwise repeatable.
     index: the kind of the dynamic index; None for dense attention.
+    intervals: most disjoint intervals of keys that the mask lets a query see.
     """
 
     device: str
@@ -53,6 +54,7 @@ class KernelRequest:
     num_kv_heads: int
     deterministic: bool = False
     index: IndexRequest | None = None
+    intervals: int = 1
 
 
 class Kernel(Protocol):

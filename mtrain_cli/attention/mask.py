@@ -1,91 +1,245 @@
 """Masks: which query-key pairs are allowed before any dynamic index.
 
-Each query sees one interval of keys. A slot is the index of a token in its shard. Every layout
-keeps a worker's tokens in ascending order, so a query also sees one interval of slots in any key
-shard. `KeySpans` holds these intervals as two integers per query. Spans are exact, and are computed
-on the CPU without a process group. This module derives rectangles and counts from the spans, and
-`mask_tables` derives tables by block.
+Each query sees a few disjoint intervals of keys. A slot is the index of a token in its shard. Every
+layout keeps a worker's tokens in ascending order, so an interval of keys is also an interval of
+slots in any key shard. `KeySpans` holds these intervals as two integers per query and interval.
+Spans are exact, and are computed on the CPU without a process group. This module derives rectangles
+and counts from the spans, and `mask_tables` derives tables by block.
+
+A mask is built from slices (`KeySlice`), and its spans are cut into slices again for the kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain_cli.config.schema import DataConfig
+from mtrain_cli.config.mask_settings import MOST_INTERVALS
 
 IntArray = NDArray[np.int64]
 
 
+class SliceKind(IntFlag):
+    """Which keys of a rectangle a row sees. The two bits are independent of each other.
+
+    FULL: all keys.
+    CAUSAL: each row sees one key fewer than the next row at the upper end; the last row sees all.
+    INVERSE: each row sees one key fewer than the row before at the lower end; the first sees all.
+    BICAUSAL: both, which gives a band.
+    """
+
+    FULL = 0
+    CAUSAL = 1
+    INVERSE = 2
+    BICAUSAL = 3
+
+
+class KeySlice(NamedTuple):
+    """A rectangle: query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``.
+
+    kind: which keys each row sees. Row i sees the keys from ``k_start + (i - q_start)`` on if the
+        kind has the bit INVERSE, and the keys below ``k_stop - (q_stop - 1 - i)`` if it has CAUSAL.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    kind: int = SliceKind.FULL
+
+    @property
+    def causal(self) -> bool:
+        return bool(self.kind & SliceKind.CAUSAL)
+
+    @property
+    def inverse(self) -> bool:
+        return bool(self.kind & SliceKind.INVERSE)
+
+
 @dataclass(frozen=True)
 class SequenceMask:
-    """Causal attention over one packed sequence of ``padded`` positions.
+    """The keys that each query of one packed sequence of ``padded`` positions sees.
 
-    first: int64 [padded], position of the first key that the query at each position may see: the
-        start of the query's document, or 0 without documents. Non-decreasing.
+    low, high: int64 [intervals, padded]. The query at position q sees the keys ``low[i, q] <= k <
+        high[i, q]`` of each interval i. The intervals of a query are disjoint and ascend. Unused
+        intervals have low == high and come last.
     length: number of tokens. Later positions are padding: a query in the padding sees no key, and
         no query sees a key in the padding.
     """
 
-    first: IntArray
+    low: IntArray
+    high: IntArray
     length: int
 
     @property
+    def intervals(self) -> int:
+        """The number of intervals that the mask has room for in each query."""
+        return len(self.low)
+
+    @property
     def padded(self) -> int:
-        return len(self.first)
+        return self.low.shape[1]
+
+    @cached_property
+    def is_causal_interval(self) -> bool:
+        """Whether each query sees itself and the keys from some key on, which never decreases.
+
+        Dynamic indices need such a mask: causal attention, documents and sliding windows.
+        """
+        low, high = self.low[:, : self.length], self.high[:, : self.length]
+        return (
+            self.intervals == 1
+            and bool((high[0] == np.arange(1, self.length + 1)).all())
+            and bool((np.diff(low[0]) >= 0).all())
+        )
+
+    @property
+    def first(self) -> IntArray:
+        """The position of the first key that the query at each position sees, int64 [padded].
+
+        Raises:
+            ValueError: the mask is not one causal interval per query.
+        """
+        if not self.is_causal_interval:
+            raise ValueError(
+                "A dynamic index needs a mask in which each query sees one interval of keys that "
+                "ends at the query and whose start never decreases."
+            )
+        return self.low[0]
 
     @cached_property
     def plain(self) -> bool:
         """Whether the mask is causal only, without documents or padding."""
-        return self.length == self.padded and not self.first.any()
+        whole = self.length == self.padded and self.is_causal_interval
+        return whole and not self.low.any()
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         """Number of allowed query-key pairs in the sequence."""
-        return int((np.arange(self.length) - self.first[: self.length] + 1).sum())
+        return int((self.high - self.low).sum())
 
     def last(self) -> IntArray:
         """Return the position of the last query that sees each key, int64 [padded].
 
         For a key in the padding, the result holds the position of the last token.
+
+        Raises:
+            ValueError: the mask is not one causal interval per query.
         """
         opened = np.bincount(self.first[: self.length], minlength=self.padded)
         return np.cumsum(opened) - 1
 
+    def shows_later_keys(self) -> NDArray[np.bool_]:
+        """Return whether a query up to each position sees a key after the position, bool [padded].
+
+        If so, the model may know the next token at that position from its input, also through the
+        layers below: the query may see an earlier one, which sees the next token.
+        """
+        reach = np.maximum.accumulate(self.high.max(0))
+        return reach > np.arange(1, self.padded + 1)
+
     @staticmethod
     def causal(length: int, padded: int) -> SequenceMask:
         """Return the mask of causal attention over the whole sequence, without documents."""
-        return SequenceMask(np.zeros(padded, np.int64), length)
+        return SequenceMask.from_first(np.zeros(padded, np.int64), length)
 
     @staticmethod
-    def from_documents(documents: NDArray[np.integer], padded: int) -> SequenceMask:
-        """Return the mask of causal attention within each document.
+    def from_first(first: IntArray, length: int) -> SequenceMask:
+        """Return the mask in which each query sees the keys from ``first`` to itself.
+
+        first: int64 [padded], non-decreasing.
+        """
+        positions = np.arange(len(first))
+        high = np.where(positions < length, positions + 1, first)
+        return SequenceMask(first[None], high[None], length)
+
+    @staticmethod
+    def from_documents(
+        documents: NDArray[np.integer], padded: int, *, causal: bool = True
+    ) -> SequenceMask:
+        """Return the mask of attention within each document.
 
         documents: document id of each token, non-decreasing.
+        causal: whether a query sees only the keys up to itself.
 
         Raises:
             ValueError: an id is smaller than the id before it.
         """
-        ids = np.asarray(documents)
-        steps = np.diff(ids)
-        if bool((steps < 0).any()):
-            raise ValueError("Document ids decrease along the sequence. Give non-decreasing ids.")
-        starts = np.append(0, np.flatnonzero(steps) + 1)
-        lengths = np.diff(starts, append=padded)
-        return SequenceMask(np.repeat(starts, lengths), len(ids))
+        starts = document_starts(documents, padded)
+        if causal:
+            return SequenceMask.from_first(starts, len(documents))
+        begins = np.flatnonzero(np.diff(starts[: len(documents)], prepend=-1))
+        lengths = np.diff(begins, append=len(documents))
+        stops = starts.copy()
+        stops[: len(documents)] = np.repeat(begins + lengths, lengths)
+        return SequenceMask(starts[None], stops[None], len(documents))
+
+    @staticmethod
+    def from_slices(
+        slices: Sequence[KeySlice] | IntArray, length: int, padded: int
+    ) -> SequenceMask:
+        """Return the mask that allows each pair that at least one slice allows.
+
+        slices: the slices in positions, or an array int64 [slices, 5] with their fields. They may
+            overlap: a pair in several slices counts once.
+
+        Raises:
+            ValueError: a slice does not lie in the sequence or has an unknown kind, or a query sees
+                more than `MOST_INTERVALS` intervals.
+        """
+        table = np.asarray(slices, np.int64).reshape(-1, 5)
+        _check_slices(table, length)
+        row, low, high = _rows(table)
+        # Sort by row, then by start. The reach of a row is above all reaches of earlier rows.
+        base = row * (padded + 1)
+        order = np.argsort(base + low, kind="stable")
+        row, base, low, high = row[order], base[order], low[order], high[order]
+        reach = np.maximum.accumulate(base + high)
+        opens = np.append(True, (base + low)[1:] > reach[:-1])[: len(row)]
+        starts = np.flatnonzero(opens)
+        ends = np.append(starts[1:], len(row))[: len(starts)] - 1
+        of_row = row[starts]
+        rank = np.arange(len(starts)) - np.searchsorted(of_row, of_row)
+        intervals = int(rank.max(initial=0)) + 1
+        _check_intervals(intervals, of_row, rank)
+        bounds = np.zeros((2, intervals, padded), np.int64)
+        bounds[0, rank, of_row] = low[starts]
+        bounds[1, rank, of_row] = reach[ends] - base[ends]
+        return SequenceMask(bounds[0], bounds[1], length)
 
     def intersect(self, other: SequenceMask) -> SequenceMask:
-        """Return the mask that allows a pair if both this mask and ``other`` allow it."""
-        return SequenceMask(np.maximum(self.first, other.first), min(self.length, other.length))
+        """Return the mask that allows a pair if both this mask and ``other`` allow it.
+
+        Raises:
+            ValueError: a query then sees more than `MOST_INTERVALS` intervals.
+        """
+        low = np.maximum(self.low[:, None], other.low[None]).reshape(-1, self.padded)
+        high = np.minimum(self.high[:, None], other.high[None]).reshape(-1, self.padded)
+        high = np.maximum(low, high)
+        if len(low) > 1:
+            low, high = _packed(low, high)
+        return SequenceMask(low, high, min(self.length, other.length))
 
     def repadded(self, padded: int) -> SequenceMask:
         """Return this mask with the sequence padded to ``padded`` positions instead."""
-        first = np.zeros(padded, np.int64)
-        first[: self.length] = self.first[: self.length]
-        return SequenceMask(first, self.length)
+        bounds = np.zeros((2, self.intervals, padded), np.int64)
+        bounds[:, :, : self.length] = (self.low[:, : self.length], self.high[:, : self.length])
+        return SequenceMask(bounds[0], bounds[1], self.length)
+
+    def same_as(self, other: SequenceMask) -> bool:
+        """Return whether both masks allow the same pairs of a sequence of the same length."""
+        tokens = slice(self.length)
+        return self is other or (
+            self.length == other.length
+            and np.array_equal(self.low[:, tokens], other.low[:, tokens])
+            and np.array_equal(self.high[:, tokens], other.high[:, tokens])
+        )
 
     def spans(self, query_positions: IntArray, key_positions: IntArray) -> KeySpans:
         """Return the mask between a shard of queries and a shard of keys.
@@ -93,17 +247,93 @@ class SequenceMask:
         query_positions, key_positions: int64 [queries] and [keys], global positions, ascending.
         """
         is_token = query_positions < self.length
-        low = np.where(is_token, self.first[query_positions], 0)
-        high = np.where(is_token, query_positions + 1, 0)
+        low, high = (
+            np.where(is_token, bound[:, query_positions], 0) for bound in (self.low, self.high)
+        )
         return KeySpans(low, high, self.padded).restrict(key_positions)
+
+
+def document_starts(documents: NDArray[np.integer], padded: int) -> IntArray:
+    """Return the position at which the document of each position starts, int64 [padded].
+
+    Padding belongs to the last document.
+
+    documents: document id of each token, non-decreasing.
+
+    Raises:
+        ValueError: an id is smaller than the id before it.
+    """
+    steps = np.diff(np.asarray(documents))
+    if bool((steps < 0).any()):
+        raise ValueError("Document ids decrease along the sequence. Give non-decreasing ids.")
+    starts = np.append(0, np.flatnonzero(steps) + 1)
+    return np.repeat(starts, np.diff(starts, append=padded))
+
+
+def _check_slices(table: IntArray, length: int) -> None:
+    """Raise ValueError for the first slice that is not part of a sequence of ``length`` tokens."""
+    q_start, q_stop, k_start, k_stop, kind = table.T
+    inside = (q_start >= 0) & (q_stop <= length) & (k_start >= 0) & (k_stop <= length)
+    ordered = (q_start <= q_stop) & (k_start <= k_stop)
+    if not (inside & ordered).all():
+        wrong = table[np.argmin(inside & ordered)]
+        raise ValueError(
+            f"The slice {wrong.tolist()} of (query start, query stop, key start, key stop, kind) "
+            f"does not lie in a sequence of {length} tokens. Give starts from 0 on and stops from "
+            f"the start to {length}."
+        )
+    known = (kind >= 0) & (kind <= SliceKind.BICAUSAL)
+    if not known.all():
+        raise ValueError(
+            f"A slice has the kind {kind[np.argmin(known)]}; allowed: 0 (full), 1 (causal), "
+            "2 (inverse) and 3 (bidirectional-causal)."
+        )
+
+
+def _check_intervals(intervals: int, rows: IntArray, rank: IntArray) -> None:
+    if intervals > MOST_INTERVALS:
+        raise ValueError(
+            f"The query at position {rows[np.argmax(rank)]} sees {intervals} separate intervals of "
+            f"keys; allowed: at most {MOST_INTERVALS}. Give slices that touch or overlap, or fewer "
+            "slices per query."
+        )
+
+
+def _rows(table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return (row, low, high) of each interval that the slices give a row, without empty ones."""
+    rows = table[:, 1] - table[:, 0]
+    of = np.repeat(np.arange(len(table)), rows)
+    within = np.arange(len(of)) - np.repeat(np.cumsum(rows) - rows, rows)
+    q_start, _, k_start, k_stop, kind = table[of].T
+    low = k_start + within * (kind >> 1)
+    high = k_stop - (rows[of] - 1 - within) * (kind & 1)
+    seen = high > low
+    return (q_start + within)[seen], low[seen], high[seen]
+
+
+def _packed(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
+    """Move empty intervals behind the others, as 0 to 0, and drop rows that hold only empty ones.
+
+    low, high: int64 [intervals, positions], ascending apart from empty intervals.
+    """
+    used = high > low
+    most = int(used.sum(0).max(initial=0))
+    if used[:most].sum() < used.sum():
+        order = np.argsort(~used, axis=0, kind="stable")[: max(most, 1)]
+        low, high, used = (np.take_along_axis(t, order, 0) for t in (low, high, used))
+    if most > MOST_INTERVALS:
+        _check_intervals(most, np.arange(low.shape[1]), used.sum(0))
+    keep = slice(max(most, 1))
+    return np.where(used[keep], low[keep], 0), np.where(used[keep], high[keep], 0)
 
 
 @dataclass(frozen=True)
 class KeySpans:
-    """The key slots that each query of a shard sees: query i sees slots ``low[i] <= j < high[i]``.
+    """The key slots that each query of a shard sees.
 
-    low, high: int64 [queries], equal if the query sees no key. Over the queries that see a key,
-        both are non-decreasing.
+    low, high: int64 [intervals, queries]. Query q sees the slots ``low[i, q] <= j < high[i, q]`` of
+        each interval i. An interval without keys has low == high. The intervals of a query are
+        disjoint and ascend, apart from empty ones.
     num_keys: number of key slots.
     """
 
@@ -111,10 +341,19 @@ class KeySpans:
     high: IntArray
     num_keys: int
 
+    @property
+    def intervals(self) -> int:
+        return len(self.low)
+
     @cached_property
     def pairs(self) -> int:
         """Number of allowed query-key pairs."""
         return int((self.high - self.low).sum())
+
+    def seen(self) -> NDArray[np.bool_]:
+        """Return which query sees which slot, bool [queries, keys]. For tests and small masks."""
+        slots = np.arange(self.num_keys)
+        return ((slots >= self.low[..., None]) & (slots < self.high[..., None])).any(0)
 
     def restrict(self, keys: IntArray) -> KeySpans:
         """Return the spans over a subset of the keys.
@@ -126,68 +365,39 @@ class KeySpans:
 
     @cached_property
     def slices(self) -> tuple[KeySlice, ...]:
-        """The mask as the fewest full or causal rectangles, in ascending order of queries."""
-        low, high = self.low, self.high
-        seen = high > low
-        # Rows i and i + 1 with equal low belong to one rectangle if high stays (full, kind 0) or
-        # grows by one (causal, kind 1). Otherwise a rectangle ends at row i (kind -1).
-        step = np.diff(high)
-        joined = (np.diff(low) == 0) & seen[1:] & seen[:-1] & ((step == 0) | (step == 1))
-        kind = np.append(np.where(joined, step, -1), -1)
-        begins = np.append(0, np.flatnonzero(np.diff(kind)) + 1)
-        stops = np.append(begins[1:], len(kind)).tolist()
-        bounds: list[tuple[int, int, bool]] = []
-        row = 0
-        for stop, k in zip(stops, kind[begins].tolist(), strict=True):
-            if k < 0:
-                alone = row + np.flatnonzero(seen[row:stop])
-                bounds += [(r, r + 1, False) for r in alone.tolist()]
-                row = stop
-            elif row < stop:  # the run includes row `stop`, so no other rectangle begins there
-                bounds.append((row, stop + 1, k == 1))
-                row = stop + 1
-        return tuple(
-            KeySlice(start, stop, int(low[start]), int(high[stop - 1]), causal)
-            for start, stop, causal in bounds
-        )
+        """The mask as few slices. Those of one interval come in ascending order of queries.
 
-
-@dataclass(frozen=True)
-class KeySlice:
-    """A rectangle: query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``.
-
-    causal: whether row i sees only the keys below ``k_stop - (q_stop - 1 - i)``: the last row sees
-        all keys, and every other row sees one key fewer than the next row.
-    """
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    causal: bool
-
-
-@dataclass(frozen=True)
-class MaskRule:
-    """The rule by which a run masks its sequences. The fields are keys of `DataConfig`.
-
-    `docs/extending.md`, "A mask", lists the steps to add a mask.
-    """
-
-    document_mask: bool
-
-    @staticmethod
-    def of(data: DataConfig) -> MaskRule:
-        return MaskRule(**{f.name: getattr(data, f.name) for f in fields(MaskRule)})
-
-    def __call__(
-        self, documents: NDArray[np.integer] | None, length: int, padded: int
-    ) -> SequenceMask:
-        """Return the mask of a sequence.
-
-        documents: document id of each token; None if the sequence is one document.
+        The slices of different intervals may have the same queries, but no pair twice.
         """
-        mask = SequenceMask.causal(length, padded)
-        if self.document_mask and documents is not None:
-            mask = mask.intersect(SequenceMask.from_documents(documents, padded))
-        return mask
+        found: list[KeySlice] = []
+        for low, high in zip(self.low, self.high, strict=True):
+            found += _slices(low, high)
+        return tuple(found)
+
+
+def _slices(low: IntArray, high: IntArray) -> list[KeySlice]:
+    """Return the slices of one interval per query, in ascending order of queries."""
+    seen = high > low
+    # Rows i and i + 1 belong to one slice if each bound either stays or grows by one. The kind says
+    # which bounds grow. Otherwise a slice ends at row i (kind -1).
+    lower, upper = np.diff(low), np.diff(high)
+    joined = seen[1:] & seen[:-1] & (lower >> 1 == 0) & (upper >> 1 == 0)
+    kind = np.append(np.where(joined, 2 * lower + upper, -1), -1)
+    # A row between a band and a full or causal slice belongs to the latter.
+    kind[:-1][(kind[:-1] > 1) & (kind[1:] >= 0) & (kind[1:] <= 1)] = -1
+    begins = np.append(0, np.flatnonzero(np.diff(kind)) + 1)
+    stops = np.append(begins[1:], len(kind)).tolist()
+    bounds: list[tuple[int, int, int]] = []
+    row = 0
+    for stop, k in zip(stops, kind[begins].tolist(), strict=True):
+        if k < 0:
+            alone = row + np.flatnonzero(seen[row:stop])
+            bounds += [(r, r + 1, 0) for r in alone.tolist()]
+            row = max(row, stop)
+        elif row < stop:  # the run includes row `stop`, so no other slice begins there
+            bounds.append((row, stop + 1, k))
+            row = stop + 1
+    return [
+        KeySlice(start, stop, int(low[start]), int(high[stop - 1]), kind)
+        for start, stop, kind in bounds
+    ]

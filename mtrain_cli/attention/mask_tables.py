@@ -24,8 +24,8 @@ NOTHING = 1 << 30
 class BlockPairs:
     """The number of allowed query-key pairs in each pair of blocks of one sequence.
 
-    Along the key blocks of one query block, this number changes only at document starts and at the
-    diagonal, so only the changes are stored.
+    Along the key blocks of one query block, this number changes only where the intervals of its
+    queries start and at the diagonal, so only the changes are stored.
 
     rows, blocks: number of query blocks and of key blocks.
     places: int64 [changes], indices of the changes in a flat table [rows, blocks + 1], ascending.
@@ -45,6 +45,9 @@ class BlockPairs:
         """Count the pairs that a mask allows.
 
         rows: ascending numbers of the query blocks to cover; None for all.
+
+        Raises:
+            ValueError: the mask is not one causal interval per query.
         """
         rows = np.arange(blocks) if rows is None else rows
         first, q = mask.first[: mask.length], np.arange(mask.length)
@@ -144,6 +147,9 @@ class MaskTables:
             masks: one per sequence of the batch.
             bitmap: whether to store what `per_block` needs to count the pairs of a bitmap.
             rows: ascending query block numbers of the bitmap; None for all.
+
+        Raises:
+            ValueError: a mask is not one causal interval per query.
         """
         padded = masks[0].padded
         blocks = -(-padded // block)

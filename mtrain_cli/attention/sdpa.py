@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest
-from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.attention.mask import SliceKind
+from mtrain_cli.attention.partials import accumulation_dtype, merge
 from mtrain_cli.attention.tiles import Tiles
 
 _MASK_BYTES = 16 << 20  # maximum size of the additive mask of one CPU call
@@ -19,15 +20,15 @@ _CACHED_MASK_BYTES = 256 << 20  # maximum size of a sequence's masks that other 
 _ROWS_PER_CALL = 512
 
 # Query rows, key slots and mask of one kernel call. On the CPU the mask is an additive tensor, or
-# False for none. On CUDA it says whether the call is causal.
-Call = tuple[slice, slice, torch.Tensor | bool]
+# False for none, and the slots may be a tensor. On CUDA the mask is the kind of a slice.
+Call = tuple[slice, slice | torch.Tensor, torch.Tensor | bool | SliceKind]
 
 
 class SdpaKernel(DefinitionColumns):
     """PyTorch's attention: float32, bfloat16 and float64 on the CPU, bfloat16 on CUDA.
 
-    On CUDA, each rectangle of the mask takes one call. A striped layout or many documents lead to
-    many calls.
+    On CUDA, each slice of the mask takes one call. A striped layout, many documents or several
+    intervals per query lead to many calls.
     """
 
     name = "sdpa"
@@ -57,6 +58,8 @@ class SdpaKernel(DefinitionColumns):
         batch, queries, heads, _ = q.shape
         high = accumulation_dtype(q.dtype)
         out, lse = torch.zeros_like(q), q.new_full((batch, heads, queries), -torch.inf, dtype=high)
+        if q.is_cuda and tiles.intervals > 1:
+            return _merged_forward(q, k, v, tiles, scale)
         forward = _cuda_forward if q.is_cuda else _cpu_forward
         for b in range(batch):
             for rows, keys, mask in _calls(tiles, b, q):
@@ -65,7 +68,7 @@ class SdpaKernel(DefinitionColumns):
                 )
         if not q.is_cuda and tiles.index is None:
             # For a row that sees no key, the CPU kernel returns lse 0.
-            lse.masked_fill_((tiles.low >= tiles.high)[:, None], float("-inf"))
+            lse.masked_fill_((tiles.low >= tiles.high).all(1)[:, None], float("-inf"))
         return out, lse
 
     def backward(
@@ -81,7 +84,8 @@ class SdpaKernel(DefinitionColumns):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         high = accumulation_dtype(q.dtype)
-        dq = torch.zeros_like(q)
+        adds = q.is_cuda and tiles.intervals > 1  # several slices share queries
+        dq = torch.zeros(q.shape, dtype=high if adds else q.dtype, device=q.device)
         dk, dv = (torch.zeros(k.shape, dtype=high, device=k.device) for _ in range(2))
         if not q.is_cuda:
             # Given 16-bit inputs, the CPU kernel rounds dk and dv after every tile of queries.
@@ -97,12 +101,34 @@ class SdpaKernel(DefinitionColumns):
         for b in range(q.shape[0]):
             for rows, keys, mask in _calls(tiles, b, q):
                 of_rows = out[b, rows], lse[b, :, rows]
-                dq[b, rows], part_dk, part_dv = backward(
+                part_dq, part_dk, part_dv = backward(
                     dout[b, rows], q[b, rows], k[b, keys], v[b, keys], *of_rows, mask, scale
                 )
+                if adds:
+                    dq[b, rows] += part_dq
+                else:
+                    dq[b, rows] = part_dq
                 dk[b, keys] += part_dk
                 dv[b, keys] += part_dv
-        return dq, dk, dv
+        return dq.to(q.dtype) if adds else dq, dk, dv
+
+
+def _merged_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse on CUDA under a mask in which several slices share queries.
+
+    The results of the slices are merged in float32.
+    """
+    batch, queries, heads, _ = q.shape
+    high = accumulation_dtype(q.dtype)
+    out = torch.zeros(q.shape, dtype=high, device=q.device)
+    lse = q.new_full((batch, heads, queries), -torch.inf, dtype=high)
+    for b in range(batch):
+        for rows, keys, mask in _calls(tiles, b, q):
+            part, part_lse = _cuda_forward(q[b, rows], k[b, keys], v[b, keys], mask, scale)
+            merge(out[b : b + 1, rows], lse[b : b + 1, :, rows], part[None], part_lse[None])
+    return out.to(q.dtype), lse
 
 
 def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -135,12 +161,15 @@ def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> list[Call]:
     if tiles.index is not None:
         return list(_cpu_index_calls(tiles, b, dtype))
     if q.is_cuda:
-        slices = tiles.slices[b]
-        return [(slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), s.causal) for s in slices]
+        return [
+            (slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), SliceKind(s.kind))
+            for s in tiles.slices[b]
+        ]
     key = f"sdpa:{b}:{dtype}"
     if key in tiles.cache:
         return tiles.cache[key]
-    calls = list(_cpu_calls(tiles, b, dtype))
+    split = _cpu_calls if tiles.intervals == 1 else _cpu_interval_calls
+    calls = list(split(tiles, b, dtype))
     masks = [mask for _, _, mask in calls if isinstance(mask, torch.Tensor)]
     if sum(mask.nbytes for mask in masks) <= _CACHED_MASK_BYTES:
         tiles.cache[key] = calls
@@ -152,7 +181,7 @@ def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
 
     A call has no mask if all rows of its group see the same keys.
     """
-    low, high = tiles.low[b], tiles.high[b]
+    low, high = (bound[b] for bound in tiles.one_interval)
     num_rows = len(low)
     rows_with_keys = (low < high).nonzero().flatten()
     start = int(rows_with_keys[0]) if len(rows_with_keys) else num_rows
@@ -174,6 +203,41 @@ def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
         start = stop
 
 
+def _cpu_interval_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
+    """Yield one call per group of rows, with only the keys that some row of the group sees."""
+    start, num_rows = 0, tiles.num_queries
+    while start < num_rows:
+        stop = min(start + _ROWS_PER_CALL, num_rows)
+        low, high = tiles.low[b, :, start:stop], tiles.high[b, :, start:stop]
+        slots = _slots_seen(low, high, tiles.num_keys)
+        most = max(16, _MASK_BYTES // (4 * max(1, len(slots))))
+        if stop - start > most:
+            stop = start + most
+            low, high = low[:, :most], high[:, :most]
+            slots = _slots_seen(low, high, tiles.num_keys)
+        if len(slots):
+            seen = ((slots >= low[..., None]) & (slots < high[..., None])).any(0)
+            mask: torch.Tensor | bool = False
+            if not bool(seen.all()):
+                mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+            first, last = int(slots[0]), int(slots[-1]) + 1
+            whole = last - first == len(slots)
+            yield slice(start, stop), slice(first, last) if whole else slots, mask
+        start = stop
+
+
+def _slots_seen(low: torch.Tensor, high: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """Return the key slots that at least one row sees, ascending, int64.
+
+    low, high: int32 [intervals, rows].
+    """
+    edges = torch.zeros(num_keys + 1, dtype=torch.int64)
+    ones = torch.ones(low.numel(), dtype=torch.int64)
+    edges.index_add_(0, low.flatten().long(), ones)
+    edges.index_add_(0, high.flatten().long(), -ones)
+    return edges.cumsum(0)[:-1].nonzero().flatten()
+
+
 def _cpu_index_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
     """Yield one call per group of rows, with masks of all heads, [heads, rows, keys]."""
     assert tiles.index is not None
@@ -182,10 +246,10 @@ def _cpu_index_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]
     slots = torch.arange(tiles.num_keys, dtype=torch.int32)
     for start in range(0, len(positions), rows):
         stop = min(start + rows, len(positions))
-        last = int(tiles.high[b, start:stop].max())
+        low, high = (bound[b, start:stop, None] for bound in tiles.one_interval)
+        last = int(high.max())
         if not last:
             continue
-        low, high = tiles.low[b, start:stop, None], tiles.high[b, start:stop, None]
         visible = (slots[:last] >= low) & (slots[:last] < high)
         visible = visible & tiles.index.allowed(positions[start:stop], key_positions[:last])[b]
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
@@ -239,18 +303,36 @@ def _cpu_backward(dout, q, k, v, out, lse, mask, scale):
     return dq.permute(2, 0, 1, 3).flatten(1, 2), dk, dv
 
 
-def _cuda_forward(q, k, v, causal, scale):
+def flash_window(queries: int, keys: int, kind: SliceKind) -> tuple[bool, dict[str, int]]:
+    """Return (is_causal, window sizes) with which FlashAttention-2 computes a slice.
+
+    FlashAttention-2 lets row i see the keys ``i + keys - queries - left <= j <= i + keys - queries
+    + right``, and takes a missing size for no limit. Every row of a slice sees a key, so keys >=
+    queries unless the slice is full.
+    """
+    if not kind & SliceKind.INVERSE:
+        return bool(kind & SliceKind.CAUSAL), {}
+    sizes = {"window_size_left": keys - queries}
+    if kind & SliceKind.CAUSAL:
+        sizes["window_size_right"] = 0
+    return False, sizes
+
+
+def _cuda_forward(q, k, v, kind, scale):
+    causal, window = flash_window(len(q), len(k), kind)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q[None], k[None], v[None], None, None, len(q), len(k), 0.0, causal, False, scale=scale
-    )
+        q[None], k[None], v[None], None, None, len(q), len(k), 0.0, causal, False, scale=scale,
+        **window,
+    )  # fmt: skip
     return out[0], lse[0]
 
 
-def _cuda_backward(dout, q, k, v, out, lse, causal, scale):
+def _cuda_backward(dout, q, k, v, out, lse, kind, scale):
+    causal, window = flash_window(len(q), len(k), kind)
     dout, out, lse = (t[None].contiguous() for t in (dout, out.to(q.dtype), lse))
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
     gradients = torch.ops.aten._flash_attention_backward(
         dout, q[None], k[None], v[None], out, lse, None, None, len(q), len(k), 0.0, causal,
-        unused, unused, scale=scale,
+        unused, unused, scale=scale, **window,
     )  # fmt: skip
     return tuple(t[0] for t in gradients)

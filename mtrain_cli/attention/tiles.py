@@ -23,7 +23,8 @@ from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
 class Tiles:
     """The query-key pairs that one kernel call computes.
 
-    low, high: int32 [batch, queries]. Each query sees the key slots ``low <= j < high``.
+    low, high: int32 [batch, intervals, queries]. Each query sees the key slots ``low <= j < high``
+        of each interval. Intervals are disjoint and ascend, apart from empty ones.
     spans: low and high on the host, one `KeySpans` per sequence.
     cache: what kernels derive from the mask, such as block lists. All layers and both passes share
         this cache.
@@ -48,7 +49,10 @@ class Tiles:
         geometry: BlockGeometry | None = None,
     ) -> Tiles:
         """Build tiles from one `KeySpans` per sequence of the batch, all of the same shape."""
-        bounds = np.stack([(s.low, s.high) for s in spans], 1).astype(np.int32)
+        intervals = max(s.intervals for s in spans)
+        bounds = np.zeros((2, len(spans), intervals, spans[0].low.shape[1]), np.int32)
+        for row, s in enumerate(spans):
+            bounds[0, row, : s.intervals], bounds[1, row, : s.intervals] = s.low, s.high
         low, high = map(torch.from_numpy, bounds)
         return Tiles(low, high, tuple(spans), geometry=geometry).to(device)
 
@@ -77,6 +81,21 @@ class Tiles:
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     @property
+    def intervals(self) -> int:
+        """Most intervals of keys that a query sees."""
+        return self.low.shape[1]
+
+    @property
+    def num_queries(self) -> int:
+        return self.low.shape[2]
+
+    @property
+    def one_interval(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Low and high, [batch, queries], of a mask with one interval per query."""
+        assert self.intervals == 1
+        return self.low[:, 0], self.high[:, 0]
+
+    @property
     def num_keys(self) -> int:
         """Number of key slots."""
         return self.spans[0].num_keys
@@ -88,7 +107,7 @@ class Tiles:
 
     @property
     def slices(self) -> tuple[tuple[KeySlice, ...], ...]:
-        """The rectangles of the mask for each sequence of the batch. Dense kernels read them."""
+        """The mask of each sequence of the batch as slices. Dense kernels read them."""
         return tuple(spans.slices for spans in self.spans)
 
     def with_index(self, index: Index | None) -> Tiles:
@@ -112,7 +131,7 @@ class Tiles:
             (numbers.long()[:, None] * geometry.block + within).flatten()
             for numbers in (geometry.query_blocks, geometry.key_blocks)
         )
-        return queries[: self.low.shape[1]], keys[: self.num_keys]
+        return queries[: self.num_queries], keys[: self.num_keys]
 
     def seen(self) -> torch.Tensor:
         """Return which query sees which key, bool [batch, heads or 1, queries, keys].
@@ -120,7 +139,8 @@ class Tiles:
         The result takes memory for every pair, so use it for the oracle and for small masks only.
         """
         slots = torch.arange(self.num_keys, device=self.low.device)
-        seen = ((slots >= self.low[..., None]) & (slots < self.high[..., None]))[:, None]
+        seen = (slots >= self.low[..., None]) & (slots < self.high[..., None])
+        seen = seen.any(1, keepdim=True)
         return seen if self.index is None else seen & self.index.allowed(*self.positions())
 
     @property
@@ -130,5 +150,5 @@ class Tiles:
 
     @cached_property
     def same_for_batch(self) -> bool:
-        """Whether all sequences have the same rectangles, so one kernel call can serve them all."""
+        """Whether all sequences have the same slices, so one kernel call can serve them all."""
         return all(s == self.slices[0] for s in self.slices)

@@ -105,8 +105,9 @@ def show_option(
     def belongs(key: str) -> bool:
         if group == RECIPE:
             return values[key] != before.get(key)
-        # A sparsity key of another pattern has no value.
-        return key.startswith(f"{group}.") and not (group == "sparsity" and values[key] is None)
+        # A key of another pattern or mask has no value.
+        of_another = group in ("sparsity", "mask") and values[key] is None
+        return key.startswith(f"{group}.") and not of_another
 
     rows = [
         (key.name, keys.show(values[key.name]), key.help, key.allowed)
@@ -139,6 +140,7 @@ def _split(
 
 def _command_for(key: str, options: dict[str, dict[str, Path]]) -> str:
     """Return the command that shows a key."""
+    from mtrain_cli.config.mask_settings import MASKS
     from mtrain_cli.config.pattern_settings import PATTERNS, pattern_keys
 
     group, _, name = key.partition(".")
@@ -147,6 +149,9 @@ def _command_for(key: str, options: dict[str, dict[str, Path]]) -> str:
     if group == "sparsity":
         # The default pattern has few keys, so name the first pattern that has this one.
         owners = [p for p in PATTERNS if name in pattern_keys(p) and p in options[group]]
+        group = f"{group}/{owners[0]}" if owners else group
+    if group == "mask":
+        owners = [kind for kind in MASKS if name in MASKS[kind] and kind in options[group]]
         group = f"{group}/{owners[0]}" if owners else group
     return f"`mtrain config show {group}`"
 

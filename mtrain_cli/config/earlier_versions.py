@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
+
+from mtrain_cli.config.mask_settings import MaskConfig
 
 # Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
 LATER = {
@@ -33,6 +36,8 @@ LATER = {
     "train.tile_mib": 0,
     "train.loss_gradients": "forward",
     "train.z_loss": 0.0,
+    "mask.kind": "causal",
+    **{f"mask.{item.name}": None for item in fields(MaskConfig) if item.name != "kind"},
 }
 
 # {old name: current name} in resolved.yaml.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.option import (
     ABOVE_ZERO,
     FRACTION,
@@ -407,6 +408,7 @@ class Config:
     seed: int = option(Range("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63))
     model: ModelConfig
     topology: TopologyConfig
+    mask: MaskConfig
     sparsity: PatternSettings
     data: DataConfig
     optim: OptimConfig

@@ -51,6 +51,7 @@ def problems(config: Config) -> list[str]:
         *_topology(config.topology),
         *_blocks(config),
         *(config.sparsity.problems(config.seq) if _is_complete(config.sparsity) else ()),
+        *config.mask.problems(config.seq, config.sparsity.pattern),
         *_batch(config.train, config.topology),
         *_data(config.data, config.model),
         *_optim(config),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.index import Index
-from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.context_attention import ContextAttention
@@ -150,7 +150,7 @@ class _Attention:
             their tensors. The call adds missing tensors.
         """
         layout, choices = case.choices.layout, case.choices
-        mask = MaskRule.of(case.config.data)(None, case.config.seq, layout.padded_seq)
+        mask = MaskRule.of(case.config)(None, case.config.seq, layout.padded_seq)
         masks = [mask] * case.config.train.micro_batch
         attend = ContextAttention.make(
             case.exchange, choices.kernel, masks, bench.device, choices.pattern

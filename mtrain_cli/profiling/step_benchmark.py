@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.profiling.measurement import (
     Bench,
     MeasurementCase,
@@ -69,7 +69,7 @@ class _Rehearsal(Callback):
                 case.exchange,
                 case.choices.kernel,
                 bench.device,
-                mask=MaskRule.of(trainer.config.data),
+                mask=MaskRule.of(trainer.config),
                 pattern=case.choices.pattern,
                 keep=attention_kept(trainer.config.train),
                 offload=trainer.offload,

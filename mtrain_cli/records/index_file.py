@@ -152,8 +152,7 @@ def save_indices(
                         _write(file, f"{number}.{name}", values)
                 entries.append(entry)
             for row, mask in enumerate(masks):
-                starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
-                _write(file, f"mask{row}", np.stack([starts, mask.first[starts]]))
+                _write(file, f"mask{row}", _packed_mask(mask))
             _write(file, "lengths", np.array([mask.length for mask in masks], np.int64))
             _write(file, "padded", np.array([mask.padded for mask in masks], np.int64))
             about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(setup)}
@@ -240,8 +239,23 @@ def _check(
                 raise ValueError("blocks")
 
 
-def _mask(runs: np.ndarray, length: int, padded: int) -> SequenceMask:
-    starts, values = runs
+def _packed_mask(mask: SequenceMask) -> np.ndarray:
+    if not mask.is_causal_interval:
+        bounds = np.stack([mask.low, mask.high], 1)
+        return np.diff(bounds, axis=-1, prepend=0).astype(np.int32)  # compresses well
+    starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
+    return np.stack([starts, mask.first[starts]])
+
+
+def _mask(packed: np.ndarray, length: int, padded: int) -> SequenceMask:
+    if packed.ndim == 3:
+        low, high = packed.astype(np.int64).cumsum(-1).transpose(1, 0, 2)
+        inside = (low >= 0).all() and (high <= length).all() and 0 <= length <= padded
+        ascend = (low <= high).all() and ((high[:-1] <= low[1:]) | (low[1:] == high[1:])).all()
+        if low.shape[1] != padded or not (inside and ascend) or (high > low)[:, length:].any():
+            raise ValueError("masks")
+        return SequenceMask(low, high, length)
+    starts, values = packed
     counts = np.diff(starts, append=padded)
     ordered = (counts >= 0).all() and counts.sum() == padded and not starts[:1].any()
     if not (ordered and 0 <= length <= padded):
@@ -249,7 +263,7 @@ def _mask(runs: np.ndarray, length: int, padded: int) -> SequenceMask:
     first = np.repeat(values, counts)
     if (first < 0).any() or (first[:length] > np.arange(length)).any():
         raise ValueError("masks")
-    return SequenceMask(first, length)
+    return SequenceMask.from_first(first, length)
 
 
 def _packed(index: Index) -> dict[str, np.ndarray]:

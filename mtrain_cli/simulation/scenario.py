@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mtrain_cli.attention.index import Index, VerticalSlash
-from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import Cluster, uneven_nodes
 from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings
 from mtrain_cli.config.schema import Config, ConfigError
@@ -78,7 +78,7 @@ class PairSource:
         fixed = config.sparsity if self.name == FIXED else None
         return AttentionWorkload(
             recorded_as,
-            (MaskRule.of(config.data)(None, config.seq, config.seq),) * config.train.micro_batch,
+            (MaskRule.of(config)(None, config.seq, config.seq),) * config.train.micro_batch,
             tuple(range(self.layers)),
             lru_cache(_KEPT)(self._draw(config, config.sparsity.block or stripe)),
             self.name,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli import resource_dir
-from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import Config, ConfigError
@@ -221,7 +221,7 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     made = replace(made, seq=seq, columns={}, iteration=0)
     return AttentionWorkload(
         made=made,
-        masks=(MaskRule.of(config.data)(None, seq, seq),) * batch,
+        masks=(MaskRule.of(config)(None, seq, seq),) * batch,
         layers=tuple(case.layers),
         index=PairSource(pattern).problem(config).index,
         pattern=pattern,

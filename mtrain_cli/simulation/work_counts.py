@@ -244,8 +244,7 @@ class WorkCounter:
         found: list[tuple[SequenceMask, list[int]]] = []
         for row, mask in enumerate(self.masks):
             for other, rows in found:
-                same_length = mask.length == other.length
-                if mask is other or (same_length and np.array_equal(mask.first, other.first)):
+                if mask.same_as(other):
                     rows.append(row)
                     break
             else:
@@ -402,19 +401,44 @@ class _Kind:
     @cached_property
     def dense(self) -> tuple[IntArray, IntArray]:
         """Return the numbers of pairs and of blocks of one head, [groups, groups] each."""
-        counter = self.counter
-        if counter.block_owner is not None:
+        counter, mask = self.counter, self.mask
+        if counter.block_owner is not None and mask.is_causal_interval:
             return self.diagonals.between(np.ones(counter.blocks, np.int64))
         pairs = np.zeros((counter.groups, counter.groups), np.int64)
-        q = np.arange(self.mask.length)
-        of_query, first = counter.owner[q], self.mask.first[q]
+        of_query = counter.owner[: mask.length]
+        low, high = mask.low[:, : mask.length], mask.high[:, : mask.length]
         for k in range(counter.groups):
             # below[p]: number of this group's keys before position p.
             below = np.append(0, np.cumsum(counter.owner == k))
-            pairs[:, k] = np.rint(
-                np.bincount(of_query, below[q + 1] - below[first], counter.groups)
-            )
-        return pairs, np.zeros_like(pairs)
+            seen = (below[high] - below[low]).sum(0)
+            pairs[:, k] = np.rint(np.bincount(of_query, seen, counter.groups))
+        if counter.block_owner is None:
+            return pairs, np.zeros_like(pairs)
+        return pairs, _touched_blocks(mask, counter.block, counter.block_owner, counter.groups)
+
+
+def _touched_blocks(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> IntArray:
+    """Count the block pairs with at least one allowed pair, int64 [query groups, key groups].
+
+    owner: int64 [blocks], the group that holds each block.
+    """
+    blocks = len(owner)
+    total = np.zeros((groups, groups), np.int64)
+    to_group = np.eye(groups)[owner]
+    at_once = max(1, _AT_ONCE // blocks)
+    for begin in range(0, blocks, at_once):
+        rows = slice(begin * block, min((begin + at_once) * block, mask.length))
+        low, high = mask.low[:, rows], mask.high[:, rows]
+        seen = high > low
+        query = np.broadcast_to(np.arange(low.shape[1]) // block, low.shape)[seen]
+        # Each interval opens at its first key block and closes after its last one.
+        edges = np.zeros((min(at_once, blocks - begin), blocks + 1), np.int64)
+        np.add.at(edges, (query, low[seen] // block), 1)
+        np.add.at(edges, (query, (high[seen] - 1) // block + 1), -1)
+        touched = (edges.cumsum(1)[:, :-1] > 0).astype(np.float64)
+        own = owner[begin : begin + len(touched)]
+        np.add.at(total, own, np.rint(touched @ to_group).astype(np.int64))
+    return total
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.kernel import Kernel
-from mtrain_cli.attention.mask import MaskRule, SequenceMask
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
@@ -39,6 +40,8 @@ class HostBatch:
     samples: the whole sequences.
     numbers: int64 [3, batch, tokens of this worker]: tokens, positions and labels, in layout order.
         For a GPU, the tensor is in pinned memory.
+    starts: int64 [batch, tokens of this worker]: position at which each token's context starts,
+        that is its document or the sequence (`MaskRule.starts`).
     plan: what this worker's attention computes.
     valid: number of labels that count toward the loss, in the whole sequences.
     maker: the `BatchMaker` that made this batch.
@@ -46,6 +49,7 @@ class HostBatch:
 
     samples: Sequence[PackedSample]
     numbers: torch.Tensor
+    starts: IntArray
     plan: Plan
     valid: int
     maker: BatchMaker
@@ -110,25 +114,30 @@ class BatchMaker:
         self.pattern = pattern
         self.keep, self.offload = keep, offload
         self._positions = exchange.layout.positions(exchange.group.rank)
-        # Plan and attention for causal masks, keyed by batch size.
-        self._causal: dict[int, Plan] = {}
-        self._causal_attention: dict[int, ContextAttention] = {}
+        # Plan and attention of sequences that are one document, keyed by batch size.
+        self._undivided: dict[int, Plan] = {}
+        self._undivided_attention: dict[int, ContextAttention] = {}
 
     def __call__(self, samples: Sequence[PackedSample]) -> Batch:
         return self.to_device(self.on_host(samples))
 
     def on_host(self, samples: Sequence[PackedSample]) -> HostBatch:
         """Prepare a batch. Thread-safe: uses neither the device nor other workers."""
+        masks = self._masks(samples)
+        targets = [unseen_labels(s.labels, mask) for s, mask in zip(samples, masks, strict=True)]
         tokens = np.stack([self._shard(s.tokens, 0) for s in samples])
-        labels = np.stack([self._shard(s.labels, IGNORED) for s in samples])
+        labels = np.stack([self._shard(each, IGNORED) for each in targets])
+        padded = self.exchange.layout.padded_seq
+        starts = np.stack([self.mask.starts(s.documents, padded) for s in samples])
         positions = np.broadcast_to(self._positions, tokens.shape)
         numbers = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
         on_gpu = self.device.type == "cuda"
         # Memory is pinned for the current device, which in a new thread is device 0.
         with torch.cuda.device(self.device) if on_gpu else nullcontext():
             numbers = numbers.pin_memory() if on_gpu else numbers
-            plan = self._plan(self._masks(samples))
-        return HostBatch(samples, numbers, plan, valid_labels(samples), self)
+            plan = self._plan(masks)
+        valid = sum(int((each != IGNORED).sum()) for each in targets)
+        return HostBatch(samples, numbers, starts[:, self._positions], plan, valid, self)
 
     def to_device(self, host: HostBatch) -> Batch:
         """Copy a batch to the device. The copies from pinned memory are asynchronous."""
@@ -151,25 +160,26 @@ class BatchMaker:
     def _plan(self, masks: Sequence[SequenceMask]) -> Plan:
         """Return the plan of a batch.
 
-        If every sequence is a single document, all masks of the batch are causal. Such batches
+        If every sequence is a single document, all masks of the batch are the same. Such batches
         share one plan if they have the same number of sequences.
         """
-        seq = self.exchange.layout.seq
-        causal = all(mask.length == seq and not mask.first.any() for mask in masks)
-        if causal and len(masks) in self._causal:
-            return self._causal[len(masks)]
+        layout = self.exchange.layout
+        undivided = self.mask.undivided(layout.seq, layout.padded_seq)
+        shared = all(mask.same_as(undivided) for mask in masks)
+        if shared and len(masks) in self._undivided:
+            return self._undivided[len(masks)]
         request = None if self.pattern is None else self.pattern.request()
         plan = Plan.make(self.exchange, masks, request, keep=self.keep)
         plan = plan.pinned() if self.device.type == "cuda" else plan
-        return self._causal.setdefault(len(masks), plan) if causal else plan
+        return self._undivided.setdefault(len(masks), plan) if shared else plan
 
     def _attention(self, plan: Plan) -> ContextAttention:
         batch = len(plan.masks)
-        if plan is not self._causal.get(batch):
+        if plan is not self._undivided.get(batch):
             return self._wrap(plan)
-        if batch not in self._causal_attention:
-            self._causal_attention[batch] = self._wrap(plan)
-        return self._causal_attention[batch].for_next_batch()
+        if batch not in self._undivided_attention:
+            self._undivided_attention[batch] = self._wrap(plan)
+        return self._undivided_attention[batch].for_next_batch()
 
     def _wrap(self, plan: Plan) -> ContextAttention:
         on_device = plan.to(self.device)
@@ -178,6 +188,15 @@ class BatchMaker:
         )
 
 
-def valid_labels(samples: Sequence[PackedSample]) -> int:
-    """Count the labels in whole sequences, without ignored labels."""
-    return sum(int((s.labels != IGNORED).sum()) for s in samples)
+def unseen_labels(labels: NDArray[np.int32], mask: SequenceMask) -> NDArray[np.int32]:
+    """Return the labels, with those ignored that the mask lets the model see.
+
+    The label at a position is the next token. It counts only if no query up to that position sees a
+    later key, so that no layer can carry the label to its own prediction.
+
+    labels: labels of a whole sequence.
+    """
+    if mask.is_causal_interval:
+        return labels
+    shown = mask.shows_later_keys()[: len(labels)]
+    return np.where(shown, np.int32(IGNORED), labels)

@@ -34,7 +34,9 @@ FIRST_EDGE = 128  # tokens; the end of each later bucket is twice the end of the
 
 @dataclass(frozen=True)
 class ContextBucket:
-    """The tokens for which the mask allows `begin` to `end` - 1 earlier tokens.
+    """The tokens with `begin` to `end` - 1 earlier tokens in their document.
+
+    Without data.document_mask, the whole sequence counts as one document.
 
     tokens: number of tokens in the bucket.
     loss: mean loss of these tokens in nats. None if the bucket is empty.
@@ -135,9 +137,7 @@ def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
     A token without a label gets the number after the last bucket.
     """
     positions, labels = host.numbers[1].numpy(), host.numbers[2].numpy()
-    masks = host.plan.masks
-    begins = np.stack([mask.first[row] for mask, row in zip(masks, positions, strict=True)])
-    places = np.searchsorted(bounds, positions - begins, side="right") - 1
+    places = np.searchsorted(bounds, positions - host.starts, side="right") - 1
     return torch.from_numpy(np.where(labels < 0, len(bounds) - 1, places).ravel())
 
 

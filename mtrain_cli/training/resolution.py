@@ -118,6 +118,7 @@ def kernel_request(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         deterministic=config.train.deterministic,
+        intervals=config.mask.intervals(config.seq),
     )
 
 

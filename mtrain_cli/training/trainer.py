@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict
 
-from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.data.dataset import Dataset, Sample
@@ -138,7 +138,7 @@ class Trainer:
         make = partial(
             BatchMaker,
             self.exchange,
-            mask=MaskRule.of(config.data),
+            mask=MaskRule.of(config),
             keep=attention_kept(config.train),
             offload=self.offload,
         )

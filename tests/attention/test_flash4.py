@@ -22,13 +22,13 @@ SCALE = 0.3
 def rectangle(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Tiles:
     queries, keys = q.shape[1], k.shape[1]
     high = np.arange(keys - queries, keys) + 1 if causal else np.full(queries, keys)
-    return Tiles.make([KeySpans(np.zeros(queries, np.int64), high, keys)] * len(q))
+    return Tiles.make([KeySpans(np.zeros((1, queries), np.int64), high[None], keys)] * len(q))
 
 
 def tiles_of(low: torch.Tensor, high: torch.Tensor, keys: int) -> Tiles:
     """Return the tiles of given spans, [batch, queries]."""
     bounds = zip(low.numpy(), high.numpy(), strict=True)
-    return Tiles.make([KeySpans(first, last, keys) for first, last in bounds])
+    return Tiles.make([KeySpans(first[None], last[None], keys) for first, last in bounds])
 
 
 def listed(rows: torch.Tensor, lists: dict[str, torch.Tensor]) -> None:
@@ -111,7 +111,7 @@ def spans_of(name: str) -> list[KeySpans]:
 def test_calls_give_the_oracle_result(calls, name, expected):
     torch.manual_seed(0)
     tiles = Tiles.make(spans_of(name))
-    queries = tiles.low.shape[1]
+    queries = tiles.num_queries
     q, dout = (torch.randn(2, queries, 4, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(2, tiles.num_keys, 2, 8, dtype=torch.float64) for _ in range(2))
     kernel, oracle = Flash4Kernel(), ReferenceKernel()
@@ -136,12 +136,11 @@ def test_block_lists_equal_the_mask(seed):
     spans, q, k, _, _ = make_dense_problem(seed, 4, 4)
     tiles = Tiles.make(spans)
     block = 8
-    by_query, by_key = block_lists(tiles.low, tiles.high, tiles.num_keys, block)
+    by_query, by_key = block_lists(*tiles.one_interval, tiles.num_keys, block)
     lists = dict(by_query)
     for name in ("partial", "full"):
         lists[f"{name}_t"], lists[f"{name}_t_count"] = by_key[name], by_key[f"{name}_count"]
-    slots = torch.arange(k.shape[1])
-    seen = (slots >= tiles.low[..., None]) & (slots < tiles.high[..., None])
+    seen = tiles.seen()[:, 0]
     rows, columns = -(-q.shape[1] // block), -(-k.shape[1] // block)
     listed = {
         name: {

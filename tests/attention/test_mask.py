@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain_cli.attention.mask import KeySlice, KeySpans, MaskRule, SequenceMask
+from mtrain_cli.attention.mask import KeySlice, KeySpans, SequenceMask, SliceKind
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.mask_settings import MOST_INTERVALS, MaskConfig
+from tests.attention.mask_definitions import cells
 
 
 @st.composite
@@ -32,8 +35,7 @@ def by_definition(ids: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> np.
 def test_spans_equal_the_definition(problem):
     ids, padded, queries, keys = problem
     spans = SequenceMask.from_documents(ids, padded).spans(queries, keys)
-    slots = np.arange(len(keys))
-    seen = (slots >= spans.low[:, None]) & (slots < spans.high[:, None])
+    seen = spans.seen()
     assert (seen == by_definition(ids, queries, keys)).all()
     assert spans.pairs == seen.sum()
 
@@ -43,10 +45,7 @@ def test_spans_equal_the_definition(problem):
 def test_slices_cover_each_allowed_pair_once_and_nothing_else(problem):
     ids, padded, queries, keys = problem
     spans = SequenceMask.from_documents(ids, padded).spans(queries, keys)
-    count = np.zeros((len(queries), len(keys)), int)
-    for s in spans.slices:
-        for row in range(s.q_start, s.q_stop):
-            count[row, s.k_start : s.k_stop - (s.q_stop - 1 - row) if s.causal else s.k_stop] += 1
+    count = cells(spans.slices, len(queries), len(keys))
     assert (count == by_definition(ids, queries, keys)).all()
 
 
@@ -62,7 +61,7 @@ def test_the_pairs_of_a_sequence_equal_those_of_its_spans(problem):
 def test_causal_attention_is_one_slice():
     positions = np.arange(12)
     assert SequenceMask.causal(10, 12).spans(positions, positions).slices == (
-        KeySlice(0, 10, 0, 10, True),
+        KeySlice(0, 10, 0, 10, SliceKind.CAUSAL),
     )
 
 
@@ -70,14 +69,14 @@ def test_a_document_is_one_slice():
     mask = SequenceMask.from_documents(np.array([0, 0, 0, 5, 5, 7]), 8)
     positions = np.arange(8)
     assert mask.spans(positions, positions).slices == (
-        KeySlice(0, 3, 0, 3, True),
-        KeySlice(3, 5, 3, 5, True),
-        KeySlice(5, 6, 5, 6, False),
+        KeySlice(0, 3, 0, 3, SliceKind.CAUSAL),
+        KeySlice(3, 5, 3, 5, SliceKind.CAUSAL),
+        KeySlice(5, 6, 5, 6, SliceKind.FULL),
     )
 
 
 def test_an_empty_mask_has_no_slices():
-    assert KeySpans(np.zeros(4, np.int64), np.zeros(4, np.int64), 9).slices == ()
+    assert KeySpans(np.zeros((1, 4), np.int64), np.zeros((1, 4), np.int64), 9).slices == ()
 
 
 def test_decreasing_document_ids_are_refused():
@@ -90,10 +89,9 @@ def test_decreasing_document_ids_are_refused():
 def test_an_intersection_allows_what_both_masks_allow(problem, window):
     ids, padded, queries, keys = problem
     nearest = np.maximum(np.arange(padded) - window + 1, 0)
-    documents, near = SequenceMask.from_documents(ids, padded), SequenceMask(nearest, len(ids))
+    documents, near = SequenceMask.from_documents(ids, padded), SequenceMask.from_first(nearest, len(ids))
     spans = documents.intersect(near).spans(queries, keys)
-    slots = np.arange(len(keys))
-    seen = (slots >= spans.low[:, None]) & (slots < spans.high[:, None])
+    seen = spans.seen()
     allowed = by_definition(ids, queries, keys) & (queries[:, None] - keys < window)
     assert (seen == allowed).all()
 
@@ -103,11 +101,11 @@ def test_an_intersection_allows_what_both_masks_allow(problem, window):
 def test_last_is_the_last_query_that_sees_each_key(problem, window):
     ids, padded, _, _ = problem
     nearest = np.maximum(np.arange(padded) - window + 1, 0)
-    mask = SequenceMask.from_documents(ids, padded).intersect(SequenceMask(nearest, len(ids)))
+    mask = SequenceMask.from_documents(ids, padded).intersect(SequenceMask.from_first(nearest, len(ids)))
     everywhere = np.arange(padded)
     spans = mask.spans(everywhere, everywhere)
     for key, last in enumerate(mask.last()[: len(ids)]):
-        assert last == np.flatnonzero((spans.low <= key) & (spans.high > key))[-1]
+        assert last == np.flatnonzero(spans.seen()[:, key])[-1]
 
 
 def test_a_rule_masks_documents_if_the_run_asks_for_it():
@@ -122,3 +120,124 @@ def test_last_is_the_last_query_that_sees_a_key():
     mask = SequenceMask.from_documents(np.array([0, 0, 0, 1, 2, 2, 2]), 9)
     assert mask.last().tolist() == [2, 2, 2, 3, 6, 6, 6, 6, 6]
     assert SequenceMask.causal(5, 6).last().tolist() == [4] * 6
+
+
+@st.composite
+def unions(draw):
+    """Slices that may overlap, and any ascending query and key positions."""
+    length = draw(st.integers(1, 30))
+    padded = length + draw(st.integers(0, 6))
+    bounds = st.tuples(st.integers(0, length), st.integers(0, length)).map(sorted)
+    slices = [
+        KeySlice(*draw(bounds), *draw(bounds), draw(st.sampled_from(SliceKind)))
+        for _ in range(draw(st.integers(0, 6)))
+    ]
+    queries, keys = (
+        np.array(sorted(draw(st.sets(st.integers(0, padded - 1), min_size=1)))) for _ in range(2)
+    )
+    return slices, length, padded, queries, keys
+
+
+@settings(max_examples=500, deadline=None)
+@given(unions())
+def test_a_union_of_slices_allows_each_pair_of_any_slice_once(problem):
+    slices, length, padded, queries, keys = problem
+    mask = SequenceMask.from_slices(slices, length, padded)
+    allowed = cells(slices, padded, padded) > 0
+    assert mask.pairs == allowed.sum()
+    spans = mask.spans(queries, keys)
+    part = allowed[np.ix_(queries, keys)]
+    assert (spans.seen() == part).all()
+    assert spans.pairs == part.sum(), "the intervals are disjoint"
+    assert (cells(spans.slices, len(queries), len(keys)) == part).all()
+    used = mask.high > mask.low
+    assert (mask.low[1:] > mask.high[:-1])[used[1:]].all(), "ascending, with a gap between"
+    assert not (used[1:] & ~used[:-1]).any(), "unused intervals come last"
+
+
+@settings(max_examples=200, deadline=None)
+@given(unions())
+def test_a_union_is_idempotent(problem):
+    slices, length, padded, *_ = problem
+    mask, everywhere = SequenceMask.from_slices(slices, length, padded), np.arange(padded)
+    for again in (
+        SequenceMask.from_slices([*slices, *slices[::-1]], length, padded),
+        SequenceMask.from_slices(mask.spans(everywhere, everywhere).slices, length, padded),
+        mask.intersect(mask),
+        mask.repadded(padded + 3).repadded(padded),
+    ):
+        assert mask.same_as(again)
+
+
+@settings(max_examples=300, deadline=None)
+@given(unions(), unions(), st.data())
+def test_intersections_equal_their_definition(problem, other, data):
+    slices, length, padded, *_ = problem
+    ids = np.sort(data.draw(st.lists(st.integers(0, 4), min_size=length, max_size=length)))
+    mask = SequenceMask.from_slices(slices, length, padded)
+    documents = SequenceMask.from_documents(ids, padded, causal=False)
+    same = np.zeros((padded, padded), bool)
+    same[:length, :length] = ids[:, None] == ids
+    everywhere = np.arange(padded)
+    inside = mask.intersect(documents)
+    allowed = (cells(slices, padded, padded) > 0) & same
+    assert (inside.spans(everywhere, everywhere).seen() == allowed).all()
+    assert inside.pairs == allowed.sum()
+    clipped = [s for s in other[0] if max(s.q_stop, s.k_stop) <= length]
+    both = inside.intersect(SequenceMask.from_slices(clipped, length, padded))
+    allowed &= cells(clipped, padded, padded) > 0
+    assert (both.spans(everywhere, everywhere).seen() == allowed).all()
+    assert both.pairs == allowed.sum()
+
+
+@settings(max_examples=200, deadline=None)
+@given(unions())
+def test_a_label_counts_only_if_no_earlier_query_sees_past_it(problem):
+    slices, length, padded, *_ = problem
+    mask = SequenceMask.from_slices(slices, length, padded)
+    allowed = cells(slices, padded, padded) > 0
+    shown = [bool(allowed[: p + 1, p + 1 :].any()) for p in range(length)]
+    assert mask.shows_later_keys()[:length].tolist() == shown
+
+
+def test_a_sliding_window_is_one_causal_slice_and_one_band():
+    positions = np.arange(1 << 17)
+    mask = MaskRule(False, MaskConfig(kind="sliding_window", window=4096, global_tokens=0))(
+        None, len(positions), len(positions)
+    )
+    assert mask.spans(positions, positions).slices == (
+        KeySlice(0, 4096, 0, 4096, SliceKind.CAUSAL),
+        KeySlice(4096, 1 << 17, 1, 1 << 17, SliceKind.BICAUSAL),
+    )
+    assert mask.is_causal_interval
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        ([KeySlice(0, 9, 0, 8)], r"slice \[0, 9, 0, 8, 0\].* does not lie in .* 8 tokens"),
+        ([KeySlice(0, 8, -1, 8)], "does not lie"),
+        ([KeySlice(5, 4, 0, 8)], "does not lie"),
+        ([KeySlice(0, 8, 0, 8, 4)], "has the kind 4; allowed: 0 .full.*bidirectional-causal"),
+    ],
+)
+def test_wrong_slices_are_refused(slices, message):
+    with pytest.raises(ValueError, match=message):
+        SequenceMask.from_slices(slices, 8, 10)
+
+
+def test_more_than_16_intervals_are_refused():
+    slices = [KeySlice(40, 41, 2 * i, 2 * i + 1) for i in range(MOST_INTERVALS)]
+    assert SequenceMask.from_slices(slices, 64, 64).intervals == MOST_INTERVALS
+    one_more = [*slices, KeySlice(40, 41, 50, 51)]
+    with pytest.raises(ValueError, match="position 40 sees 17 separate intervals.*at most 16"):
+        SequenceMask.from_slices(one_more, 64, 64)
+    touching = [*slices, *(KeySlice(40, 41, i, i + 1) for i in range(33))]
+    assert SequenceMask.from_slices(touching, 64, 64).intervals == 1
+
+
+def test_tables_of_dynamic_indices_refuse_other_masks():
+    mask = SequenceMask.from_slices([KeySlice(0, 8, 0, 8)], 8, 8)
+    assert not mask.is_causal_interval
+    with pytest.raises(ValueError, match="one interval of keys"):
+        mask.last()

@@ -80,7 +80,7 @@ def test_early_queries_have_tiles_of_their_own(keep, early):
     assert (plan.early_tiles is None) == (not early)
     if plan.early_tiles is not None:
         (tiles,) = plan.early_tiles.tiles.values()
-        assert tiles.low.shape[1] == early
+        assert tiles.num_queries == early
 
 
 @pytest.mark.parametrize("request_", [None, REQUEST])

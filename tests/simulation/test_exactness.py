@@ -101,7 +101,7 @@ def check(
     compared = 0
     fitted = None if index is None else resized(index, case.counter.blocks)
     batch = (
-        [SequenceMask(np.resize(m.first, case.layout.padded_seq), m.length) for m in masks]
+        [m.repadded(case.layout.padded_seq) for m in masks]
         if pattern == "dense"
         else list(masks)
     )

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from mtrain_cli.attention.mask import MaskRule, SequenceMask
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
@@ -364,7 +365,7 @@ def test_spearman_is_that_of_ranks():
 
 def test_a_length_without_recorded_masks_has_the_mask_of_the_run(monkeypatch):
     first = np.maximum(np.arange(256) - 7, 0)
-    masked = SequenceMask(first, 256)
+    masked = SequenceMask.from_first(first, 256)
     monkeypatch.setattr(MaskRule, "__call__", lambda *_: masked)
     monkeypatch.setattr(validation, "_config", lambda *_: compose(["seq=256"]))
     setup = RecordedSetup(

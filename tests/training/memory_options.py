@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from parallel.ways import Way
 
-from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.launch.parallel_dims import ParallelDims

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.launch.parallel_dims import ParallelDims

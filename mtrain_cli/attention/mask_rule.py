@@ -1,0 +1,63 @@
+"""The rule by which a run masks its sequences."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain_cli.attention.mask import IntArray, SequenceMask, document_starts
+from mtrain_cli.attention.named_masks import slices_of
+from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.schema import Config
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """Makes the mask of a sequence: the configured mask, inside each document if asked for.
+
+    document_mask: whether a query sees only its own document.
+    mask: the configured mask. `docs/extending.md`, "A mask", lists the steps to add one.
+    """
+
+    document_mask: bool
+    mask: MaskConfig = MaskConfig(kind="causal")
+
+    @staticmethod
+    def of(config: Config) -> MaskRule:
+        return MaskRule(config.data.document_mask, config.mask)
+
+    def __call__(
+        self, documents: NDArray[np.integer] | None, length: int, padded: int
+    ) -> SequenceMask:
+        """Return the mask of a sequence.
+
+        documents: document id of each token; None if the sequence is one document.
+        """
+        whole = self.undivided(length, padded)
+        if not self.starts(documents, padded).any():
+            return whole
+        assert documents is not None
+        return whole.intersect(SequenceMask.from_documents(documents, padded, causal=False))
+
+    def undivided(self, length: int, padded: int) -> SequenceMask:
+        """Return the mask of a sequence that is one document: each time the same object."""
+        return _undivided(self.mask, length, padded)
+
+    def starts(self, documents: NDArray[np.integer] | None, padded: int) -> IntArray:
+        """Return the position at which the context of each position starts, int64 [padded].
+
+        The context is the document, or the sequence if the mask ignores documents.
+        """
+        if documents is None or not self.document_mask:
+            return np.zeros(padded, np.int64)
+        return document_starts(documents, padded)
+
+
+@functools.lru_cache(maxsize=8)  # a run has one or two lengths
+def _undivided(mask: MaskConfig, length: int, padded: int) -> SequenceMask:
+    if mask.kind == "causal":
+        return SequenceMask.causal(length, padded)
+    return SequenceMask.from_slices(slices_of(mask, length), length, padded)

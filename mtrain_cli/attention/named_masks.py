@@ -1,0 +1,140 @@
+"""The masks of the configuration, each as a pure function from its keys to slices.
+
+A function takes the number of tokens and the keys of its mask, and returns an array int64
+[slices, 5]: query start and stop, key start and stop, and `SliceKind`, in positions. Slices may
+overlap; `SequenceMask.from_slices` joins them. ``docs/masks.md`` shows each mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mtrain_cli.attention.mask import IntArray, SliceKind
+from mtrain_cli.config.mask_settings import MASKS, MaskConfig
+
+
+def slices_of(mask: MaskConfig, seq: int) -> IntArray:
+    """Return the slices of a configured mask over ``seq`` tokens, int64 [slices, 5]."""
+    keys = {name: getattr(mask, name) for name in MASKS[mask.kind]}
+    return _NAMED[mask.kind](seq, **keys)
+
+
+def causal(seq: int) -> IntArray:
+    """Query q sees key k if k <= q."""
+    return _table((0, seq, 0, seq, SliceKind.CAUSAL))
+
+
+def full(seq: int) -> IntArray:
+    """Every query sees every key."""
+    return _table((0, seq, 0, seq, SliceKind.FULL))
+
+
+def sliding_window(seq: int, window: int, global_tokens: int = 0) -> IntArray:
+    """Query q sees key k <= q if q - k < window or k < global_tokens."""
+    begin, sinks = min(window, seq), min(global_tokens, seq)
+    return _table(
+        (0, begin, 0, begin, SliceKind.CAUSAL),
+        (begin, seq, 1, seq, SliceKind.BICAUSAL),
+        (0, sinks, 0, sinks, SliceKind.CAUSAL),
+        (sinks, seq, 0, sinks, SliceKind.FULL),
+    )
+
+
+def prefix_lm(seq: int, prefix: int) -> IntArray:
+    """Query q sees key k if k <= q or k < prefix."""
+    return _table(
+        (0, prefix, 0, prefix, SliceKind.FULL), (prefix, seq, 0, seq, SliceKind.CAUSAL)
+    )
+
+
+def block_causal(seq: int, block: int) -> IntArray:
+    """Query q sees key k if k // block <= q // block."""
+    return chunked(seq, block, back=seq)
+
+
+def chunked(seq: int, chunk: int, back: int) -> IntArray:
+    """Query q sees key k if 0 <= q // chunk - k // chunk <= back."""
+    start = np.arange(0, seq, chunk)
+    stop = np.minimum(start + chunk, seq)
+    return _columns(start, stop, np.maximum(start - back * chunk, 0), stop, SliceKind.FULL)
+
+
+def dilated(seq: int, block: int, stride: int, count: int) -> IntArray:
+    """Query q sees key k <= q if their blocks are i * stride apart, for an i below count."""
+    start = np.arange(0, seq, block)
+    stop = np.minimum(start + block, seq)
+    found = [_columns(start, stop, start, stop, SliceKind.CAUSAL)]
+    for distance in range(stride, min(count * stride, len(start)), stride):
+        later, keys = slice(distance, None), slice(len(start) - distance)
+        found.append(
+            _columns(start[later], stop[later], start[keys], stop[keys], SliceKind.FULL)
+        )
+    return np.concatenate(found)
+
+
+def video(
+    seq: int, frames: int, height: int, width: int, window: tuple[int, int, int]
+) -> IntArray:
+    """A query sees the window of tokens around its own, moved inward at the edges of the video.
+
+    Along each axis of size n, the query at x sees ``first <= k < first + w``, with first =
+    min(max(x - w // 2, 0), n - w): neighborhood attention (arXiv:2204.07143, eq. 4), also for even
+    windows. Tokens are numbered frame by frame, and row by row in a frame.
+    """
+    assert seq == frames * height * width
+    along, down, across = window
+    frame, row = np.divmod(np.arange(frames * height), height)
+    frame_first, row_first = _first(frame, frames, along), _first(row, height, down)
+    # The key rows of each query row: all pairs of a visible frame and a visible row.
+    t, y = np.divmod(np.arange(along * down), down)
+    key_rows = (frame_first[:, None] + t) * height + row_first[:, None] + y
+    if across == width:  # whole rows are adjacent, so one slice covers all rows of a frame
+        key_rows, rows = key_rows[:, ::down], down
+    else:
+        rows = 1
+    queries = np.repeat(np.arange(frames * height) * width, key_rows.shape[1])
+    keys = key_rows.ravel() * width
+    if across == width:
+        return _columns(queries, queries + width, keys, keys + rows * width, SliceKind.FULL)
+    # Along a row, the window stands still, moves with the query, and stands still again.
+    first = across // 2
+    moving = width - across
+    parts = (
+        (0, first, 0, across, SliceKind.FULL),
+        (first, first + moving, 0, across - 1 + moving, SliceKind.BICAUSAL),
+        (first + moving, width, moving, moving + across, SliceKind.FULL),
+    )
+    found = [
+        _columns(queries + q0, queries + q1, keys + k0, keys + k1, kind)
+        for q0, q1, k0, k1, kind in parts
+    ]
+    return np.concatenate(found)
+
+
+def _first(place: IntArray, size: int, window: int) -> IntArray:
+    return np.minimum(np.maximum(place - window // 2, 0), size - window)
+
+
+def _table(*slices: tuple[int, int, int, int, SliceKind]) -> IntArray:
+    """Return the slices that have queries as an array."""
+    return np.array([s for s in slices if s[0] < s[1]], np.int64).reshape(-1, 5)
+
+
+def _columns(
+    q_start: IntArray, q_stop: IntArray, k_start: IntArray, k_stop: IntArray, kind: SliceKind
+) -> IntArray:
+    return np.stack([q_start, q_stop, k_start, k_stop, np.full(len(q_start), int(kind))], 1)
+
+
+_NAMED: dict[str, Callable[..., IntArray]] = {
+    "causal": causal,
+    "full": full,
+    "sliding_window": sliding_window,
+    "prefix_lm": prefix_lm,
+    "block_causal": block_causal,
+    "chunked": chunked,
+    "video": video,
+    "dilated": dilated,
+}

@@ -1,0 +1,55 @@
+"""Masks by their definitions, as dense tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from mtrain_cli.attention.mask import KeySlice
+
+
+def cells(slices: Iterable[KeySlice], queries: int, keys: int) -> np.ndarray:
+    """How many slices allow each pair, by the definition of the four kinds, [queries, keys]."""
+    count = np.zeros((queries, keys), int)
+    for s in slices:
+        for row in range(s.q_start, s.q_stop):
+            low = s.k_start + (row - s.q_start if s.kind & 2 else 0)
+            high = s.k_stop - (s.q_stop - 1 - row if s.kind & 1 else 0)
+            count[row, low : max(low, high)] += 1
+    return count
+
+
+def window_start(place: np.ndarray, size: int, window: int) -> np.ndarray:
+    return np.clip(place - window // 2, 0, size - window)
+
+
+def predicate(kind: str, seq: int, **keys) -> np.ndarray:
+    """Which query sees which key under a named mask, bool [seq, seq]."""
+    q, k = np.indices((seq, seq))
+    if kind == "causal":
+        return k <= q
+    if kind == "full":
+        return k >= 0
+    if kind == "sliding_window":
+        return (k <= q) & ((q - k < keys["window"]) | (k < keys["global_tokens"]))
+    if kind == "prefix_lm":
+        return (k <= q) | (k < keys["prefix"])
+    if kind == "block_causal":
+        return k // keys["block"] <= q // keys["block"]
+    if kind == "chunked":
+        apart = q // keys["chunk"] - k // keys["chunk"]
+        return (apart >= 0) & (apart <= keys["back"])
+    if kind == "dilated":
+        apart = q // keys["block"] - k // keys["block"]
+        near = apart // keys["stride"] < keys["count"]
+        return (k <= q) & (apart % keys["stride"] == 0) & near
+    assert kind == "video"
+    sizes = keys["frames"], keys["height"], keys["width"]
+    seen = np.ones((seq, seq), bool)
+    for of_q, of_k, size, window in zip(
+        np.unravel_index(q, sizes), np.unravel_index(k, sizes), sizes, keys["window"], strict=True
+    ):
+        start = window_start(of_q, size, window)
+        seen &= (of_k >= start) & (of_k < start + window)
+    return seen

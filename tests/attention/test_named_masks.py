@@ -1,0 +1,131 @@
+"""Each named mask equals its predicate, and its configuration refuses what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import slices_of
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.mask_settings import MASKS, MaskConfig
+from mtrain_cli.config.schema import ConfigError
+from tests.attention.mask_definitions import cells, predicate
+
+CASES = [
+    ("causal", 97, {}),
+    ("full", 97, {}),
+    *(
+        ("sliding_window", seq, {"window": window, "global_tokens": sinks})
+        for seq in (1, 5, 96, 97)
+        for window in (1, 2, 7, 96, 97, 500)
+        for sinks in (0, 1, 10)
+        if sinks <= seq
+    ),
+    *(("prefix_lm", seq, {"prefix": p}) for seq in (1, 97) for p in (0, 1, 40, 97) if p <= seq),
+    *(("block_causal", seq, {"block": block}) for seq in (3, 97) for block in (1, 8, 97, 500)),
+    *(
+        ("chunked", 97, {"chunk": chunk, "back": back})
+        for chunk in (1, 10, 97, 200)
+        for back in (0, 1, 3, 1000)
+    ),
+    *(
+        ("dilated", 97, {"block": block, "stride": stride, "count": count})
+        for block in (1, 4, 16, 200)
+        for stride in (1, 2, 5)
+        for count in (1, 2, 16)
+    ),
+    *(
+        ("video", 4 * 3 * 6, {"frames": 4, "height": 3, "width": 6, "window": window})
+        for window in ((1, 1, 1), (2, 2, 3), (3, 3, 6), (4, 1, 6), (3, 2, 6), (4, 3, 6), (2, 3, 5))
+    ),
+    ("video", 7, {"frames": 7, "height": 1, "width": 1, "window": (3, 1, 1)}),
+]
+
+
+@pytest.mark.parametrize(("kind", "seq", "keys"), CASES)
+def test_a_named_mask_equals_its_predicate(kind, seq, keys):
+    mask = MaskConfig(kind=kind, **keys)
+    assert list(mask.problems(seq, "dense")) == []
+    table = slices_of(mask, seq)
+    wanted = predicate(kind, seq, **keys)
+    made = MaskRule(False, mask)(None, seq, seq + 3)
+    everywhere = np.arange(seq)
+    assert (made.spans(everywhere, everywhere).seen() == wanted).all()
+    assert made.pairs == wanted.sum()
+    assert ((cells(map(lambda s: _slice(s), table), seq, seq) > 0) == wanted).all()
+    assert made.intervals == mask.intervals(seq)
+    assert made.is_causal_interval or not mask.keeps_causal_intervals
+    assert made.same_as(SequenceMask.from_slices(table, seq, seq + 3))
+
+
+def _slice(row):
+    from mtrain_cli.attention.mask import KeySlice
+
+    return KeySlice(*row.tolist())
+
+
+@pytest.mark.parametrize("document", [1, 10, 97])
+@pytest.mark.parametrize("kind", [*MASKS])
+def test_documents_cut_every_mask(kind, document):
+    case = next((seq, keys) for name, seq, keys in CASES[::-1] if name == kind)
+    seq, keys = case
+    ids = np.arange(seq) // document
+    rule = MaskRule(True, MaskConfig(kind=kind, **keys))
+    wanted = predicate(kind, seq, **keys) & (ids[:, None] == ids)
+    everywhere = np.arange(seq)
+    made = rule(ids, seq, seq + 2)
+    assert (made.spans(everywhere, everywhere).seen() == wanted).all()
+    assert made.pairs == wanted.sum()
+    assert rule(None, seq, seq).same_as(MaskRule(False, rule.mask)(ids, seq, seq))
+    if kind == "causal":
+        old = SequenceMask.from_documents(ids, seq + 2)
+        assert (made.low == old.low).all() and (made.high == old.high).all()
+
+
+def test_a_sequence_of_one_document_has_the_same_mask_object():
+    rule = MaskRule(True, MaskConfig(kind="prefix_lm", prefix=3))
+    assert rule(np.zeros(9, int), 9, 12) is rule(None, 9, 12) is rule.undivided(9, 12)
+
+
+def test_contexts_start_with_their_document():
+    ids = np.array([0, 0, 3, 3, 3])
+    window = MaskConfig(kind="sliding_window", window=1, global_tokens=0)
+    assert MaskRule(True, window).starts(ids, 6).tolist() == [0, 0, 2, 2, 2, 2]
+    assert MaskRule(False, window).starts(ids, 6).tolist() == [0] * 6
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["mask=sliding_window", "mask.window=0"], r"mask.window=0: must be at least 1"),
+        (["mask=nosuch"], r"mask=nosuch: .*sliding_window"),
+        (["mask.kind=nosuch"], r"mask.kind=nosuch: expected one of causal, sliding_window"),
+        (["mask.kind=prefix_lm"], r"mask.prefix=null: mask.kind=prefix_lm needs a value; mask=pre"),
+        (["mask.window=4"], r"mask.window=4: is not a key of mask.kind=causal; allowed with mask="),
+        (["mask=prefix_lm", "mask.prefix=5000"], r"mask.prefix=5000: must be at most seq=4096"),
+        (["mask=video", "mask.frames=15"], r"mask.frames=15, .* give 3,840 tokens, but seq=4096"),
+        (["mask=video", "mask.window=4"], r"mask.window=4: mask.kind=video needs three numbers"),
+        (["mask=video", "mask.window=[5,17,16]"], r"17 must be between 1 and mask.height=16"),
+        (["mask=video", "mask.window=[5,9,15]"], r"sees 45 separate intervals.*at most 16"),
+        (["mask=dilated", "mask.count=32", "mask.stride=2", "mask.block=16"], r"sees 32 separate"),
+        (["mask=sliding_window", "mask.window=[1,2,3]"], r"needs one number"),
+        (["mask=full", "sparsity=vertical_slash"], r"mask.kind=full: sparsity.pattern=vertical_sl"),
+        (
+            ["mask=sliding_window", "mask.global_tokens=4", "sparsity=moba"],
+            r"mask.global_tokens=4: sparsity.pattern=moba needs a mask",
+        ),
+    ],
+)
+def test_wrong_masks_are_refused_in_one_line(words, line):
+    with pytest.raises(ConfigError, match=line) as caught:
+        compose([*words, "seq=4k"])
+    assert len(caught.value.problems) == 1, caught.value.problems
+
+
+@pytest.mark.parametrize("kind", [*MASKS])
+def test_every_mask_has_defaults(kind):
+    config = compose([f"mask={kind}", "seq=4k"])
+    assert config.mask.kind == kind
+    assert MaskRule.of(config)(None, 4096, 4096).intervals == config.mask.intervals(4096)
