@@ -58,15 +58,15 @@ class SdpaKernel(DefinitionColumns):
         batch, queries, heads, _ = q.shape
         high = accumulation_dtype(q.dtype)
         out, lse = torch.zeros_like(q), q.new_full((batch, heads, queries), -torch.inf, dtype=high)
-        if q.is_cuda and tiles.intervals > 1:
+        if _on_gpu(q) and tiles.intervals > 1:
             return _merged_forward(q, k, v, tiles, scale)
-        forward = _cuda_forward if q.is_cuda else _cpu_forward
+        forward = _cuda_forward if _on_gpu(q) else _cpu_forward
         for b in range(batch):
             for rows, keys, mask in _calls(tiles, b, q):
                 out[b, rows], lse[b, :, rows] = forward(
                     q[b, rows], k[b, keys], v[b, keys], mask, scale
                 )
-        if not q.is_cuda and tiles.index is None:
+        if not _on_gpu(q) and tiles.index is None:
             # For a row that sees no key, the CPU kernel returns lse 0.
             lse.masked_fill_((tiles.low >= tiles.high).all(1)[:, None], float("-inf"))
         return out, lse
@@ -84,10 +84,10 @@ class SdpaKernel(DefinitionColumns):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         high = accumulation_dtype(q.dtype)
-        adds = q.is_cuda and tiles.intervals > 1  # several slices share queries
+        adds = _on_gpu(q) and tiles.intervals > 1  # several slices share queries
         dq = torch.zeros(q.shape, dtype=high if adds else q.dtype, device=q.device)
         dk, dv = (torch.zeros(k.shape, dtype=high, device=k.device) for _ in range(2))
-        if not q.is_cuda:
+        if not _on_gpu(q):
             # Given 16-bit inputs, the CPU kernel rounds dk and dv after every tile of queries.
             # float32 is as fast.
             dout, q, k, v = (t.to(high) for t in (dout, q, k, v))
@@ -97,7 +97,7 @@ class SdpaKernel(DefinitionColumns):
             out = _surrogate_out(dout, delta)
         # For a row that sees no key (lse -inf), exp(-inf - lse) of a masked score would be NaN.
         lse = lse.masked_fill(torch.isneginf(lse), 0.0)
-        backward = _cuda_backward if q.is_cuda else _cpu_backward
+        backward = _cuda_backward if _on_gpu(q) else _cpu_backward
         for b in range(q.shape[0]):
             for rows, keys, mask in _calls(tiles, b, q):
                 of_rows = out[b, rows], lse[b, :, rows]
@@ -111,6 +111,10 @@ class SdpaKernel(DefinitionColumns):
                 dk[b, keys] += part_dk
                 dv[b, keys] += part_dv
         return dq.to(q.dtype) if adds else dq, dk, dv
+
+
+def _on_gpu(q: torch.Tensor) -> bool:
+    return q.is_cuda
 
 
 def _merged_forward(
@@ -160,7 +164,7 @@ def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> list[Call]:
     dtype = accumulation_dtype(q.dtype)
     if tiles.index is not None:
         return list(_cpu_index_calls(tiles, b, dtype))
-    if q.is_cuda:
+    if _on_gpu(q):
         return [
             (slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), SliceKind(s.kind))
             for s in tiles.slices[b]

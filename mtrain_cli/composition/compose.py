@@ -55,7 +55,9 @@ def compose(
     raw, unresolved = compose_groups(groups, parsed.groups, parsed.values)
     open_keys, raw = _required_keys(raw, parsed.groups)
     given, model = _given_model(groups, parsed.groups, parsed.values, raw)
-    raw, underivable = derived.fill(raw, given, model, _defaults())
+    raw, underivable = derived.fill(
+        raw, given, model, _defaults(), chose_mask=_chose_mask(parsed.groups, parsed.values, raw)
+    )
     leaves, wrong = convert(raw, files)
     if leaves.get("optim.rewarm"):
         value = keys.show(leaves["optim.rewarm"])
@@ -184,6 +186,14 @@ def _given_model(
     if option is None or option == derived.AUTO:
         return given, ""
     return given | {name for name in raw if name.startswith("model.")}, f"{source}model={option}"
+
+
+def _chose_mask(
+    choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
+) -> bool:
+    """Return whether the user typed a mask, or a file sets one that is not the default."""
+    typed = "mask" in choices or any(name.startswith("mask.") for name in values)
+    return typed or raw.get("mask.kind") != _defaults()["mask.kind"]
 
 
 def _model_in(file: Path) -> tuple[str | None, set[str]]:

@@ -1,6 +1,7 @@
 """Fill in the values that a configuration takes from other files.
 
-- The model comes from the folder of ``train.init_from``.
+- The model comes from the folder of ``train.init_from``, and the mask if its layers have a sliding
+  window.
 - The vocabulary size and the tokenizer come from that folder or from the data.
 
 The values replace ``auto``. Values that the user set do not change.
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.overrides import OverrideProblem
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 
@@ -23,7 +25,12 @@ INIT_FROM, VOCABULARY, TOKENIZER = "train.init_from", "model.vocab_size", "data.
 
 
 def fill(
-    raw: Mapping[str, Any], given: Collection[str], model: str, defaults: Mapping[str, Any]
+    raw: Mapping[str, Any],
+    given: Collection[str],
+    model: str,
+    defaults: Mapping[str, Any],
+    *,
+    chose_mask: bool = False,
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
     """Return ``raw`` with values for the keys that other files decide, and the problems found.
 
@@ -34,6 +41,7 @@ def fill(
             chose no model.
         defaults: values for keys whose file is missing or invalid. This function or `validate`
             reports the problem of the file.
+        chose_mask: whether the user or a file chose a mask other than the default.
     """
     leaves = dict(raw)
     of_model = [name for name in leaves if name.startswith("model.")]
@@ -42,6 +50,8 @@ def fill(
     folder = folder_of(leaves.get(INIT_FROM))
     if folder is not None:
         problems += _from_folder(leaves, given, model, folder)
+        if not problems and not chose_mask:
+            _take_window(leaves, folder)
     elif isinstance(leaves.get(INIT_FROM), str):  # `validate` reports what is wrong with it
         _take(leaves, defaults, (name for name in of_model if name not in given))
     elif leaves.get("model.family") == AUTO:
@@ -120,6 +130,14 @@ def _from_folder(
         f"shape; leave out {leave_out}"
     )
     return [OverrideProblem(line, ("model.",))]
+
+
+def _take_window(leaves: dict[str, Any], folder: Path) -> None:
+    """Set the mask to the sliding window of the folder's layers, if they have one."""
+    from mtrain_cli.model.huggingface_config import read_window
+
+    if (window := read_window(folder)) is not None:
+        leaves.update(keys.flatten({"mask": dataclasses.asdict(MaskConfig.sliding(window))}))
 
 
 def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:

@@ -83,6 +83,17 @@ class MaskConfig:
             return _dilated_intervals(self, seq)
         return _video_intervals(self) if self.kind == "video" else 1
 
+    @staticmethod
+    def sliding(window: int) -> MaskConfig:
+        """Return the mask of a sliding window, without global tokens."""
+        return MaskConfig(kind="sliding_window", window=window, global_tokens=0)
+
+    @property
+    def plain_window(self) -> int | None:
+        """The window of a sliding window without global tokens; None for other masks."""
+        is_plain = self.kind == "sliding_window" and not self.global_tokens
+        return self.window if is_plain and isinstance(self.window, int) else None
+
     def describe(self) -> str:
         """Return kind and keys as a short text."""
         own = {name: getattr(self, name) for name in MASKS[self.kind]}

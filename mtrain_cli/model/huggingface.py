@@ -222,6 +222,7 @@ def write_folder(
     rope_factor: float,
     seq: int,
     dtype: torch.dtype,
+    window: int | None = None,
     tokenizer: TokenizerFiles | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -235,6 +236,7 @@ def write_folder(
         rope_factor: factor by which positions are stretched (`rope.rope_factor`).
         seq: tokens per sequence in training.
         dtype: dtype of the written weights.
+        window: sliding window of all layers in tokens; None without one.
         tokenizer: tokenizer to write to the folder. None writes no tokenizer.
         max_file_bytes: maximum size of a weight file. A single larger tensor gets its own file.
 
@@ -245,7 +247,11 @@ def write_folder(
     """
     require_new_folder(path)
     config = huggingface_config.config_json(
-        model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch.")
+        model,
+        rope_factor=rope_factor,
+        seq=seq,
+        dtype=str(dtype).removeprefix("torch."),
+        window=window,
     )
     # If the ids of special tokens are missing, transformers assumes ids for some architectures,
     # such as 1 and 2. So write them, even those that are null.

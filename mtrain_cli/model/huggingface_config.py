@@ -25,14 +25,16 @@ _MAX_POSITION = {"qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 13107
 _KV_HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8}  # llama: the number of query heads
 # Rotary settings that may also be at the top level of config.json.
 _OUTER_ROPE = ("rope_theta", "original_max_position_embeddings")
-# Keys to write that only some architectures have. For Mistral, transformers would assume a sliding
-# window of 4096 tokens.
+# Keys to write that only some architectures have.
 _FAMILY_KEYS: dict[str, dict[str, Any]] = {
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {"attention_bias": False, "use_sliding_window": False},
+    "qwen2": {},
+    "qwen3": {"attention_bias": False},
     "llama": {"attention_bias": False, "mlp_bias": False},
-    "mistral": {"sliding_window": None},
+    "mistral": {},
 }
+# Sliding windows: defaults of transformers, and its names of layers without and with a window.
+_WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
+_LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
 # The settings that say which frequencies are scaled, for each kind of scaling.
 RAMP = {
     "none": (),
@@ -163,7 +165,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     fields.refuse("hidden_act", "silu")
     fields.refuse("attention_bias", False)
     fields.refuse("mlp_bias", False)
-    _refuse_sliding_windows(fields, family)
+    _window(fields, family)
     fields.refuse("quantization_config", None)
     hidden_size = fields.number("hidden_size", int)
     num_heads = fields.number("num_attention_heads", int)
@@ -277,23 +279,69 @@ def _rope_object(outer: _ConfigFields, key: str) -> dict[str, Any]:
     return settings
 
 
-def _refuse_sliding_windows(fields: _ConfigFields, family: str) -> None:
-    """Record a problem if a layer has a sliding window. The decoder has no sliding windows."""
-    fields.refuse("use_sliding_window", False)
-    if family == "mistral":
-        if "sliding_window" not in fields.raw:
-            fields.problem(
-                "sliding_window is missing, and transformers assumes 4096; mtrain supports only "
-                "null"
-            )
-        fields.refuse("sliding_window", None)
+def read_window(folder: Path) -> int | None:
+    """Return the sliding window of all layers in tokens, the query included; None without one.
+
+    Raises:
+        ConfigError: config.json is missing or invalid, or some layers have a window and others not.
+    """
+    path = folder / "config.json"
+    fields = _ConfigFields(path, read_json(path))
+    window = _window(fields, str(fields.raw.get("model_type")))
+    if fields.problems:
+        raise ConfigError(*fields.problems)
+    return window
+
+
+def _window(fields: _ConfigFields, family: str) -> int | None:
+    """Return the sliding window of all layers. Record a problem if layers differ."""
     kinds = fields.raw.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) else []
-    other = next((kind for kind in kinds if kind != "full_attention"), None)
+    kinds = kinds if isinstance(kinds, list) else None
+    other = next((kind for kind in kinds or () if kind not in _LAYER_TYPES), None)
     if other is not None:
         fields.problem(
-            f"layer_types has {json.dumps(other)}, which is not supported; only full_attention is"
+            f"layer_types has {json.dumps(other)}, which is not supported; only "
+            f"{' and '.join(_LAYER_TYPES)} are"
         )
+        return None
+    layers = fields.number("num_hidden_layers", int) if "num_hidden_layers" in fields.raw else 1
+    window, of_layers = _given_window(fields, family, layers)
+    if kinds is not None:
+        of_layers = [kind != _FULL for kind in kinds]
+        if window is None and any(of_layers):
+            fields.problem(
+                f'layer_types has "{_SLIDING}", but config.json has no sliding window for them; '
+                "set use_sliding_window and sliding_window, or give full_attention"
+            )
+    if window is None or not any(of_layers):
+        return None
+    if not all(of_layers):
+        fields.problem(
+            f"sliding_window={window}: is the window of {sum(of_layers)} of {len(of_layers)} "
+            "layers; mtrain gives all layers the same mask"
+        )
+    return window
+
+
+def _given_window(
+    fields: _ConfigFields, family: str, layers: int
+) -> tuple[int | None, list[bool]]:
+    """Return the window without regard to layer_types, and which layers have it.
+
+    Missing keys have the defaults of transformers.
+    """
+    if family == "mistral":
+        if fields.raw.get("sliding_window", 0) is None:
+            return None, [False] * layers
+        return fields.number("sliding_window", int, _WINDOW), [True] * layers
+    if family not in ("qwen2", "qwen3") or not fields.flag("use_sliding_window"):
+        return None, [False] * layers
+    full = fields.raw.get("max_window_layers", _MAX_WINDOW_LAYERS)
+    if not isinstance(full, int) or isinstance(full, bool) or full < 0:
+        fields.problem(f"max_window_layers={_format_value(full)}: must be an integer, 0 or more")
+        full = 0
+    window = fields.number("sliding_window", int, _WINDOW)
+    return window, [layer >= full for layer in range(layers)]
 
 
 def remarks(folder: Path) -> list[str]:
@@ -336,16 +384,44 @@ def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
     fields.refuse("truncate", True)
 
 
-def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str) -> dict[str, Any]:
+def _window_keys(model: ModelConfig, window: int | None) -> dict[str, Any]:
+    """Return the keys of a sliding window in all layers, or of none.
+
+    Raises:
+        ConfigError: models of this family have no sliding window.
+    """
+    if model.family == "mistral":  # without this key, transformers would assume 4096 tokens
+        return {"sliding_window": window}
+    if model.family == "llama":
+        if window is not None:
+            raise ConfigError(
+                f"mask.window={window}: a llama model of transformers has no sliding window. Use "
+                "model.family=mistral, which computes the same with one."
+            )
+        return {}
+    if window is None:
+        return {"use_sliding_window": False}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": 0,
+        "layer_types": [_SLIDING] * model.num_layers,
+    }
+
+
+def config_json(
+    model: ModelConfig, *, rope_factor: float, seq: int, dtype: str, window: int | None = None
+) -> dict[str, Any]:
     """Return the content of a config.json that describes ``model`` to transformers 4 and 5.
 
     Args:
         rope_factor: factor by which positions are stretched (`rope.rope_factor`).
         seq: tokens per sequence in training.
         dtype: name of the dtype of the weights, such as ``bfloat16``.
+        window: sliding window of all layers in tokens; None without one.
 
     Raises:
-        ConfigError: no Hugging Face model of this family has this shape.
+        ConfigError: no Hugging Face model of this family has this shape or a sliding window.
     """
     expected = (model.family == "qwen2", model.family == "qwen3")
     if (model.qkv_bias, model.qk_norm) != expected:
@@ -379,6 +455,7 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
         **{key: getattr(model, ours.removeprefix("model.")) for key, ours in _SHAPE_KEYS.items()},
         "hidden_act": "silu",
         **_FAMILY_KEYS[model.family],
+        **_window_keys(model, window),
         "tie_word_embeddings": model.tie_word_embeddings,
         "rms_norm_eps": model.rms_norm_eps,
         "initializer_range": model.init_std,

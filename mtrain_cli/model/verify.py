@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into
+from mtrain_cli.model.huggingface_config import read_window
 from mtrain_cli.model.rope import rope_factor
 
 
@@ -68,7 +69,7 @@ def verify(
     import transformers
 
     source = HuggingFaceFolder(folder)
-    model = source.model
+    model, window = source.model, read_window(source.path)
     tokens_BN = torch.randint(
         model.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed)
     )
@@ -83,7 +84,8 @@ def verify(
             f"logits of {tokens:,} tokens through {model.num_layers} layers, in float32 on the CPU"
         )
         report(f"1 of 2: mtrain's {work}")
-        ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], causal_attend)
+        attend = window_attend(tokens, window) if window else causal_attend
+        ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], attend)
         del decoder
         reference = _load_with_transformers(folder)
         report(f"2 of 2: transformers' {work}")
@@ -131,6 +133,20 @@ def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
         largest_logit=theirs_BNV.abs().max().item(),
         mean_kl=(theirs_log.exp() * (theirs_log - ours_log)).sum(-1).mean().item(),
     )
+
+
+def window_attend(tokens: int, window: int) -> Attend:
+    """Return an `Attend` function in which each token sees itself and the window - 1 before it."""
+    at = torch.arange(tokens)
+    away = at[:, None] - at
+    seen = (away >= 0) & (away < window)
+
+    def attend(q_BNHD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, layer: int) -> Tensor:  # noqa: ARG001
+        q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNKD, v_BNKD))
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+
+    return attend
 
 
 def causal_attend(

@@ -125,6 +125,7 @@ def make_problem(
     kv_heads: int,
     dim: int,
     documents: bool | None,
+    window: int = 0,
     where: str,
     dtype=torch.float32,
     device="cpu",
@@ -132,6 +133,7 @@ def make_problem(
     """Make a problem.
 
     documents: True for packed documents, False for one, None for one without padding.
+    window: tokens that a query sees; 0 for all of its document.
     """
     rng = np.random.default_rng(seed)
     batch = 2
@@ -146,6 +148,9 @@ def make_problem(
         ]
     else:
         masks = [SequenceMask.causal(seq - b, padded) for b in range(batch)]
+    if window:
+        near = np.maximum(np.arange(padded) - window + 1, 0)
+        masks = [m.intersect(SequenceMask.from_first(near, m.length)) for m in masks]
     queries, keys = shard(where, padded, block)
     tiles = Tiles.between(masks, queries, keys, MaskTables.make(masks, block)).to(device)
     geometry = tiles.geometry

@@ -54,9 +54,13 @@ def blocks_of(p: Problem) -> torch.Tensor:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["slashes", "columns", "both", "all", "none", "bitmap"])
-@pytest.mark.parametrize("documents", [False, True, None])
+@pytest.mark.parametrize(
+    ("documents", "window"), [(False, 0), (True, 0), (None, 0), (None, 40), (True, 5)]
+)
 @pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
-def test_lists_hold_the_blocks_that_index_and_mask_leave(kind, documents, where, transposed):
+def test_lists_hold_the_blocks_that_index_and_mask_leave(
+    kind, documents, window, where, transposed
+):
     for seed, seq in ((0, 109), (1, 96), (2, 33)):
         p = make_problem(
             seed,
@@ -67,6 +71,7 @@ def test_lists_hold_the_blocks_that_index_and_mask_leave(kind, documents, where,
             kv_heads=2,
             dim=16,
             documents=documents,
+            window=window,
             where=where,
         )
         seen = blocks_of(p)
@@ -82,7 +87,8 @@ def test_lists_hold_the_blocks_that_index_and_mask_leave(kind, documents, where,
             if kind == "both"
             else blocks
         )
-        widths = 2 if documents is None else full_width, full_width
+        plain = documents is None and not window
+        widths = 2 if plain else full_width, full_width
         partial, full = (
             mask_from_lists(lists, name, touched.shape, width)
             for name, width in zip(("partial", "full"), widths, strict=True)

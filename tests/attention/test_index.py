@@ -19,9 +19,10 @@ KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "gated")
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [0, 1, 37])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_counts_equal_the_enumerated_pairs(kind, documents, seed):
+def test_counts_equal_the_enumerated_pairs(kind, documents, window, seed):
     p = make_problem(
         seed,
         kind,
@@ -31,6 +32,7 @@ def test_counts_equal_the_enumerated_pairs(kind, documents, seed):
         kv_heads=2,
         dim=16,
         documents=documents,
+        window=window,
         where="whole",
     )
     index = p.tiles.index

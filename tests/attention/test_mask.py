@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mtrain_cli.attention.mask import KeySlice, KeySpans, SequenceMask, SliceKind
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.mask_settings import MOST_INTERVALS, MaskConfig
-from tests.attention.mask_definitions import cells
+from attention.mask_definitions import cells
 
 
 @st.composite

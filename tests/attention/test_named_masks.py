@@ -11,7 +11,7 @@ from mtrain_cli.attention.named_masks import slices_of
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.mask_settings import MASKS, MaskConfig
 from mtrain_cli.config.schema import ConfigError
-from tests.attention.mask_definitions import cells, predicate
+from attention.mask_definitions import cells, predicate
 
 CASES = [
     ("causal", 97, {}),

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from attention.dense_problems import SCALE, make_dense_problem
+from attention.mask_definitions import cells
 
 import mtrain_cli.attention.sdpa as sdpa
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import KeySlice, KeySpans, SequenceMask, SliceKind
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
@@ -23,12 +24,13 @@ def test_the_problems_have_empty_rows():
     )
 
 
+@pytest.mark.parametrize("slices", [0, 6])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("rows_per_call", [8, 32, 512])
 @pytest.mark.parametrize("seed", range(4))
-def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, seed):
+def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, seed, slices):
     monkeypatch.setattr(sdpa, "_ROWS_PER_CALL", rows_per_call)
-    spans, q, k, v, dout = make_dense_problem(seed, heads, kv_heads)
+    spans, q, k, v, dout = make_dense_problem(seed, heads, kv_heads, slices=slices)
     tiles = Tiles.make(spans)
     want_out, want_lse = ReferenceKernel().forward(q, k, v, tiles, SCALE)
     out, lse = SdpaKernel().forward(q, k, v, tiles, SCALE)
@@ -99,3 +101,60 @@ def test_masks_are_reused_by_other_layers_unless_they_are_large(monkeypatch):
         isinstance(mask, torch.Tensor) for calls in again.cache.values() for _, _, mask in calls
     )
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def seen_by_flash_attention(queries: int, keys: int, causal: bool, window: dict) -> np.ndarray:
+    """Which pairs FlashAttention-2 computes, by the text of its window sizes."""
+    i, j = np.indices((queries, keys))
+    left = window.get("window_size_left", keys)
+    right = window.get("window_size_right", 0 if causal else keys)
+    at = i + keys - queries
+    return (j >= at - left) & (j <= at + right)
+
+
+@pytest.mark.parametrize("kind", SliceKind)
+def test_each_kind_of_slice_is_a_window_of_flash_attention(kind):
+    for queries, keys in ((1, 1), (3, 3), (1, 5), (4, 9)):
+        seen = seen_by_flash_attention(queries, keys, *sdpa.flash_window(queries, keys, kind))
+        assert (seen == cells([KeySlice(0, queries, 0, keys, kind)], queries, keys)).all()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Take the code path of GPUs, with FlashAttention-2 replaced by the oracle."""
+
+    def tiles_of(q, k, kind):
+        window = sdpa.flash_window(len(q), len(k), kind)
+        seen = seen_by_flash_attention(len(q), len(k), *window)
+        low, stop = seen.argmax(1), seen.shape[1] - seen[:, ::-1].argmax(1)
+        return Tiles.make([KeySpans(low[None], stop[None], len(k))])
+
+    def forward(q, k, v, kind, scale):
+        out, lse = ReferenceKernel().forward(
+            q[None], k[None], v[None], tiles_of(q, k, kind), scale
+        )
+        return out[0], lse[0]
+
+    def backward(dout, q, k, v, out, lse, kind, scale):
+        batch = (t[None] for t in (dout, q, k, v, out, lse))
+        found = ReferenceKernel().backward(*batch, None, tiles_of(q, k, kind), scale)
+        return tuple(t[0] for t in found)
+
+    monkeypatch.setattr(sdpa, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(sdpa, "_cuda_forward", forward)
+    monkeypatch.setattr(sdpa, "_cuda_backward", backward)
+
+
+@pytest.mark.parametrize("slices", [0, 1, 3, 8])
+@pytest.mark.parametrize("seed", range(6))
+def test_on_gpus_the_slices_of_a_query_are_merged(gpu, seed, slices):  # noqa: ARG001
+    spans, q, k, v, dout = make_dense_problem(seed, 4, 2, slices=slices)
+    tiles = Tiles.make(spans)
+    want_out, want_lse = ReferenceKernel().forward(q, k, v, tiles, SCALE)
+    out, lse = SdpaKernel().forward(q, k, v, tiles, SCALE)
+    torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
+    torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=0)
+    want = ReferenceKernel().backward(dout, q, k, v, want_out, want_lse, None, tiles, SCALE)
+    got = SdpaKernel().backward(dout, q, k, v, out, lse, None, tiles, SCALE)
+    for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0, msg=name)

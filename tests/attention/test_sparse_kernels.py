@@ -83,6 +83,34 @@ def test_triton_equals_the_oracle(kind, documents, where):
 
 
 @pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        *(("both", where) for where in ("whole", "striped queries", "striped", "later queries")),
+        ("columns", "whole"),
+        ("local bitmap", "striped"),
+        ("gated", "whole"),
+    ],
+)
+@pytest.mark.parametrize(("documents", "window"), [(False, 23), (True, 40), (False, 1)])
+def test_triton_serves_sliding_windows(kind, where, documents, window):
+    from mtrain_cli.attention.triton_kernel import TritonKernel
+
+    p = make_problem(
+        1,
+        kind,
+        seq=117,
+        block=16,
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        documents=documents,
+        window=window,
+        where=where,
+    )
+    check(TritonKernel(), p, 1e-5)
+
+
+@pytest.mark.parametrize(
     ("kind", "where"), [("gated", "whole"), ("local gated", "striped"), ("gated", "later queries")]
 )
 @pytest.mark.parametrize("name", ["triton", "sdpa"])

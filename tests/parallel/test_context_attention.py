@@ -6,14 +6,17 @@ import gloo
 import numpy as np
 import pytest
 import torch
+from attention.mask_definitions import predicate
 from parallel.ways import Way
 
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import _Attend
 from mtrain_cli.parallel.exchange_registry import make_exchange
@@ -50,13 +53,32 @@ WAYS = (
 )
 
 
-def masks(documents: bool, padded: int) -> list[SequenceMask]:
-    if not documents:
-        return [SequenceMask.causal(SEQ, padded)] * BATCH
+# {name: (number of tokens, mask, its keys, whether it is cut at documents)}
+MASKS: dict[str, tuple[int, str, dict, bool]] = {
+    "causal": (SEQ, "causal", {}, False),
+    "docs": (SEQ, "causal", {}, True),
+    "window": (SEQ, "sliding_window", {"window": 9, "global_tokens": 0}, False),
+    "window, docs": (SEQ, "sliding_window", {"window": 5, "global_tokens": 0}, True),
+    "window, sinks": (SEQ, "sliding_window", {"window": 6, "global_tokens": 3}, False),
+    "full, docs": (SEQ, "full", {}, True),
+    "prefix": (SEQ, "prefix_lm", {"prefix": 22}, False),
+    "blocks, docs": (SEQ, "block_causal", {"block": 7}, True),
+    "chunks": (SEQ, "chunked", {"chunk": 8, "back": 2}, False),
+    "video": (60, "video", {"frames": 5, "height": 3, "width": 4, "window": (3, 2, 3)}, False),
+    "dilated": (SEQ, "dilated", {"block": 3, "stride": 4, "count": 4}, True),
+}
+CAUSAL_INTERVALS = ("causal", "docs", "window", "window, docs")
+
+
+def document_ids(length: int) -> list[np.ndarray]:
     rng = np.random.default_rng(7)
-    return [
-        SequenceMask.from_documents(np.sort(rng.integers(0, 5, SEQ)), padded) for _ in range(BATCH)
-    ]
+    return [np.sort(rng.integers(0, 5, length)) for _ in range(BATCH)]
+
+
+def masks(name: str, padded: int) -> list[SequenceMask]:
+    length, kind, keys, documents = MASKS[name]
+    rule = MaskRule(documents, MaskConfig(kind=kind, **keys))
+    return [rule(ids, length, padded) for ids in document_ids(length)]
 
 
 def inputs(heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -104,11 +126,14 @@ def index_of(kind: str, heads: int, layout: Layout) -> Index | None:
     )
 
 
-def seen_by_definition(documents: bool, index: Index | None) -> torch.Tensor:
+def seen_by_definition(name: str, index: Index | None) -> torch.Tensor:
     """bool [batch, heads or 1, SEQ, SEQ], computed from mask and index only."""
-    first = torch.from_numpy(np.stack([m.first[:SEQ] for m in masks(documents, SEQ)]))
-    at = torch.arange(SEQ)
-    seen = ((at >= first[..., None]) & (at <= at[:, None]))[:, None]
+    length, kind, keys, documents = MASKS[name]
+    seen, at = torch.zeros(BATCH, 1, SEQ, SEQ, dtype=torch.bool), torch.arange(SEQ)
+    for row, ids in enumerate(document_ids(length)):
+        allowed = predicate(kind, length, **keys)
+        allowed &= (ids[:, None] == ids) | (not documents)
+        seen[row, 0, :length, :length] = torch.from_numpy(allowed)
     if isinstance(index, BlockBitmap):
         return seen & index.bits[:, :, at // BLOCK][..., at // BLOCK]
     if isinstance(index, VerticalSlash):
@@ -119,12 +144,12 @@ def seen_by_definition(documents: bool, index: Index | None) -> torch.Tensor:
     return seen
 
 
-def oracle(heads: int, kv_heads: int, documents: bool, index: Index | None) -> list[torch.Tensor]:
+def oracle(heads: int, kv_heads: int, mask: str, index: Index | None) -> list[torch.Tensor]:
     """out, dq, dk, dv by autograd from the definition, and lse [batch, heads, SEQ]."""
     q, k, v, dout = inputs(heads, kv_heads, torch.float64)
     for t in (q, k, v):
         t.requires_grad_()
-    seen = seen_by_definition(documents, index)
+    seen = seen_by_definition(mask, index)
     scores = (
         torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(heads // kv_heads, 2))
         / HEAD_DIM**0.5
@@ -180,7 +205,14 @@ def lse_difference(
 
 
 def cells(
-    rank: int, world: int, kernel_name: str, dtype_name: str, kinds: tuple[str, ...], every: bool
+    rank: int,
+    world: int,
+    kernel_name: str,
+    dtype_name: str,
+    kinds: tuple[str, ...],
+    every: bool,
+    names: tuple[str, ...] = ("causal", "docs"),
+    head_counts: tuple[tuple[int, int], ...] = HEADS,
 ) -> dict[str, float]:
     """The largest difference from the oracle on this rank, for every cell; or for one mask of each
     way, heads, layout and index, in turn, so that each mask still meets every two of these; even
@@ -192,7 +224,7 @@ def cells(
     worst = {}
     expected = {}
     for way in WAYS:
-        for heads, kv_heads in HEADS:
+        for heads, kv_heads in head_counts:
             if not way.fits(world, kv_heads):
                 continue
             if (way.per_node, way.heads) not in groups:
@@ -227,16 +259,16 @@ def cells(
                         + INDICES.index(kind)
                         + world
                     )
-                    for documents in (False, True) if every else (turn % 2 == 1,):
-                        name = (heads, kv_heads, documents, kind, layout.padded_seq)
+                    for mask_name in names if every else (names[turn % len(names)],):
+                        name = (heads, kv_heads, mask_name, kind, layout.padded_seq)
                         if name not in expected:
-                            expected[name] = oracle(heads, kv_heads, documents, index)
+                            expected[name] = oracle(heads, kv_heads, mask_name, index)
                         # Padding must not affect the result: fill it with a large number.
                         q, k, v, dout = (t[:, own] for t in inputs(heads, kv_heads, dtype))
                         for t in (q, k, v):
                             t[:, ~real] = 50.0
                             t.requires_grad_()
-                        batch_masks = masks(documents, layout.padded_seq)
+                        batch_masks = masks(mask_name, layout.padded_seq)
                         request = None if index is None else IndexRequest(BLOCK, bitmap=False)
                         work = Plan.make(exchange, batch_masks, request).tiles
                         if isinstance(index, BlockBitmap):
@@ -255,7 +287,6 @@ def cells(
                         given = Given(exchange, kernel)
                         out = _Attend.apply(q, k, v, given, work, 0)
                         gradients = torch.autograd.grad(out, (q, k, v), dout.clone())
-                        mask_name = "docs" if documents else "causal"
                         key = f"{way}/{layout_name}/{heads}:{kv_heads}/{kind}/{mask_name}"
                         worst[key] = max(
                             (got[:, real].double() - want[:, positions[real]]).abs().max().item()
@@ -299,6 +330,28 @@ def test_output_and_gradients_equal_the_oracle(case, world, every):
     for rank, worst in enumerate(gloo.run(world, cells, kernel, dtype, kinds, every)):
         assert len(worst) > 100
         bad = {cell: difference for cell, difference in worst.items() if not difference < tolerance}
+        assert not bad, f"rank {rank}: {bad}"
+
+
+OTHERS = tuple(name for name in MASKS if name not in ("causal", "docs"))
+
+
+@pytest.mark.parametrize(("kernel", "world"), [("reference", 1), ("sdpa", 2), ("sdpa", 3)])
+def test_every_mask_equals_the_oracle(kernel, world):
+    """Dense attention in every layout and exchange."""
+    given = (kernel, "float64", ("dense",), True, OTHERS, ((4, 2),))
+    for rank, worst in enumerate(gloo.run(world, cells, *given)):
+        assert len(worst) > 100
+        bad = {cell: difference for cell, difference in worst.items() if not difference <= 1e-12}
+        assert not bad, f"rank {rank}: {bad}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_indices_compose_with_sliding_windows(world):
+    names = tuple(name for name in CAUSAL_INTERVALS if name in OTHERS)
+    given = ("reference", "float64", ("vertical_slash", "bitmap"), False, names)
+    for rank, worst in enumerate(gloo.run(world, cells, *given)):
+        bad = {cell: difference for cell, difference in worst.items() if not difference <= 1e-12}
         assert not bad, f"rank {rank}: {bad}"
 
 

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from attention.dense_problems import random_slices
 from attention.sparse_problems import gated_index
 from parallel.ways import Way
 from simulation.counting import count_work
@@ -74,6 +75,15 @@ def masks_of(kind: str, padded: int, seq: int = SEQ, batch: int = 3) -> list[Seq
     rng = np.random.default_rng(7)
     if kind == "causal":
         return [SequenceMask.causal(n, padded) for n in (seq, seq - 9, seq)][:batch]
+    if kind == "slices":
+        return [
+            SequenceMask.from_slices(random_slices(rng, n, 7), n, padded)
+            for n in (seq, seq - 9, seq)
+        ][:batch]
+    if kind == "window":
+        near = np.maximum(np.arange(padded) - 8, 0)
+        documents = masks_of("documents", padded, seq, batch)
+        return [m.intersect(SequenceMask.from_first(near, m.length)) for m in documents]
     return [
         SequenceMask.from_documents(np.sort(rng.integers(0, 5, seq - 5 * (b == 1))), padded)
         for b in range(batch)
@@ -195,9 +205,9 @@ def check(
 CASES = [
     (way, workers, layout, masks, index)
     for way, workers, layout, masks, index in product(
-        WAYS, (1, 2, 3, 4, 6), LAYOUTS, ("causal", "documents"), INDICES
+        WAYS, (1, 2, 3, 4, 6), LAYOUTS, ("causal", "documents", "window", "slices"), INDICES
     )
-    if fits(way, workers)
+    if fits(way, workers) and (masks != "slices" or index == "dense")
 ]
 
 
@@ -235,8 +245,20 @@ def test_many_workers_of_a_block_or_two(layout):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_dense_shards_need_not_be_whole_blocks(layout):
-    for masks, way in product(("causal", "documents"), (Way("ring"), Way("all_gather", heads=2))):
+    kinds = "causal", "documents", "window", "slices"
+    for masks, way in product(kinds, (Way("ring"), Way("all_gather", heads=2))):
         check(way, 4, layout, masks, "dense", unit=1, stripe=16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("masks", ["window", "slices"])
+def test_other_masks_count_what_kernels_get(layout, masks):
+    check(Way("ring"), 3, layout, masks, "dense")
+    check(Way("all_gather", heads=2), 4, layout, masks, "dense")
+    if masks == "window":
+        for index in ("vertical_slash", "columns", "bitmap"):
+            check(Way("ring"), 3, layout, masks, index)
+            check(Way("all_gather"), 2, layout, masks, index)
 
 
 def options(way: Way, layout: Layout) -> Schedule:
@@ -249,7 +271,7 @@ def options(way: Way, layout: Layout) -> Schedule:
 def test_totals_equal_those_of_the_index_in_every_layout(kind):
     """All are padded to one length, so that they share one index."""
     seq, heads, block = 24 * 16 * 4, 4, 16
-    for masks_kind in ("causal", "documents"):
+    for masks_kind in ("causal", "documents", "window"):
         for name, workers, way in product(LAYOUTS, (1, 4, 6), WAYS):
             if not fits(way, workers):
                 continue
