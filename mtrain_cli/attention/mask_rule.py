@@ -37,9 +37,10 @@ class MaskRule:
         documents: document id of each token; None if the sequence is one document.
         """
         whole = self.undivided(length, padded)
-        if not self.starts(documents, padded).any():
+        if documents is None or not self.document_mask:
             return whole
-        assert documents is not None
+        if len(documents) >= length and not document_starts(documents, padded).any():
+            return whole
         return whole.intersect(SequenceMask.from_documents(documents, padded, causal=False))
 
     def undivided(self, length: int, padded: int) -> SequenceMask:

@@ -41,6 +41,7 @@ def banner(
         ("workers", f"{dry_run.describe_workers(plan)}, started by {environment.launcher}"),
         ("layout", dry_run.describe_layout(plan)),
         ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),
+        *dry_run.mask_rows(config),
         ("sparsity", dry_run.describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
         *dry_run.kernel_rows(plan),

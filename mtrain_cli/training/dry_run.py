@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import host_memory
@@ -19,7 +20,7 @@ from mtrain_cli.sparsity.pattern import display_name
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
 from mtrain_cli.training import initial_weights, run_plan
-from mtrain_cli.training.flops import peak_flops
+from mtrain_cli.training.flops import causal_pairs, peak_flops
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import duration, longest_seq, refusal, search
 from mtrain_cli.training.resolution import compiles
@@ -71,6 +72,7 @@ def render(plan: RunPlan) -> RenderableType:
         ("workers", describe_workers(plan)),
         ("layout", describe_layout(plan)),
         ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),
+        *mask_rows(config),
         ("sparsity", describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
         *kernel_rows(plan),
@@ -165,6 +167,21 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
         name, reason = plan.dense_kernel
         dense_steps = plan.config.sparsity.dense_steps
         rows.append(("", f"{name} for the first {dense_steps} steps, which are dense: {reason}"))
+    return rows
+
+
+def mask_rows(config: Config) -> list[tuple[str, str]]:
+    """Return a row on the mask, and a row on the labels that it shows; no rows if it is causal."""
+    if config.mask.kind == "causal":
+        return []
+    mask = MaskRule.of(config).undivided(config.seq, config.seq)
+    inside = ", inside each document" if config.data.document_mask else ""
+    share = mask.pairs / causal_pairs(config.seq)
+    rows = [("mask", f"{config.mask.describe()}{inside}; {share:.3g} of the pairs of causal")]
+    if shown := int(mask.shows_later_keys().sum()):
+        counted = f"{config.seq - shown:,} of {config.seq:,} labels count"
+        why = "a label that a query may see is ignored"
+        rows.append(("", f"{counted} in a sequence of one document: {why}"))
     return rows
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.composition.derived import folder_of
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import ConfigError
 
@@ -218,3 +219,28 @@ def test_own_model_groups_count_as_chosen_by_the_user(folder: Path, tmp_path: Pa
 
 def test_a_name_that_is_too_long_is_no_folder():
     assert folder_of("x" * 5000) is None
+
+
+QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 96}
+
+
+def test_the_folder_gives_the_window_of_its_layers(tmp_path: Path) -> None:
+    folder = write(tmp_path / "windowed", QWEN | {"max_window_layers": 0})
+    words = [f"train.init_from={folder}"]
+    assert compose(words).mask == MaskConfig.sliding(96)
+    save(compose(words), tmp_path / "resolved.yaml")
+    assert load(tmp_path / "resolved.yaml").mask == MaskConfig.sliding(96)
+    for own in (["mask=causal"], ["mask.kind=causal"]):
+        assert compose([*words, *own]).mask.kind == "causal"
+    assert compose([*words, "mask=prefix_lm"]).mask.prefix == 1024
+    write(folder, QWEN | {"max_window_layers": 2})
+    assert compose(words).mask.kind == "causal", "no layer has the window"
+
+
+def test_layers_with_different_windows_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mixed", QWEN | {"max_window_layers": 1})
+    (line,) = complaints(f"train.init_from={folder}")
+    assert line.endswith(
+        "config.json: sliding_window=96: is the window of 1 of 2 layers; mtrain gives all layers "
+        "the same mask"
+    )

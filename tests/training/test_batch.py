@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -101,3 +103,49 @@ def test_a_sequence_that_ends_early_has_a_plan_of_its_own():
     for length in (SEQ, 40, SEQ):
         batch = make([Sample(tokens, tokens, np.zeros(length, dtype=np.int32))])
         assert batch.pairs == length * (length + 1) // 2
+
+
+def maker(mask: MaskConfig, *, document_mask: bool = True) -> BatchMaker:
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    rule = MaskRule(document_mask=document_mask, mask=mask)
+    return BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=rule)
+
+
+@pytest.mark.parametrize(
+    ("mask", "counted"),
+    [
+        (MaskConfig(kind="causal"), range(SEQ)),
+        (MaskConfig.sliding(5), range(SEQ)),
+        (MaskConfig(kind="prefix_lm", prefix=20), range(19, SEQ)),
+        (MaskConfig(kind="block_causal", block=16), range(15, SEQ, 16)),
+        (MaskConfig(kind="full"), range(SEQ - 1, SEQ)),
+    ],
+)
+def test_a_label_that_the_mask_shows_is_ignored(mask, counted):
+    tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
+    host = maker(mask).on_host([Sample(tokens, tokens, one)])
+    labels = host.numbers[2, 0].numpy()
+    assert np.flatnonzero(labels >= 0).tolist() == list(counted)
+    assert host.valid == len(counted)
+    # A document ends the reach of its queries.
+    halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
+    host = maker(MaskConfig(kind="full")).on_host([Sample(tokens, tokens, halves)])
+    assert np.flatnonzero(host.numbers[2, 0].numpy() >= 0).tolist() == [SEQ // 2 - 1, SEQ - 1]
+
+
+def test_contexts_start_at_documents_whatever_the_window():
+    tokens = np.arange(SEQ, dtype=np.int32)
+    halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
+    for mask in (MaskConfig(kind="causal"), MaskConfig.sliding(3), MaskConfig(kind="full")):
+        for document_mask, middle in ((True, SEQ // 2), (False, 0)):
+            make = maker(mask, document_mask=document_mask)
+            starts = make.on_host([Sample(tokens, tokens, halves)]).starts
+            assert starts.tolist() == [[0] * (SEQ // 2) + [middle] * (SEQ // 2)]
+
+
+def test_batches_of_one_document_share_the_plan_of_any_mask():
+    make = maker(MaskConfig(kind="prefix_lm", prefix=20))
+    tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
+    first, second = (make([Sample(tokens, tokens, one)]) for _ in range(2))
+    assert first.attend.plan is second.attend.plan
+    assert first.pairs == SEQ * (SEQ + 1) // 2 + 20 * 19 // 2

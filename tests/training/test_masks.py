@@ -1,0 +1,69 @@
+"""Training under each kind of mask gives the same losses on one worker and on two."""
+
+from __future__ import annotations
+
+import gloo
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.training.evaluation import evaluate
+from mtrain_cli.training.trainer import Trainer
+
+SMALL = [
+    "seq=300", "topology.block_size=16", "model.hidden_size=32", "model.num_layers=2",
+    "model.head_dim=8", "model.intermediate_size=48", "train.dtype=float32",
+    "optim.warmup_steps=2", "train.steps=10", "data.eval_sequences=2",
+]  # fmt: skip
+STEPS = 10
+WINDOW = ["mask=sliding_window", "mask.window=40"]
+BUDGETS = ["block=16", "last_q=16", "p_v=0.5", "p_s=0.5", "min_columns=4"]
+CASES = {
+    "window": WINDOW,
+    "window, recomputed": [*WINDOW, "train.activation_checkpoint=sequence_selective"],
+    "window, sparse": [*WINDOW, "sparsity=vertical_slash", *(f"sparsity.{b}" for b in BUDGETS)],
+    "window, sinks": [*WINDOW, "mask.global_tokens=8", "data.document_mask=false"],
+    "prefix": ["mask=prefix_lm", "mask.prefix=100", "data.document_mask=false"],
+    "blocks": ["mask=block_causal", "mask.block=8"],
+    "causal": [],
+}
+OTHERS = ("recomputed", "sparse", "sinks")
+WAYS = {
+    "window": ["topology.exchange=ring", "topology.layout=zigzag"],
+    "prefix": ["topology.exchange=all_gather", "topology.layout=contiguous"],
+    "window, sinks": ["topology.exchange=ring", "topology.layout=striped"],
+    "blocks": ["topology.exchange=ulysses"],
+}
+
+
+def trained(rank: int, world: int, name: str) -> tuple[list[float], float]:
+    """The loss of each step, and the held-out loss at the end."""
+    words = [*SMALL, *CASES[name], *(WAYS.get(name, []) if world > 1 else [])]
+    trainer = Trainer(compose(words), gloo.environment(rank, world, world))
+    losses = [trainer.train_step(False).loss for _ in range(STEPS)]
+    held_out = evaluate(trainer)
+    trainer.close()
+    return losses, held_out.loss
+
+
+@pytest.fixture(scope="module")
+def causal() -> list[float]:
+    ((losses, _),) = gloo.run(1, trained, "causal")
+    return losses
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window",
+        "prefix",
+        "blocks",
+        *(pytest.param(f"window, {n}", marks=pytest.mark.slow) for n in OTHERS),
+    ],
+)
+def test_two_workers_train_like_one(name, causal):
+    ((alone, held_out),) = gloo.run(1, trained, name)
+    for losses, loss in gloo.run(2, trained, name):
+        assert losses == pytest.approx(alone, abs=2e-5)
+        assert loss == pytest.approx(held_out, abs=2e-5)
+    assert alone[-1] < alone[0]
+    assert abs(causal[0] - alone[0]) > 1e-6, "the mask has an effect"
