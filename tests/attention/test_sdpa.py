@@ -106,15 +106,16 @@ def test_masks_are_reused_by_other_layers_unless_they_are_large(monkeypatch):
 def seen_by_flash_attention(queries: int, keys: int, causal: bool, window: dict) -> np.ndarray:
     """Which pairs FlashAttention-2 computes, by the text of its window sizes."""
     i, j = np.indices((queries, keys))
-    left = window.get("window_size_left", keys)
-    right = window.get("window_size_right", 0 if causal else keys)
+    left = window.get("window_size_left", queries + keys)
+    right = window.get("window_size_right", 0 if causal else queries + keys)
     at = i + keys - queries
     return (j >= at - left) & (j <= at + right)
 
 
 @pytest.mark.parametrize("kind", SliceKind)
 def test_each_kind_of_slice_is_a_window_of_flash_attention(kind):
-    for queries, keys in ((1, 1), (3, 3), (1, 5), (4, 9)):
+    shapes = (1, 1), (3, 3), (1, 5), (4, 9)
+    for queries, keys in (*shapes, (9, 4)) if kind == SliceKind.FULL else shapes:
         seen = seen_by_flash_attention(queries, keys, *sdpa.flash_window(queries, keys, kind))
         assert (seen == cells([KeySlice(0, queries, 0, keys, kind)], queries, keys)).all()
 
