@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -318,9 +318,10 @@ def _packed(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
     """
     used = high > low
     most = int(used.sum(0).max(initial=0))
-    if used[:most].sum() < used.sum():
-        order = np.argsort(~used, axis=0, kind="stable")[: max(most, 1)]
-        low, high, used = (np.take_along_axis(t, order, 0) for t in (low, high, used))
+    if (used[1:] & ~used[:-1]).any():
+        order = np.argsort(~used, axis=0, kind="stable")
+        low, high = (np.take_along_axis(bound, order, 0) for bound in (low, high))
+        used = high > low
     if most > MOST_INTERVALS:
         _check_intervals(most, np.arange(low.shape[1]), used.sum(0))
     keep = slice(max(most, 1))
@@ -353,7 +354,8 @@ class KeySpans:
     def seen(self) -> NDArray[np.bool_]:
         """Return which query sees which slot, bool [queries, keys]. For tests and small masks."""
         slots = np.arange(self.num_keys)
-        return ((slots >= self.low[..., None]) & (slots < self.high[..., None])).any(0)
+        seen = (slots >= self.low[..., None]) & (slots < self.high[..., None])
+        return np.logical_or.reduce(seen, 0)
 
     def restrict(self, keys: IntArray) -> KeySpans:
         """Return the spans over a subset of the keys.

@@ -14,6 +14,9 @@ from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import Config
 
 
+_CAUSAL = MaskConfig(kind="causal")
+
+
 @dataclass(frozen=True)
 class MaskRule:
     """Makes the mask of a sequence: the configured mask, inside each document if asked for.
@@ -23,7 +26,7 @@ class MaskRule:
     """
 
     document_mask: bool
-    mask: MaskConfig = MaskConfig(kind="causal")
+    mask: MaskConfig = _CAUSAL
 
     @staticmethod
     def of(config: Config) -> MaskRule:

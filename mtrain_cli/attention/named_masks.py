@@ -44,9 +44,7 @@ def sliding_window(seq: int, window: int, global_tokens: int = 0) -> IntArray:
 
 def prefix_lm(seq: int, prefix: int) -> IntArray:
     """Query q sees key k if k <= q or k < prefix."""
-    return _table(
-        (0, prefix, 0, prefix, SliceKind.FULL), (prefix, seq, 0, seq, SliceKind.CAUSAL)
-    )
+    return _table((0, prefix, 0, prefix, SliceKind.FULL), (prefix, seq, 0, seq, SliceKind.CAUSAL))
 
 
 def block_causal(seq: int, block: int) -> IntArray:
@@ -68,15 +66,11 @@ def dilated(seq: int, block: int, stride: int, count: int) -> IntArray:
     found = [_columns(start, stop, start, stop, SliceKind.CAUSAL)]
     for distance in range(stride, min(count * stride, len(start)), stride):
         later, keys = slice(distance, None), slice(len(start) - distance)
-        found.append(
-            _columns(start[later], stop[later], start[keys], stop[keys], SliceKind.FULL)
-        )
+        found.append(_columns(start[later], stop[later], start[keys], stop[keys], SliceKind.FULL))
     return np.concatenate(found)
 
 
-def video(
-    seq: int, frames: int, height: int, width: int, window: tuple[int, int, int]
-) -> IntArray:
+def video(seq: int, frames: int, height: int, width: int, window: tuple[int, int, int]) -> IntArray:
     """A query sees the window of tokens around its own, moved inward at the edges of the video.
 
     Along each axis of size n, the query at x sees ``first <= k < first + w``, with first =

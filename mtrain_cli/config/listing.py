@@ -34,11 +34,7 @@ def _lines(config: Config, defaults: Config) -> Iterator[tuple[str, bool]]:
             [plain], default_flow_style=True, width=10_000, allow_unicode=True
         ).strip()[1:-1]
         counts_tokens, comments = keys.all_keys()[name].counts_tokens, []
-        if (
-            counts_tokens
-            and isinstance(value, int)
-            and sizes.format_size(value) != str(value)
-        ):
+        if counts_tokens and isinstance(value, int) and sizes.format_size(value) != str(value):
             comments.append(sizes.format_size(value))
         if differs := value != before[name]:
             shown = sizes.format_size if counts_tokens and before[name] else keys.show

@@ -323,9 +323,7 @@ def _window(fields: _ConfigFields, family: str) -> int | None:
     return window
 
 
-def _given_window(
-    fields: _ConfigFields, family: str, layers: int
-) -> tuple[int | None, list[bool]]:
+def _given_window(fields: _ConfigFields, family: str, layers: int) -> tuple[int | None, list[bool]]:
     """Return the window without regard to layer_types, and which layers have it.
 
     Missing keys have the defaults of transformers.

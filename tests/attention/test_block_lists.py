@@ -87,7 +87,7 @@ def test_lists_hold_the_blocks_that_index_and_mask_leave(
             if kind == "both"
             else blocks
         )
-        plain = documents is None and not window
+        plain = documents is None and not 0 < window < seq
         widths = 2 if plain else full_width, full_width
         partial, full = (
             mask_from_lists(lists, name, touched.shape, width)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from attention.mask_definitions import cells
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain_cli.attention.mask import KeySlice, KeySpans, SequenceMask, SliceKind
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.mask_settings import MOST_INTERVALS, MaskConfig
-from attention.mask_definitions import cells
 
 
 @st.composite
@@ -89,7 +89,10 @@ def test_decreasing_document_ids_are_refused():
 def test_an_intersection_allows_what_both_masks_allow(problem, window):
     ids, padded, queries, keys = problem
     nearest = np.maximum(np.arange(padded) - window + 1, 0)
-    documents, near = SequenceMask.from_documents(ids, padded), SequenceMask.from_first(nearest, len(ids))
+    documents, near = (
+        SequenceMask.from_documents(ids, padded),
+        SequenceMask.from_first(nearest, len(ids)),
+    )
     spans = documents.intersect(near).spans(queries, keys)
     seen = spans.seen()
     allowed = by_definition(ids, queries, keys) & (queries[:, None] - keys < window)
@@ -101,7 +104,9 @@ def test_an_intersection_allows_what_both_masks_allow(problem, window):
 def test_last_is_the_last_query_that_sees_each_key(problem, window):
     ids, padded, _, _ = problem
     nearest = np.maximum(np.arange(padded) - window + 1, 0)
-    mask = SequenceMask.from_documents(ids, padded).intersect(SequenceMask.from_first(nearest, len(ids)))
+    mask = SequenceMask.from_documents(ids, padded).intersect(
+        SequenceMask.from_first(nearest, len(ids))
+    )
     everywhere = np.arange(padded)
     spans = mask.spans(everywhere, everywhere)
     for key, last in enumerate(mask.last()[: len(ids)]):
@@ -230,7 +235,7 @@ def test_more_than_16_intervals_are_refused():
     slices = [KeySlice(40, 41, 2 * i, 2 * i + 1) for i in range(MOST_INTERVALS)]
     assert SequenceMask.from_slices(slices, 64, 64).intervals == MOST_INTERVALS
     one_more = [*slices, KeySlice(40, 41, 50, 51)]
-    with pytest.raises(ValueError, match="position 40 sees 17 separate intervals.*at most 16"):
+    with pytest.raises(ValueError, match=r"position 40 sees 17 separate intervals.*at most 16"):
         SequenceMask.from_slices(one_more, 64, 64)
     touching = [*slices, *(KeySlice(40, 41, i, i + 1) for i in range(33))]
     assert SequenceMask.from_slices(touching, 64, 64).intervals == 1

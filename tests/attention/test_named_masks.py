@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from attention.mask_definitions import cells, predicate
 
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import KeySlice, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import slices_of
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.mask_settings import MASKS, MaskConfig
 from mtrain_cli.config.schema import ConfigError
-from attention.mask_definitions import cells, predicate
 
 CASES = [
     ("causal", 97, {}),
@@ -54,16 +54,10 @@ def test_a_named_mask_equals_its_predicate(kind, seq, keys):
     everywhere = np.arange(seq)
     assert (made.spans(everywhere, everywhere).seen() == wanted).all()
     assert made.pairs == wanted.sum()
-    assert ((cells(map(lambda s: _slice(s), table), seq, seq) > 0) == wanted).all()
+    assert ((cells((KeySlice(*s) for s in table.tolist()), seq, seq) > 0) == wanted).all()
     assert made.intervals == mask.intervals(seq)
     assert made.is_causal_interval or not mask.keeps_causal_intervals
     assert made.same_as(SequenceMask.from_slices(table, seq, seq + 3))
-
-
-def _slice(row):
-    from mtrain_cli.attention.mask import KeySlice
-
-    return KeySlice(*row.tolist())
 
 
 @pytest.mark.parametrize("document", [1, 10, 97])
@@ -81,7 +75,7 @@ def test_documents_cut_every_mask(kind, document):
     assert rule(None, seq, seq).same_as(MaskRule(False, rule.mask)(ids, seq, seq))
     if kind == "causal":
         old = SequenceMask.from_documents(ids, seq + 2)
-        assert (made.low == old.low).all() and (made.high == old.high).all()
+        assert np.array_equal((made.low, made.high), (old.low, old.high))
 
 
 def test_a_sequence_of_one_document_has_the_same_mask_object():

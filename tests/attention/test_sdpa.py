@@ -131,9 +131,7 @@ def gpu(monkeypatch):
         return Tiles.make([KeySpans(low[None], stop[None], len(k))])
 
     def forward(q, k, v, kind, scale):
-        out, lse = ReferenceKernel().forward(
-            q[None], k[None], v[None], tiles_of(q, k, kind), scale
-        )
+        out, lse = ReferenceKernel().forward(q[None], k[None], v[None], tiles_of(q, k, kind), scale)
         return out[0], lse[0]
 
     def backward(dout, q, k, v, out, lse, kind, scale):

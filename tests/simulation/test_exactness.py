@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from simulation.test_work_counts import BLOCK, HEADS, index_of, masks_of, of_executor
 
-from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
@@ -101,9 +100,7 @@ def check(
     compared = 0
     fitted = None if index is None else resized(index, case.counter.blocks)
     batch = (
-        [m.repadded(case.layout.padded_seq) for m in masks]
-        if pattern == "dense"
-        else list(masks)
+        [m.repadded(case.layout.padded_seq) for m in masks] if pattern == "dense" else list(masks)
     )
     for rank, executor in enumerate(executors(case)):
         expected = of_executor(executor, batch, fitted, BLOCK if fitted is not None else None)
