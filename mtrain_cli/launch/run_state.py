@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.launch.run_dir import RUNS, RunDir
 from mtrain_cli.launch.run_lock import LOCK
 
@@ -99,12 +100,8 @@ def read_state(run: RunDir) -> RunState | None:
 
 def write_state(run: RunDir, state: RunState) -> None:
     """Write the state atomically. If the disk is full, the previous state stays."""
-    part = run.state.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
-        part.write_text(json.dumps(dataclasses.asdict(state)))
-        part.replace(run.state)
-    with contextlib.suppress(OSError):
-        part.unlink(missing_ok=True)
+        replace_text(run.state, json.dumps(dataclasses.asdict(state)))
 
 
 def set_phase(run: RunDir, phase: str, reason: str = "") -> None:

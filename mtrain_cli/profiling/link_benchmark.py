@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
@@ -461,9 +462,7 @@ def _write_results(
             measured_ranks=environment.dims.workers,
             virtual=virtual,
         )
-    draft = bench.run_dir.path / f".{FILE}.part"
-    draft.write_text(json.dumps(document, indent=1) + "\n")
-    draft.replace(bench.run_dir.path / FILE)
+    replace_text(bench.run_dir.path / FILE, json.dumps(document, indent=1) + "\n")
 
 
 def cluster_text(document: dict[str, Any]) -> str:

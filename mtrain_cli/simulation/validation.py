@@ -23,6 +23,7 @@ from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import parse_label
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
@@ -565,12 +566,9 @@ def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
     errors = np.array([case.error for case in cases])
     every = [(name, p) for case in cases for name, p in case.passes.items()]
     degrees = np.abs([p - m for _, one_pass in every for m, p in one_pass.degrees.values()])
-    groups: dict[Key, list[CaseComparison]] = {}
-    for case in cases:
-        groups.setdefault(case.group, []).append(case)
     times = {
         group: [np.array([getattr(c, of) for c in members]) for of in ("measured", "predicted")]
-        for group, members in groups.items()
+        for group, members in grouped(cases, lambda case: case.group).items()
         if len(members) >= _LEAST_RANKED
     }
     common = float(np.median(errors + 1))
