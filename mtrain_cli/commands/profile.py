@@ -14,10 +14,7 @@ import typer
 from mtrain_cli.commands.options import writing
 from mtrain_cli.config.schema import ConfigError
 
-app = typer.Typer(
-    rich_markup_mode="rich",
-    no_args_is_help=True,
-)
+app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
 
 @app.callback()

@@ -38,14 +38,7 @@ WRITE_S = 1.0  # minimum seconds between two writes of `state.json`
 WARNINGS = 20  # number of warnings to keep
 ENDED = ("finished", "stopped", "failed")
 # The fields of `RunState` that describe the last step.
-_OF_LAST_STEP = (
-    "stepped",
-    "loss",
-    "grad_norm",
-    "tokens",
-    "tokens_per_second_per_gpu",
-    "seconds",
-)
+_OF_LAST_STEP = ("stepped", "loss", "grad_norm", "tokens", "tokens_per_second_per_gpu", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

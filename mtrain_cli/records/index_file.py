@@ -141,10 +141,7 @@ def save_indices(
             of a bitmap's query blocks, give one index per worker.
     """
     entries: list[dict[str, Any]] = []
-    with (
-        replacing(Path(path)) as draft,
-        zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file,
-    ):
+    with replacing(Path(path)) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
         for number, (pattern, layer, index) in enumerate(indices):
             entry: dict[str, Any] = {"pattern": pattern, "layer": layer, "kind": "dense"}
             if index is not None:

@@ -141,13 +141,7 @@ def replay(
     try:
         work, kernel = _workload(run, case), str(facts["kernel"])
         prediction = predict(
-            cluster,
-            work,
-            setup,
-            kernel=kernel,
-            calibration=calibration,
-            number=number,
-            rows=True,
+            cluster, work, setup, kernel=kernel, calibration=calibration, number=number, rows=True
         )
     except InvalidSetup as error:
         raise ConfigError(f"RUN {run.folder}: {case.label}: {error}") from None
