@@ -16,16 +16,17 @@ from mtrain_cli.profiling.attention_benchmark import HEADER, _draw, _medians, _r
 CONFIG = compose(["seq=48", "train.micro_batch=2", "train.global_batch=2"])
 
 
-def drawn(layout_name: str, workers: int) -> list[torch.Tensor]:
-    """Return q, k, v and dout of the whole sequence, as all workers draw them."""
+def drawn(layout_name: str, workers: int, groups: int = 1, group: int = 0) -> list[torch.Tensor]:
+    """Return q, k, v and dout of whole sequences, as all workers of one context group draw them."""
     layout = make_layout(layout_name, workers, 48, 4)
     choices = SimpleNamespace(layout=layout, dtype=torch.float32)
     parts = []
     for rank in range(workers):
-        environment = SimpleNamespace(dims=ParallelDims.of(workers, cp=workers), rank=rank)
+        dims = ParallelDims.of(workers * groups, cp=workers)
+        environment = SimpleNamespace(dims=dims, rank=group * workers + rank)
         bench = SimpleNamespace(device=torch.device("cpu"), environment=environment)
-        group = SimpleNamespace(group=SimpleNamespace(rank=rank))
-        case = SimpleNamespace(choices=choices, config=CONFIG, exchange=group)
+        exchange = SimpleNamespace(group=SimpleNamespace(rank=rank))
+        case = SimpleNamespace(choices=choices, config=CONFIG, exchange=exchange)
         parts.append(list(_draw(case, bench)))  # type: ignore[arg-type]
     whole = [layout.to_sequence(torch.stack(of)) for of in zip(*parts, strict=True)]
     return [tensor[:, :48] for tensor in whole]
@@ -41,11 +42,19 @@ def test_all_layouts_compute_the_same_sequences(layout, workers):
     assert not alone[0][0].equal(alone[0][1]), "sequences of a micro-batch differ"
 
 
+def test_context_groups_compute_different_sequences():
+    first, second = (drawn("striped", 2, 2, group) for group in (0, 1))
+    for tensor, other in zip(first, second, strict=True):
+        assert not tensor.equal(other)
+    for tensor, alone in zip(first, drawn("striped", 2), strict=True):
+        assert tensor.equal(alone)
+
+
 def test_medians_and_spread_are_of_the_slowest_worker():
-    """Seconds (forward, backward) of the slowest worker: 1 + 2, 2 + 4 and 3 + 3."""
-    slowest = np.array([[1.0, 2.0], [2.0, 4.0], [3.0, 3.0]])
+    """Seconds (forward, backward) of the slowest worker: 1 + 2, 2 + 4 and 9 + 3."""
+    slowest = np.array([[1.0, 2.0], [2.0, 4.0], [9.0, 3.0]])
     found = _medians(SimpleNamespace(slowest=lambda _: slowest), [])  # type: ignore[arg-type]
-    assert found == {"forward_ms": 2000.0, "backward_ms": 3000.0, "spread": pytest.approx(3 / 6)}
+    assert found == {"forward_ms": 2000.0, "backward_ms": 3000.0, "spread": pytest.approx(9 / 6)}
 
 
 def test_a_row_stands_under_the_header():
