@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import gloo
 import numpy as np
 import pytest
 import torch
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.profiling import attention_benchmark
 from mtrain_cli.profiling.attention_benchmark import HEADER, _draw, _medians, _row
+from mtrain_cli.profiling.measurement import ATTENTION_ONLY, MeasurementPlan
+from mtrain_cli.profiling.profile_writer import ProfileWriter
+from mtrain_cli.records.record_files import open_records
 
 CONFIG = compose(["seq=48", "train.micro_batch=2", "train.global_batch=2"])
 
@@ -61,3 +69,28 @@ def test_a_row_stands_under_the_header():
     row = _row("a case", 0.125, {"forward_ms": 1.5, "backward_ms": 3.25, "spread": 0.5})
     assert len(row) == len(HEADER)
     assert row.split() == ["a", "case", "12.50%", "1.50", "3.25", "4.75", "50.0%"]
+
+
+def two_lengths(rank: int, world: int, folder: str) -> list[Any]:
+    """Measure two lengths. Return (file of rows, completed samples) after each sample."""
+    cases = [(f"{seq} tokens", compose([f"seq={seq}"])) for seq in (48, 96)]
+    plan = MeasurementPlan(ATTENTION_ONLY, cases, samples=2, quiet=True)
+    run_dir = RunDir(Path(folder))
+    plan.save(run_dir)
+    calls: list[Any] = []
+
+    class Watched(ProfileWriter):
+        def sampled(self, number, samples):
+            calls.append((number, samples))
+            super().sampled(number, samples)
+
+    attention_benchmark.ProfileWriter = Watched
+    environment = gloo.environment(rank, world)
+    assert not attention_benchmark.run(cases[0][1], run_dir, environment, False)
+    return calls
+
+
+def test_each_sample_of_each_length_has_its_file_and_counts_once_all_lengths_have_it(tmp_path):
+    assert gloo.run(1, two_lengths, str(tmp_path)) == [[(1, 0), (2, 0), (3, 1), (4, 2)]]
+    frame = open_records(tmp_path).frame()
+    assert set(zip(frame.case, frame.iteration, strict=True)) == {(0, 1), (0, 2), (1, 1), (1, 2)}
