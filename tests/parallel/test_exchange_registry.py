@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange, make_exchange
@@ -29,12 +31,17 @@ def test_the_schedule_has_the_options_and_the_sizes_of_the_group(name, options):
 
 
 @pytest.mark.parametrize(
-    ("name", "shared", "gathers"),
-    [("ring", True, True), ("ring", False, False), ("all_gather", True, False)],
+    ("name", "heads", "shared", "gathers"),
+    [
+        ("ring", 2, True, True),
+        ("ring", 2, False, False),
+        ("ring", 8, True, False),  # no shard circulates
+        ("all_gather", 2, True, False),
+    ],
 )
-def test_only_a_ring_gathers_columns_once_if_it_may(name, shared, gathers):
-    layout = make_layout("striped", 8, 256, 16)
-    assert make_exchange(name, layout, GROUP, shared_columns=shared).gathers_columns is gathers
+def test_only_a_ring_gathers_columns_once_if_it_may(name, heads, shared, gathers):
+    layout, group = make_layout("striped", 8, 256, 16), replace(GROUP, heads=heads)
+    assert make_exchange(name, layout, group, shared_columns=shared).gathers_columns is gathers
 
 
 @pytest.mark.parametrize(
