@@ -90,7 +90,9 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
                 break
             times += measured
         progress.now("memory, launches")
-        machine = _median_machine(bench.gather(_machine(bench.device)))
+        # The rank with the median copy bandwidth stands for all.
+        machines = sorted(bench.gather(_machine(bench.device)), key=lambda m: m.copy_gbps)
+        machine = machines[len(machines) // 2]
     if bench.first:
         _write_results(bench, plan, times, machine, complete=not stopped)
     return stopped
@@ -411,11 +413,6 @@ def _launch_us(device: torch.device) -> tuple[float, float, float]:
         samples.append((time.perf_counter() - began) * 1e6 / count)
     middle, low, high = _percentiles(samples[2:])
     return low, middle, high
-
-
-def _median_machine(everyone: Sequence[link_fit.MeasuredMachine]) -> link_fit.MeasuredMachine:
-    """Return the measurement of the rank with the median copy bandwidth."""
-    return sorted(everyone, key=lambda m: m.copy_gbps)[len(everyone) // 2]
 
 
 def _write_results(

@@ -185,22 +185,24 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
 def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     made, facts, pattern = run.indices.setup, case.facts, str(case.facts["pattern"])
     seq, batch = int(facts["seq"]), int(facts["micro_batch"])
-    columns, model = made.columns.get(pattern, -1), str(facts.get("model", ""))
+    workload = partial(
+        AttentionWorkload,
+        pattern=pattern,
+        columns=made.columns.get(pattern, -1),
+        model=str(facts.get("model", "")),
+    )
     if seq == made.seq and pattern in run.indices.patterns:
         indices, layers = run.indices, set(run.indices.layers(pattern)) & set(case.layers)
         if not layers:
             raise ConfigError(
                 f"RUN {run.folder}: {record_files.INDEX} has no index of any layer of {case.label}"
             )
-        return AttentionWorkload(
+        return workload(
             made=made,
             masks=indices.masks,
             layers=tuple(sorted(layers)),
             index=partial(index_of, indices, pattern),
-            pattern=pattern,
-            columns=columns,
             estimated=pattern not in (_DENSE, _FIXED),
-            model=model,
         )
     # The file has indices for one length. Dense and fixed cases of other lengths do not need it.
     config = _config(run, case)
@@ -214,15 +216,12 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
             f"before the measurement, as {own or '--prediction DIR'}, or measure one length per run"
         )
     made = replace(made, seq=seq, columns={}, iteration=0)
-    return AttentionWorkload(
+    return workload(
         made=made,
         masks=(MaskRule.of(config.data)(None, seq, seq),) * batch,
         layers=tuple(case.layers),
         index=PairSource(pattern).problem(config).index,
-        pattern=pattern,
-        columns=columns,
         estimated=False,
-        model=model,
     )
 
 
