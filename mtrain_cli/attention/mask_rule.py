@@ -13,7 +13,6 @@ from mtrain_cli.attention.named_masks import slices_of
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import Config
 
-
 _CAUSAL = MaskConfig(kind="causal")
 
 

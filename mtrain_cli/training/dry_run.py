@@ -12,6 +12,7 @@ from rich.text import Text
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.console import two_columns
 from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
@@ -183,16 +184,6 @@ def mask_rows(config: Config) -> list[tuple[str, str]]:
         why = "a label that a query may see is ignored"
         rows.append(("", f"{counted} in a sequence of one document: {why}"))
     return rows
-
-
-def two_columns(rows: list[tuple[str, str]]) -> Table:
-    """Lay out pairs of a label and a text as two columns. Labels are dim."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        table.add_row(label, Text(text))
-    return table
 
 
 def memory_table(plan: RunPlan) -> RenderableType:
