@@ -15,9 +15,10 @@ from parallel import test_context_attention as oracle
 from parallel.test_schedule import Play
 from parallel.ways import Way
 
-from mtrain_cli.attention import mask
+from mtrain_cli.attention import named_masks
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config import keys, schema
+from mtrain_cli.config import keys, mask_settings, schema
 from mtrain_cli.config.earlier_versions import LATER
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.resolved_file import load, save
@@ -44,7 +45,7 @@ def mirrored_ring():
 
 def test_there_is_an_example_of_each_thing_to_add():
     text = "\n".join(block.text for block in EXAMPLES)
-    for name in ("RecentPattern", "mirrored_ring", "EinsumKernel", "window_mask", "LowestLoss"):
+    for name in ("RecentPattern", "mirrored_ring", "EinsumKernel", "lookahead", "LowestLoss"):
         assert name in text
 
 
@@ -96,50 +97,42 @@ def test_the_pattern_needs_no_other_file(tmp_path, monkeypatch):
             cached.cache_clear()
 
 
-def test_the_key_of_the_mask_needs_no_other_file(tmp_path, monkeypatch):
-    """The steps of the page: two fields, a line of LATER and a line of a file of defaults."""
+def test_the_mask_needs_no_other_file(tmp_path, monkeypatch):
+    """The steps of the page: a function, a key and two files of defaults."""
     page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-    (field,) = re.findall(r"`window: int = (option\(.*\))`", page)
-    (later,) = (block for block in blocks_of("text") if block.text.startswith('"data.window"'))
-    (default,) = (block for block in blocks_of("yaml") if block.text.startswith("window:"))
-    (code,) = (block for block in EXAMPLES if "def window_mask" in block.text)
-    window_mask = names_of(code)["window_mask"]
-
-    class Windowed(mask.MaskRule):
-        def __call__(self, documents, length, padded):
-            found = super().__call__(documents, length, padded)
-            return found.intersect(window_mask(self.window or padded, length, padded))
-
-    def widened(cls, *default):
-        return dataclasses.make_dataclass(
-            cls.__name__, [("window", int, *default)], bases=(cls,), frozen=True, kw_only=True
-        )
-
-    option = eval(field, vars(schema))
-    monkeypatch.setattr(schema, "DataConfig", widened(schema.DataConfig, option))
-    monkeypatch.setattr(mask, "MaskRule", widened(Windowed))
-    (tmp_path / "data").mkdir()
-    shipped = (ROOT / "conf/data/stdlib.yaml").read_text(encoding="utf-8")
-    (tmp_path / "data/stdlib.yaml").write_text(f"{shipped}{default.text}\n")
-    earlier = ROOT / "tests/config/resolved/dense.yaml"
+    (field,) = re.findall(r"`ahead: int \| None = (option\(.*\))`", page)
+    (entry,) = re.findall(r"add `(\"lookahead\": .*)` to `MASKS`", page)
+    (line,) = re.findall(r"`conf/mask/causal.yaml`: add `(.*)`", page)
+    (default,) = (block for block in blocks_of("yaml") if "kind: lookahead" in block.text)
+    (code,) = (block for block in EXAMPLES if "def lookahead" in block.text)
+    monkeypatch.setitem(named_masks._NAMED, "lookahead", names_of(code)["lookahead"])
+    for name, own in ast.literal_eval(f"{{{entry}}}").items():
+        monkeypatch.setitem(mask_settings.MASKS, name, own)
+    option = eval(field, vars(mask_settings))
+    kinds = mask_settings.option(tuple(mask_settings.MASKS))
+    extended = dataclasses.make_dataclass(
+        "MaskConfig",
+        [("kind", str, kinds), ("ahead", int | None, option)],
+        bases=(mask_settings.MaskConfig,),
+        frozen=True,
+        kw_only=True,
+    )
+    monkeypatch.setattr(schema, "MaskConfig", extended)
+    monkeypatch.setitem(LATER, "mask.ahead", None)  # made from the fields of the class
+    (tmp_path / "mask").mkdir()
+    shipped = (ROOT / "conf/mask/causal.yaml").read_text(encoding="utf-8")
+    (tmp_path / "mask/causal.yaml").write_text(f"{shipped}{line}\n")
+    (tmp_path / "mask/lookahead.yaml").write_text(default.text)
     caches = (keys.all_keys, keys.sections, keys._hints)
     for cached in caches:
         cached.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"data.window: missing; .* LATER in "):
-            load(earlier)
-        for name, value in ast.literal_eval(f"{{{later.text}}}").items():
-            monkeypatch.setitem(LATER, name, value)
-        assert load(earlier).data.window == 0
-        config = compose(["data.window=8"], config_dir=tmp_path)
-        text = ["data=text", f"data.path={ROOT / 'README.md'}"]
-        assert compose(text, config_dir=tmp_path).data.window == 0, "inherits stdlib.yaml"
-        masked, causal = (
-            mask.MaskRule.of(each.data)(None, 60, 64) for each in (config, load(earlier))
-        )
-        assert masked.pairs == 8 * 60 - 8 * 7 // 2
-        assert causal.pairs == 60 * 61 // 2
-        assert keys.all_keys()["data.window"].out_of_range(-1) == "must be 0 or more"
+        assert load(ROOT / "tests/config/resolved/dense.yaml").mask.kind == "causal"
+        config = compose(["mask=lookahead", "mask.ahead=2"], config_dir=tmp_path)
+        made = MaskRule.of(config)(None, 60, 64)
+        assert made.pairs == 60 * 61 // 2 + 2 * 60 - 3
+        assert not config.mask.keeps_causal_intervals
+        assert keys.all_keys()["mask.ahead"].out_of_range(0) == "must be at least 1"
     finally:
         monkeypatch.undo()
         for cached in caches:
