@@ -96,7 +96,8 @@ class ConfigKey:
             return f"a list of {len(kinds)} numbers such as [{','.join('0.9' for _ in kinds)}]"
         if str in rest or self.name in DERIVED:
             words = [_WORDS[first], "auto"]
-        elif self.name.startswith("sparsity."):  # null only means that the pattern lacks the key
+        # Null only means that the pattern or mask lacks the key.
+        elif self.name.startswith(("sparsity.", "mask.")):
             words = [_WORDS[first]]
         else:
             words = [_WORDS[kind] for kind in self.types]

@@ -110,8 +110,8 @@ def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> OverrideProb
         name = text[1:].partition("=")[0]
         key = all_keys().get(name)
         hint = "leave it out for its default, or give it another value"
-        # Null in sparsity means that the pattern lacks the key.
-        if key is not None and key.optional and not name.startswith("sparsity."):
+        # Null in sparsity and mask means that the pattern or mask lacks the key.
+        if key is not None and key.optional and not name.startswith(("sparsity.", "mask.")):
             hint = f"set it instead, such as {name}=null"
         return OverrideProblem(f"{text}: a key cannot be deleted; {hint}", (name,))
     if "=" not in text:
