@@ -253,7 +253,9 @@ class SimulateRequest:
             return f"recorded in {file} ({pairs})"
         words = [*self.words, *(swept or ())]
         if pairs == DENSE:
-            line = "dense: all causal pairs, each sequence one document"
+            mask = self.compose(words).mask
+            allowed = "causal pairs" if mask.kind == "causal" else f"pairs of {mask.describe()}"
+            line = f"dense: all {allowed}, each sequence one document"
             if self.index is not None or _sparsity(words):
                 return line
             return (

@@ -4,8 +4,10 @@ The file is an archive of NumPy arrays, written layer by layer:
 - ``about``: JSON with the schema, the recorded setup and the list of entries
 - ``lengths``: number of tokens of each sequence, without padding
 - ``padded``: number of tokens of each sequence, with padding
-- ``mask<i>``: `SequenceMask.first` of sequence i in run-length encoding, int64 [2, runs]: row 0 has
-  the start of each run, row 1 its value
+- ``mask<i>``: the mask of sequence i. If a query sees one interval of keys up to itself,
+  `SequenceMask.first` in run-length encoding, int64 [2, runs]: row 0 has the start of each run, row
+  1 its value. Otherwise the differences of low and high along the positions, int32
+  [intervals, 2, positions]
 - If entry i is a vertical-slash index:
   - ``<i>.slashes``: uint8, one bit per diagonal, 8 bits packed into a byte
   - ``<i>.columns``: int32, positions of the single columns

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.config.sizes import format_size
@@ -264,12 +265,18 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
 
 
 def density(config: Config) -> float:
-    """Return the share of causal pairs that attention computes.
+    """Return the share of causal pairs that attention computes, in a sequence of one document.
 
-    Return `ASSUMED_DENSITY` if the share depends on the data.
+    If the share depends on the data, return `ASSUMED_DENSITY`, or the share that the mask allows if
+    that is less.
     """
     known = config.sparsity.known_density(config.seq)
-    return ASSUMED_DENSITY if known is None else known
+    found = ASSUMED_DENSITY if known is None else known
+    if config.mask.kind == "causal":
+        return found
+    mask = MaskRule.of(config).undivided(config.seq, config.seq)
+    allowed = mask.pairs / causal_pairs(config.seq)
+    return allowed if config.sparsity.pattern == "dense" else min(found, allowed)
 
 
 def _exposed(transfer: float, overlapping: float) -> float:

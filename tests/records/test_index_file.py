@@ -12,7 +12,9 @@ import torch
 from attention.equal_indices import same_index
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import KeySlice, SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.records.index_file import RecordedSetup, load_indices, save_indices
 
@@ -66,6 +68,31 @@ def test_indices_round_trip(tmp_path):
     for pattern, layer, index in indices:
         back = found.index(pattern, layer)
         assert back is None if index is None else same_index(back, index)
+
+
+def test_every_mask_round_trips(tmp_path):
+    whole = MaskRule(True, MaskConfig(kind="dilated", block=3, stride=2, count=4))
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, 61))
+    near = SequenceMask.from_first(np.maximum(np.arange(64) - 6, 0), 61)
+    masks = (whole(None, 61, 64), whole(ids, 61, 64), near, near.intersect(MASKS[1]))
+    save_indices(tmp_path / "index.npz", SETUP, masks, iter([("dense", 0, None)]))
+    found = load_indices(tmp_path / "index.npz")
+    for mask, expected in zip(found.masks, masks, strict=True):
+        assert (mask.length, mask.padded) == (expected.length, expected.padded)
+        assert mask.same_as(expected)
+
+
+def test_damaged_intervals_are_refused(tmp_path):
+    mask = SequenceMask.from_slices([KeySlice(0, 61, 0, 61)], 61, 64)
+    for low, high in (
+        (mask.low, mask.high + 9),
+        (mask.low + 70, mask.high),
+        (mask.low - 1, mask.high),
+    ):
+        wrong = SequenceMask(low, high, 61)
+        save_indices(tmp_path / "index.npz", SETUP, [wrong], iter([("dense", 0, None)]))
+        with pytest.raises(ConfigError, match="not an index file of mtrain, or damaged"):
+            load_indices(tmp_path / "index.npz")
 
 
 def test_a_bitmap_is_recorded_worker_by_worker(tmp_path):

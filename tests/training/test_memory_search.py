@@ -606,3 +606,11 @@ def test_more_cpu_workers_are_no_remedy_for_a_model_that_is_too_large(monkeypatc
                 "train.memory=auto",
             )
         )
+
+
+def test_the_mask_counts_in_the_time_of_a_step():
+    assert memory_search.density(compose(["mask=full", "seq=1k"])) == 1024 / (1025 / 2)
+    window = ["mask=sliding_window", "mask.window=1", "seq=1k"]
+    assert memory_search.density(compose(window)) == 2 / 1025
+    assert memory_search.density(compose([*window, "sparsity=vertical_slash"])) == 2 / 1025
+    assert memory_search.density(compose(["seq=1k"])) == 1
