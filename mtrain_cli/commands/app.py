@@ -25,6 +25,7 @@ from mtrain_cli.commands import (
     config,
     data,
     doctor,
+    mask,
     profile,
     profile_imbalance,
     profile_kernels,
@@ -51,6 +52,7 @@ ORDER = (
     "simulate",
     "report",
     "config",
+    "mask",
     "data",
     "checkpoint",
     "doctor",
@@ -278,6 +280,7 @@ app.add_typer(profile.app, name="profile")
 app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
+app.add_typer(mask.app, name="mask")
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)

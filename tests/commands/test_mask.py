@@ -1,0 +1,41 @@
+"""`mtrain mask show` counts what a mask allows, and draws it."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.app import app
+
+
+def run(*words: str):
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["mask", *words], prog_name="mtrain")
+
+
+def test_it_counts_pairs_labels_and_the_work_of_layouts(tmp_path):
+    words = ["mask=prefix_lm", "mask.prefix=100", "seq=1000", "topology.block_size=16"]
+    file = tmp_path / "mask.html"
+    found = run("show", *words, "topology.workers=4", "--plot", str(file))
+    assert found.exit_code == 0, found.output
+    text = " ".join(found.stdout.split())
+    pairs = 1000 * 1001 // 2 + 100 * 99 // 2
+    assert f"pairs {pairs:,}, 1.01 of causal" in text
+    assert "901 of 1,000 count" in text
+    assert "4 workers" in text
+    assert "dense attention only" in text
+    assert all(f"{name} " in text for name in ("contiguous", "zigzag", "striped"))
+    assert file.read_text().startswith("<!doctype html>")
+    assert "prefix_lm, prefix 100, seq 1,000" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "code"),
+    [
+        (["mask=prefix_lm", "mask.prefix=5k", "seq=4k"], "mask.prefix=5120: must be at most", 2),
+        (["seq=1k", "--plot", "/no/such/folder/x.html"], "could not be written", 1),
+    ],
+)
+def test_mistakes_are_one_line(words, line, code):
+    found = run("show", *words)
+    assert (found.exit_code, line in found.stderr) == (code, True)
+    assert len(found.stderr.strip().splitlines()) == 1
