@@ -196,6 +196,27 @@ def _no_gpu(config: Config, words: list[str]) -> str:
     )
 
 
+def require_labels(config: Config) -> None:
+    """Check that the mask hides the next token from some query, so that there is a loss to train.
+
+    The last token of a sequence has its label in the next sequence, which no query sees.
+
+    Raises:
+        ConfigError: in a sequence of one document, no other label counts.
+    """
+    if config.mask.keeps_causal_intervals:
+        return
+    from mtrain_cli.attention.mask_rule import MaskRule
+
+    whole = MaskRule.of(config).undivided(config.seq, config.seq)
+    if whole.shows_later_keys()[:-1].all():
+        raise ConfigError(
+            f"mask.kind={config.mask.kind}: shows every query its next token, so no label counts "
+            "toward the loss. Choose a mask that hides some, such as mask=block_causal; "
+            "`mtrain profile`, `mtrain simulate` and `mtrain mask show` take any mask"
+        )
+
+
 def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
@@ -203,6 +224,7 @@ def _launch(
     from mtrain_cli.config.validate import require_manifest
 
     require_manifest(config.data)  # before anything heavy is imported
+    require_labels(config)
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch

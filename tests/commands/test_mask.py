@@ -6,6 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
+from mtrain_cli.commands.train import require_labels
+from mtrain_cli.composition.compose import compose
 
 
 def run(*words: str):
@@ -39,3 +41,15 @@ def test_mistakes_are_one_line(words, line, code):
     found = run("show", *words)
     assert (found.exit_code, line in found.stderr) == (code, True)
     assert len(found.stderr.strip().splitlines()) == 1
+
+
+def test_training_needs_a_label_that_the_mask_hides(tmp_path):
+    words = ["seq=64", "train.steps=1", f"run.dir={tmp_path / 'run'}"]
+    for mask in (["mask=full"], ["mask=prefix_lm", "mask.prefix=64"]):
+        found = CliRunner().invoke(app, ["train", *words, *mask], prog_name="mtrain")
+        assert found.exit_code == 2
+        assert f"{mask[0].replace('=', '.kind=')}: shows every query its next token" in found.stderr
+        assert len(found.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+    require_labels(compose(["seq=64", "mask=prefix_lm", "mask.prefix=63"]))
+    require_labels(compose(["seq=64"]))
