@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask, document_starts
 from mtrain_cli.attention.named_masks import slices_of
-from mtrain_cli.config.mask_settings import MaskConfig
-from mtrain_cli.config.schema import Config
-
-_CAUSAL = MaskConfig(kind="causal")
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.schema import Config, ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,11 +23,25 @@ class MaskRule:
     """
 
     document_mask: bool
-    mask: MaskConfig = _CAUSAL
+    mask: MaskConfig = CAUSAL
 
     @staticmethod
     def of(config: Config) -> MaskRule:
         return MaskRule(config.data.document_mask, config.mask)
+
+    @staticmethod
+    def of_all_layers(config: Config) -> MaskRule:
+        """Return the rule of a run whose layers all have the same mask.
+
+        Raises:
+            ConfigError: the layers have different masks.
+        """
+        if config.mask.full_every:
+            raise ConfigError(
+                f"mask.full_every={config.mask.full_every}: only training takes layers with "
+                "different masks; give mask.full_every=0, or mask=causal for the full layers"
+            )
+        return MaskRule.of(config)
 
     def __call__(
         self, documents: NDArray[np.integer] | None, length: int, padded: int

@@ -17,7 +17,8 @@ from mtrain_cli.config.mask_settings import MASKS, MaskConfig
 
 def slices_of(mask: MaskConfig, seq: int) -> IntArray:
     """Return the slices of a configured mask over ``seq`` tokens, int64 [slices, 5]."""
-    keys = {name: getattr(mask, name) for name in MASKS[mask.kind]}
+    own = (name for name in MASKS[mask.kind] if name != "full_every")  # the mask of other layers
+    keys = {name: getattr(mask, name) for name in own}
     return _NAMED[mask.kind](seq, **keys)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.overrides import OverrideProblem
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 
@@ -134,10 +133,10 @@ def _from_folder(
 
 def _take_window(leaves: dict[str, Any], folder: Path) -> None:
     """Set the mask to the sliding window of the folder's layers, if they have one."""
-    from mtrain_cli.model.huggingface_config import read_window
+    from mtrain_cli.model.huggingface_config import read_mask
 
-    if (window := read_window(folder)) is not None:
-        leaves.update(keys.flatten({"mask": dataclasses.asdict(MaskConfig.sliding(window))}))
+    if (mask := read_mask(folder)) is not None:
+        leaves.update(keys.flatten({"mask": dataclasses.asdict(mask)}))
 
 
 def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from mtrain_cli.config.option import NOT_NEGATIVE, POSITIVE, TOKENS_OF_SEQ, option
+from mtrain_cli.config.option import NOT_NEGATIVE, POSITIVE, TOKENS_OF_SEQ, Range, option
 
 MOST_INTERVALS = 16  # of keys that one query may see; kernels and tables hold each for every query
 
@@ -19,7 +19,7 @@ _SOME_OR_0 = NOT_NEGATIVE.up_to(*TOKENS_OF_SEQ)
 # {kind: names of the keys that it uses}
 MASKS: dict[str, tuple[str, ...]] = {
     "causal": (),
-    "sliding_window": ("window", "global_tokens"),
+    "sliding_window": ("window", "global_tokens", "full_every"),
     "full": (),
     "prefix_lm": ("prefix",),
     "block_causal": ("block",),
@@ -27,6 +27,9 @@ MASKS: dict[str, tuple[str, ...]] = {
     "video": ("frames", "height", "width", "window"),
     "dilated": ("block", "stride", "count"),
 }
+
+
+_OFF_AT_0 = ("global_tokens", "full_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class MaskConfig:
         query's neighborhood as [frames, height, width]
     global_tokens: sliding_window: number of tokens at the start of the sequence that all later
         queries see, too
+    full_every: sliding_window: every n-th layer sees all earlier tokens instead, the first is layer
+        n; 0 = no layer. For dense attention only
     prefix: prefix_lm: number of tokens at the start of the sequence that all queries see
     block: block_causal: number of tokens per block, which sees itself and all earlier blocks.
         dilated: number of tokens per block
@@ -56,6 +61,10 @@ class MaskConfig:
     kind: str = option(tuple(MASKS))
     window: int | tuple[int, int, int] | None = option(_SOME, tokens=True, default=None)
     global_tokens: int | None = option(_SOME_OR_0, tokens=True, default=None)
+    full_every: int | None = option(
+        Range("must be 0 or at least 2 (1 would be mask=causal)", lambda n: n == 0 or n >= 2),
+        default=None,
+    )
     prefix: int | None = option(_SOME_OR_0, tokens=True, default=None)
     block: int | None = option(_SOME, tokens=True, default=None)
     chunk: int | None = option(_SOME, tokens=True, default=None)
@@ -84,9 +93,15 @@ class MaskConfig:
         return _video_intervals(self) if self.kind == "video" else 1
 
     @staticmethod
-    def sliding(window: int) -> MaskConfig:
+    def sliding(window: int, full_every: int = 0) -> MaskConfig:
         """Return the mask of a sliding window, without global tokens."""
-        return MaskConfig(kind="sliding_window", window=window, global_tokens=0)
+        return MaskConfig(
+            kind="sliding_window", window=window, global_tokens=0, full_every=full_every
+        )
+
+    def is_full(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, sees all earlier tokens instead of a window."""
+        return bool(self.full_every) and (layer + 1) % (self.full_every or 1) == 0
 
     @property
     def plain_window(self) -> int | None:
@@ -100,7 +115,7 @@ class MaskConfig:
         shown = (
             f"{name} {'x'.join(map(str, value)) if isinstance(value, tuple) else f'{value:,}'}"
             for name, value in own.items()
-            if value is not None
+            if value is not None and not (value == 0 and name in _OFF_AT_0)
         )
         return ", ".join((self.kind, *shown))
 
@@ -115,6 +130,11 @@ class MaskConfig:
             return
         if check := _CHECKS.get(self.kind):
             yield from check(self, seq)
+        if pattern != "dense" and self.full_every:
+            yield (
+                f"mask.full_every={self.full_every}: with sparsity.pattern={pattern}, all layers "
+                "share a mask; give mask.full_every=0 or sparsity=dense"
+            )
         if pattern != "dense" and not self.keeps_causal_intervals:
             given = f"mask.kind={self.kind}"
             if self.kind == "sliding_window":
@@ -141,6 +161,9 @@ class MaskConfig:
                     f"mask.{item.name}={_shown(value)}: is not a key of mask.kind={self.kind}; "
                     f"allowed with {', '.join(users)}"
                 )
+
+
+CAUSAL = MaskConfig(kind="causal")
 
 
 def _shown(value: object) -> str:

@@ -52,6 +52,7 @@ def problems(config: Config) -> list[str]:
         *_blocks(config),
         *(config.sparsity.problems(config.seq) if _is_complete(config.sparsity) else ()),
         *config.mask.problems(config.seq, config.sparsity.pattern),
+        *_mixed_layers(config),
         *_batch(config.train, config.topology),
         *_data(config.data, config.model),
         *_optim(config),
@@ -196,6 +197,22 @@ def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[str]:
 def _is_complete(settings: PatternSettings) -> bool:
     """Return whether all keys of the pattern have a value. `pattern_keys` reports null keys."""
     return None not in (getattr(settings, name) for name in settings.own_keys())
+
+
+def _mixed_layers(config: Config) -> Iterator[str]:
+    every, layers = config.mask.full_every, config.model.num_layers
+    if not every:
+        return
+    if every > layers >= 1:
+        yield (
+            f"mask.full_every={every}: exceeds model.num_layers={layers}, so no layer would be "
+            f"full; allowed: 0 and 2 to {layers}"
+        )
+    if config.profile.every > 0:
+        yield (
+            f"mask.full_every={every}: a profile records one mask for all layers; give "
+            "mask.full_every=0 or profile.every=0"
+        )
 
 
 def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError, write_failure
 from mtrain_cli.launch.manifest import plain_name
@@ -222,7 +223,7 @@ def write_folder(
     rope_factor: float,
     seq: int,
     dtype: torch.dtype,
-    window: int | None = None,
+    mask: MaskConfig = CAUSAL,
     tokenizer: TokenizerFiles | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -236,7 +237,7 @@ def write_folder(
         rope_factor: factor by which positions are stretched (`rope.rope_factor`).
         seq: tokens per sequence in training.
         dtype: dtype of the written weights.
-        window: sliding window of all layers in tokens; None without one.
+        mask: the mask of the run. Only sliding windows without global tokens are written.
         tokenizer: tokenizer to write to the folder. None writes no tokenizer.
         max_file_bytes: maximum size of a weight file. A single larger tensor gets its own file.
 
@@ -251,7 +252,7 @@ def write_folder(
         rope_factor=rope_factor,
         seq=seq,
         dtype=str(dtype).removeprefix("torch."),
-        window=window,
+        mask=mask,
     )
     # If the ids of special tokens are missing, transformers assumes ids for some architectures,
     # such as 1 and 2. So write them, even those that are null.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents, keys
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
 
 ARCHITECTURES = {
@@ -279,22 +280,23 @@ def _rope_object(outer: _ConfigFields, key: str) -> dict[str, Any]:
     return settings
 
 
-def read_window(folder: Path) -> int | None:
-    """Return the sliding window of all layers in tokens, the query included; None without one.
+def read_mask(folder: Path) -> MaskConfig | None:
+    """Return the mask of a model whose layers have a sliding window; None without one.
 
     Raises:
-        ConfigError: config.json is missing or invalid, or some layers have a window and others not.
+        ConfigError: config.json is missing or invalid, or has a window in layers that
+            `mask.full_every` cannot describe.
     """
     path = folder / "config.json"
     fields = _ConfigFields(path, read_json(path))
-    window = _window(fields, str(fields.raw.get("model_type")))
+    mask = _window(fields, str(fields.raw.get("model_type")))
     if fields.problems:
         raise ConfigError(*fields.problems)
-    return window
+    return mask
 
 
-def _window(fields: _ConfigFields, family: str) -> int | None:
-    """Return the sliding window of all layers. Record a problem if layers differ."""
+def _window(fields: _ConfigFields, family: str) -> MaskConfig | None:
+    """Return the mask of the layers. Record a problem if `mask.full_every` cannot describe them."""
     kinds = fields.raw.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else None
     other = next((kind for kind in kinds or () if kind not in _LAYER_TYPES), None)
@@ -315,12 +317,13 @@ def _window(fields: _ConfigFields, family: str) -> int | None:
             )
     if window is None or not any(of_layers):
         return None
-    if not all(of_layers):
+    mask = MaskConfig.sliding(window, 0 if all(of_layers) else of_layers.index(False) + 1)
+    if of_layers != [not mask.is_full(layer) for layer in range(len(of_layers))]:
         fields.problem(
             f"sliding_window={window}: is the window of {sum(of_layers)} of {len(of_layers)} "
-            "layers; mtrain gives all layers the same mask"
+            "layers; mtrain gives all layers the window, or all but every n-th (mask.full_every)"
         )
-    return window
+    return mask
 
 
 def _given_window(fields: _ConfigFields, family: str, layers: int) -> tuple[int | None, list[bool]]:
@@ -382,13 +385,19 @@ def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
     fields.refuse("truncate", True)
 
 
-def _window_keys(model: ModelConfig, window: int | None) -> dict[str, Any]:
-    """Return the keys of a sliding window in all layers, or of none.
+def _window_keys(model: ModelConfig, mask: MaskConfig) -> dict[str, Any]:
+    """Return the keys that say which layers have a sliding window. Ignore other masks.
 
     Raises:
-        ConfigError: models of this family have no sliding window.
+        ConfigError: models of this family have no sliding window, or none in some layers only.
     """
+    window = mask.plain_window
     if model.family == "mistral":  # without this key, transformers would assume 4096 tokens
+        if mask.full_every:
+            raise ConfigError(
+                f"mask.full_every={mask.full_every}: all layers of a mistral model of transformers "
+                "are alike. Use model.family=qwen2 or qwen3."
+            )
         return {"sliding_window": window}
     if model.family == "llama":
         if window is not None:
@@ -403,12 +412,14 @@ def _window_keys(model: ModelConfig, window: int | None) -> dict[str, Any]:
         "use_sliding_window": True,
         "sliding_window": window,
         "max_window_layers": 0,
-        "layer_types": [_SLIDING] * model.num_layers,
+        "layer_types": [
+            _FULL if mask.is_full(layer) else _SLIDING for layer in range(model.num_layers)
+        ],
     }
 
 
 def config_json(
-    model: ModelConfig, *, rope_factor: float, seq: int, dtype: str, window: int | None = None
+    model: ModelConfig, *, rope_factor: float, seq: int, dtype: str, mask: MaskConfig = CAUSAL
 ) -> dict[str, Any]:
     """Return the content of a config.json that describes ``model`` to transformers 4 and 5.
 
@@ -416,7 +427,7 @@ def config_json(
         rope_factor: factor by which positions are stretched (`rope.rope_factor`).
         seq: tokens per sequence in training.
         dtype: name of the dtype of the weights, such as ``bfloat16``.
-        window: sliding window of all layers in tokens; None without one.
+        mask: the mask of the run. Only sliding windows without global tokens have keys.
 
     Raises:
         ConfigError: no Hugging Face model of this family has this shape or a sliding window.
@@ -453,7 +464,7 @@ def config_json(
         **{key: getattr(model, ours.removeprefix("model.")) for key, ours in _SHAPE_KEYS.items()},
         "hidden_act": "silu",
         **_FAMILY_KEYS[model.family],
-        **_window_keys(model, window),
+        **_window_keys(model, mask),
         "tie_word_embeddings": model.tie_word_embeddings,
         "rms_norm_eps": model.rms_norm_eps,
         "initializer_range": model.init_std,

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_cli import install_command
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into
-from mtrain_cli.model.huggingface_config import read_window
+from mtrain_cli.model.huggingface_config import read_mask
 from mtrain_cli.model.rope import rope_factor
 
 
@@ -69,7 +70,7 @@ def verify(
     import transformers
 
     source = HuggingFaceFolder(folder)
-    model, window = source.model, read_window(source.path)
+    model, mask = source.model, read_mask(source.path)
     tokens_BN = torch.randint(
         model.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed)
     )
@@ -84,7 +85,7 @@ def verify(
             f"logits of {tokens:,} tokens through {model.num_layers} layers, in float32 on the CPU"
         )
         report(f"1 of 2: mtrain's {work}")
-        attend = window_attend(tokens, window) if window else causal_attend
+        attend = window_attend(tokens, mask) if mask else causal_attend
         ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], attend)
         del decoder
         reference = _load_with_transformers(folder)
@@ -135,13 +136,16 @@ def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
     )
 
 
-def window_attend(tokens: int, window: int) -> Attend:
-    """Return an `Attend` function in which each token sees itself and the window - 1 before it."""
+def window_attend(tokens: int, mask: MaskConfig) -> Attend:
+    """Return an `Attend` function for layers with a sliding window, and for full ones."""
     at = torch.arange(tokens)
     away = at[:, None] - at
-    seen = (away >= 0) & (away < window)
+    assert mask.plain_window is not None
+    seen = (away >= 0) & (away < mask.plain_window)
 
-    def attend(q_BNHD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, layer: int) -> Tensor:  # noqa: ARG001
+    def attend(q_BNHD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, layer: int) -> Tensor:
+        if mask.is_full(layer):
+            return causal_attend(q_BNHD, k_BNKD, v_BNKD, layer)
         q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNKD, v_BNKD))
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
         return out.transpose(1, 2).contiguous()

@@ -150,7 +150,7 @@ class _Attention:
             their tensors. The call adds missing tensors.
         """
         layout, choices = case.choices.layout, case.choices
-        mask = MaskRule.of(case.config)(None, case.config.seq, layout.padded_seq)
+        mask = MaskRule.of_all_layers(case.config)(None, case.config.seq, layout.padded_seq)
         masks = [mask] * case.config.train.micro_batch
         attend = ContextAttention.make(
             case.exchange, choices.kernel, masks, bench.device, choices.pattern

@@ -69,7 +69,7 @@ class _Rehearsal(Callback):
                 case.exchange,
                 case.choices.kernel,
                 bench.device,
-                mask=MaskRule.of(trainer.config),
+                mask=MaskRule.of_all_layers(trainer.config),
                 pattern=case.choices.pattern,
                 keep=attention_kept(trainer.config.train),
                 offload=trainer.offload,

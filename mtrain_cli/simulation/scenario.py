@@ -63,6 +63,7 @@ class PairSource:
     def problem(self, config: Config) -> AttentionWorkload:
         """Return the workload of one micro-batch. Each sequence is a single document."""
         model, stripe = config.model, config.topology.block_size
+        mask = MaskRule.of_all_layers(config)(None, config.seq, config.seq)
         recorded_as = RecordedSetup(
             seq=config.seq,
             heads=model.num_heads,
@@ -78,7 +79,7 @@ class PairSource:
         fixed = config.sparsity if self.name == FIXED else None
         return AttentionWorkload(
             recorded_as,
-            (MaskRule.of(config)(None, config.seq, config.seq),) * config.train.micro_batch,
+            (mask,) * config.train.micro_batch,
             tuple(range(self.layers)),
             lru_cache(_KEPT)(self._draw(config, config.sparsity.block or stripe)),
             self.name,

@@ -218,7 +218,7 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     made = replace(made, seq=seq, columns={}, iteration=0)
     return workload(
         made=made,
-        masks=(MaskRule.of(config)(None, seq, seq),) * batch,
+        masks=(MaskRule.of_all_layers(config)(None, seq, seq),) * batch,
         layers=tuple(case.layers),
         index=PairSource(pattern).problem(config).index,
         estimated=False,

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
@@ -43,6 +45,7 @@ class HostBatch:
     starts: int64 [batch, tokens of this worker]: position at which each token's context starts,
         that is its document or the sequence (`MaskRule.starts`).
     plan: what this worker's attention computes.
+    full_plan: the same for the layers that `mask.full_every` selects; None if all layers are alike.
     valid: number of labels that count toward the loss, in the whole sequences.
     maker: the `BatchMaker` that made this batch.
     """
@@ -51,6 +54,7 @@ class HostBatch:
     numbers: torch.Tensor
     starts: IntArray
     plan: Plan
+    full_plan: Plan | None
     valid: int
     maker: BatchMaker
 
@@ -60,7 +64,9 @@ class Batch:
     """A micro-batch on the device.
 
     tokens, positions, labels: int64 [batch, tokens of this worker], in layout order.
-    attend: attention over the whole sequences, shared by all layers.
+    attend: attention over the whole sequences, shared by all layers, or by all that
+        `mask.full_every` does not select.
+    mixed: attention of all layers if they have different masks; None if they are alike.
     valid: number of labels that count toward the loss, in the whole sequences.
     """
 
@@ -69,6 +75,7 @@ class Batch:
     labels: torch.Tensor
     attend: ContextAttention
     valid: int
+    mixed: MixedAttention | None = None
 
     @property
     def masks(self) -> tuple[SequenceMask, ...]:
@@ -76,9 +83,46 @@ class Batch:
         return self.attend.plan.masks
 
     @property
+    def attention(self) -> Attend:
+        """The attention of each layer."""
+        return self.attend if self.mixed is None else self.mixed
+
+    @property
     def pairs(self) -> int:
-        """Number of query-key pairs that the masks allow, per head, in the whole sequences."""
-        return self.attend.plan.allowed_pairs
+        """Number of query-key pairs that the masks allow, per head, in the whole sequences.
+
+        If layers have different masks, this is the mean over layers, rounded.
+        """
+        mixed, pairs = self.mixed, self.attend.plan.allowed_pairs
+        if mixed is None:
+            return pairs
+        full = mixed.full.plan.allowed_pairs
+        return round(pairs + (full - pairs) * mixed.full_share)
+
+
+@dataclass(frozen=True)
+class MixedAttention:
+    """Attention in which some layers see a window, and the others all earlier tokens.
+
+    mask: says which layers are full.
+    layers: number of layers of the model.
+    """
+
+    window: ContextAttention
+    full: ContextAttention
+    mask: MaskConfig
+    layers: int
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        attend = self.full if self.mask.is_full(layer) else self.window
+        return attend(q, k, v, layer)
+
+    @property
+    def full_share(self) -> float:
+        """Share of the layers that are full."""
+        return sum(map(self.mask.is_full, range(self.layers))) / self.layers
 
 
 class BatchMaker:
@@ -97,6 +141,7 @@ class BatchMaker:
         pattern: Pattern | None = None,
         keep: float = 0.0,
         offload: ActivationOffload | None = None,
+        layers: int = 0,
     ) -> None:
         """Prepare to make batches.
 
@@ -106,7 +151,19 @@ class BatchMaker:
             keep: share of this worker's queries whose attention output is saved for backward; see
                 `Plan.make`.
             offload: moves saved tensors to the host; see `ContextAttention`.
+            layers: number of layers of the model. Needed only if they have different masks.
         """
+        self.layers = layers
+        self.full: BatchMaker | None = None
+        if mask.mask.full_every:
+            self.full = BatchMaker(
+                exchange,
+                kernel,
+                device,
+                mask=MaskRule(mask.document_mask),
+                keep=keep,
+                offload=offload,
+            )
         self.exchange = exchange
         self.kernel = kernel
         self.device = device
@@ -136,8 +193,9 @@ class BatchMaker:
         with torch.cuda.device(self.device) if on_gpu else nullcontext():
             numbers = numbers.pin_memory() if on_gpu else numbers
             plan = self._plan(masks)
+            full_plan = self.full._plan(self.full._masks(samples)) if self.full else None
         valid = sum(int((each != IGNORED).sum()) for each in targets)
-        return HostBatch(samples, numbers, starts[:, self._positions], plan, valid, self)
+        return HostBatch(samples, numbers, starts[:, self._positions], plan, full_plan, valid, self)
 
     def to_device(self, host: HostBatch) -> Batch:
         """Copy a batch to the device. The copies from pinned memory are asynchronous."""
@@ -145,7 +203,12 @@ class BatchMaker:
         # again what the previous maker has prepared.
         plan = host.plan if host.maker is self else self._plan(host.plan.masks)
         tokens, positions, labels = host.numbers.to(self.device, non_blocking=True)
-        return Batch(tokens, positions, labels, self._attention(plan), host.valid)
+        attend, mixed = self._attention(plan), None
+        if self.full is not None:
+            assert host.full_plan is not None, "only sparse runs change to another maker"
+            full = self.full._attention(host.full_plan)
+            mixed = MixedAttention(attend, full, self.mask.mask, self.layers)
+        return Batch(tokens, positions, labels, attend, host.valid, mixed)
 
     def _shard(self, values: NDArray[np.int32], padding: int) -> NDArray[np.int32]:
         layout = self.exchange.layout

@@ -14,7 +14,6 @@ from torch import Tensor
 from mtrain_cli.composition import compose
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config import resolved_file
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.store import META, StoreMeta
@@ -22,7 +21,7 @@ from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.model import huggingface
-from mtrain_cli.model.huggingface_config import config_json, read_window, require_new_folder
+from mtrain_cli.model.huggingface_config import config_json, read_mask, require_new_folder
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
@@ -61,8 +60,8 @@ def import_folder(source: Path, run: Path) -> Config:
     named = {"name": run.resolve().name, "dir": str(run)}
     base = compose.compose().changed(optim={"lr": GIVEN_WEIGHTS_LR}, run=named)
     config = dataclasses.replace(base, seq=folder.max_position, model=folder.model)
-    if (window := read_window(source)) is not None:
-        config = dataclasses.replace(config, mask=MaskConfig.sliding(window))
+    if (mask := read_mask(source)) is not None:
+        config = dataclasses.replace(config, mask=mask)
     created = run_dir.create(config, [])
     try:
         weights = {
@@ -111,8 +110,8 @@ def export_checkpoint(
     named = None if tokenizer is None else of_folder(tokenizer)
     files, remark = tokenizer_of_run(config, run) if named is None else (named, "")
     # Before reading weights, refuse shapes that the model family does not support.
-    window = config.mask.plain_window
-    config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32", window=window)
+    mask = config.mask
+    config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32", mask=mask)
     try:
         step, weights = checkpointer.load_model_state(source, report)
     except checkpointer.CheckpointError as error:
@@ -135,12 +134,12 @@ def export_checkpoint(
         rope_factor=factor,
         seq=config.seq,
         dtype=dtype,
-        window=window,
+        mask=mask,
         tokenizer=files,
     )
     remark = remark or f"tokenizer: {files.name}" if files else remark
-    if window is None and config.mask.kind != "causal":
-        line = f"config.json cannot say that the run trained with mask.kind={config.mask.kind}"
+    if mask.plain_window is None and mask.kind != "causal":
+        line = f"config.json cannot say that the run trained with mask.kind={mask.kind}"
         remark = f"{remark}; {line}" if remark else line
     return Exported(config, step, remark)
 

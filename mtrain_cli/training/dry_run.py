@@ -179,6 +179,10 @@ def mask_rows(config: Config) -> list[tuple[str, str]]:
     inside = ", inside each document" if config.data.document_mask else ""
     share = mask.pairs / causal_pairs(config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share:.3g} of the pairs of causal")]
+    if config.mask.full_every:
+        layers = config.model.num_layers
+        full = sum(map(config.mask.is_full, range(layers)))
+        rows.append(("", f"{full} of {layers} layers see all earlier tokens instead"))
     if shown := int(mask.shows_later_keys().sum()):
         counted = f"{config.seq - shown:,} of {config.seq:,} labels count"
         why = "a label that a query may see is ignored"

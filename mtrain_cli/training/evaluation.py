@@ -106,7 +106,7 @@ def evaluate(trainer: Trainer) -> Evaluation:
             host = make.on_host([held_out[first + replica if own else first]])
             batch = make.to_device(host)
             losses = trainer.decoder.token_losses(
-                batch.tokens, batch.positions, batch.labels, batch.attend
+                batch.tokens, batch.positions, batch.labels, batch.attention
             )
             if own:
                 places = _bucket_of_tokens(host, bounds).to(trainer.device)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.keys import show
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import Config, ConfigError, RopeConfig
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.model.huggingface_config import RAMP, read_config, read_window
+from mtrain_cli.model.huggingface_config import RAMP, read_config, read_mask
 from mtrain_cli.model.huggingface_config import remarks as config_remarks
 from mtrain_cli.model.rope import rope_factor
 
@@ -25,7 +26,7 @@ def remarks(config: Config) -> list[str]:
         theirs, reach = read_config(folder)
         return [
             *_rotary_differences(config, theirs.rope, reach),
-            *_window_difference(config, read_window(folder)),
+            *_mask_difference(config, read_mask(folder)),
             *_beyond_reach(config, reach),
             *_tokenizer(config, folder),
             *config_remarks(folder),
@@ -64,17 +65,16 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
     return ["differs from its folder: " + ", ".join(differences)] if differences else []
 
 
-def _window_difference(config: Config, theirs: int | None) -> list[str]:
-    """Return a line if the run's sliding window is not that of the folder."""
-    ours = config.mask.plain_window
-    if (ours or config.seq) >= config.seq and (theirs or config.seq) >= config.seq:
-        return [] if config.mask.keeps_causal_intervals else [_mask_difference(config, theirs)]
-    return [] if ours == theirs else [_mask_difference(config, theirs)]
-
-
-def _mask_difference(config: Config, theirs: int | None) -> str:
-    folder = "causal" if theirs is None else f"sliding_window, window {theirs:,}"
-    return f"differs from its folder: mask {config.mask.describe()} ({folder} in the folder)"
+def _mask_difference(config: Config, theirs: MaskConfig | None) -> list[str]:
+    """Return a line if the run's mask is not that of the folder's layers."""
+    theirs = theirs or CAUSAL
+    # A window that holds the whole sequence is no window.
+    ours, folder = (
+        CAUSAL if (each.plain_window or 0) >= config.seq else each for each in (config.mask, theirs)
+    )
+    if ours == folder:
+        return []
+    return [f"differs from its folder: mask {ours.describe()} ({folder.describe()} in the folder)"]
 
 
 def _beyond_reach(config: Config, reach: int) -> list[str]:

@@ -276,6 +276,9 @@ def density(config: Config) -> float:
         return found
     mask = MaskRule.of(config).undivided(config.seq, config.seq)
     allowed = mask.pairs / causal_pairs(config.seq)
+    layers = config.model.num_layers
+    full = sum(map(config.mask.is_full, range(layers))) / layers
+    allowed += full * (1 - allowed)
     return allowed if config.sparsity.pattern == "dense" else min(found, allowed)
 
 

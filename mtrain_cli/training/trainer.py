@@ -139,6 +139,7 @@ class Trainer:
             BatchMaker,
             self.exchange,
             mask=MaskRule.of(config),
+            layers=config.model.num_layers,
             keep=attention_kept(config.train),
             offload=self.offload,
         )
@@ -308,7 +309,7 @@ class Trainer:
         return batches, seconds + time.perf_counter() - started
 
     def _attention_of(self, batch: Batch) -> Attend:
-        attend: Attend = batch.attend
+        attend: Attend = batch.attention
         # The last callback wraps the exchange itself, and the compute timer, the first, all others.
         for callback in reversed(self.callbacks):
             attend = callback.wrap_attention(batch, attend)

@@ -17,7 +17,7 @@ CASES = [
     ("causal", 97, {}),
     ("full", 97, {}),
     *(
-        ("sliding_window", seq, {"window": window, "global_tokens": sinks})
+        ("sliding_window", seq, {"window": window, "global_tokens": sinks, "full_every": 0})
         for seq in (1, 5, 96, 97)
         for window in (1, 2, 7, 96, 97, 500)
         for sinks in (0, 1, 10)
@@ -105,6 +105,13 @@ def test_contexts_start_with_their_document():
         (["mask=video", "mask.window=[5,9,15]"], r"sees 45 separate intervals.*at most 16"),
         (["mask=dilated", "mask.count=32", "mask.stride=2", "mask.block=16"], r"sees 32 separate"),
         (["mask=sliding_window", "mask.window=[1,2,3]"], r"needs one number"),
+        (["mask=sliding_window", "mask.full_every=1"], r"must be 0 or at least 2 .1 would be mask"),
+        (["mask=sliding_window", "mask.full_every=9"], r"exceeds model.num_layers=4"),
+        (
+            ["mask=sliding_window", "mask.full_every=2", "sparsity=vertical_slash"],
+            r"mask.full_every=2: with sparsity.pattern=vertical_slash, all layers share a mask",
+        ),
+        (["mask=sliding_window", "mask.full_every=2", "profile.every=2"], r"profile records one"),
         (["mask=full", "sparsity=vertical_slash"], r"mask.kind=full: sparsity.pattern=vertical_sl"),
         (
             ["mask=sliding_window", "mask.global_tokens=4", "sparsity=moba"],

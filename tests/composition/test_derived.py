@@ -242,5 +242,5 @@ def test_layers_with_different_windows_are_refused(tmp_path: Path) -> None:
     (line,) = complaints(f"train.init_from={folder}")
     assert line.endswith(
         "config.json: sliding_window=96: is the window of 1 of 2 layers; mtrain gives all layers "
-        "the same mask"
+        "the window, or all but every n-th (mask.full_every)"
     )

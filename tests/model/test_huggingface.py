@@ -101,6 +101,8 @@ def test_burst_engine_models_have_the_papers_sizes():
         ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"]}),
     ],
 )  # fmt: skip
 def test_models_saved_by_transformers_give_the_same_logits(tmp_path, family, changes):

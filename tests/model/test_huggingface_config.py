@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from tiny_models import LLAMA3, PLAIN, SEQ, YARN, edit_config, export, tiny_model
 
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.model.huggingface_config import read_config, read_window, remarks
+from mtrain_cli.model.huggingface_config import read_config, read_mask, remarks
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -205,30 +206,37 @@ def test_missing_kv_heads_default_to_those_of_transformers(tmp_path):
             assert model.head_dim == getattr(theirs, "head_dim", 64 // 32)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
-def test_a_sliding_window_is_written_and_read(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "every"), [("qwen2", 0), ("qwen2", 2), ("qwen3", 3), ("mistral", 0)]
+)
+def test_a_sliding_window_is_written_and_read(tmp_path, family, every):
     transformers = pytest.importorskip("transformers")
     export(tmp_path / "hf", tiny_model(family))
-    assert read_window(tmp_path / "hf") is None
-    export(tmp_path / "windowed", tiny_model(family), window=9)
-    assert read_window(tmp_path / "windowed") == 9
+    assert read_mask(tmp_path / "hf") is None
+    mask = MaskConfig.sliding(9, every)
+    export(tmp_path / "windowed", tiny_model(family), mask=mask)
+    assert read_mask(tmp_path / "windowed") == mask
     read_config(tmp_path / "windowed")
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "windowed")
     theirs.save_pretrained(tmp_path / "theirs")
-    assert read_window(tmp_path / "theirs") == 9
+    assert read_mask(tmp_path / "theirs") == mask
     edit_config(tmp_path / "windowed", sliding_window=...)
-    assert read_window(tmp_path / "windowed") == 4096, "the default of transformers"
+    of_transformers = MaskConfig.sliding(4096, every)
+    assert read_mask(tmp_path / "windowed") == of_transformers, "the default of transformers"
 
 
 def test_a_window_of_no_layer_is_no_window(tmp_path):
-    export(tmp_path / "hf", tiny_model("qwen2"), window=9)
+    export(tmp_path / "hf", tiny_model("qwen2"), mask=MaskConfig.sliding(9))
     edit_config(tmp_path / "hf", layer_types=..., max_window_layers=3)
-    assert read_window(tmp_path / "hf") is None
+    assert read_mask(tmp_path / "hf") is None
 
 
-def test_llama_has_no_sliding_window(tmp_path):
+def test_windows_that_a_family_lacks_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"mask.window=9: a llama model .*family=mistral"):
-        export(tmp_path / "hf", tiny_model("llama"), window=9)
+        export(tmp_path / "hf", tiny_model("llama"), mask=MaskConfig.sliding(9))
+    with pytest.raises(ConfigError, match=r"mask.full_every=2: all layers of a mistral model"):
+        export(tmp_path / "hf", tiny_model("mistral"), mask=MaskConfig.sliding(9, 2))
+    export(tmp_path / "hf", tiny_model("llama"), mask=MaskConfig(kind="full"))
 
 
 def test_dropout_and_code_in_a_folder_give_remarks(tmp_path):

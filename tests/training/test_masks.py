@@ -6,6 +6,7 @@ import gloo
 import pytest
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.training.evaluation import evaluate
 from mtrain_cli.training.trainer import Trainer
 
@@ -24,9 +25,11 @@ CASES = {
     "window, sinks": [*WINDOW, "mask.global_tokens=8", "data.document_mask=false"],
     "prefix": ["mask=prefix_lm", "mask.prefix=100", "data.document_mask=false"],
     "blocks": ["mask=block_causal", "mask.block=8"],
+    "window, mixed": [*WINDOW, "mask.full_every=2"],
     "causal": [],
 }
 OTHERS = ("recomputed", "sparse", "sinks")
+
 WAYS = {
     "window": ["topology.exchange=ring", "topology.layout=zigzag"],
     "prefix": ["topology.exchange=all_gather", "topology.layout=contiguous"],
@@ -57,6 +60,7 @@ def causal() -> list[float]:
         "window",
         "prefix",
         "blocks",
+        "window, mixed",
         *(pytest.param(f"window, {n}", marks=pytest.mark.slow) for n in OTHERS),
     ],
 )
@@ -67,3 +71,29 @@ def test_two_workers_train_like_one(name, causal):
         assert loss == pytest.approx(held_out, abs=2e-5)
     assert alone[-1] < alone[0]
     assert abs(causal[0] - alone[0]) > 1e-6, "the mask has an effect"
+
+
+def pairs_of_layers(rank: int, world: int) -> tuple[dict[int, int], float]:
+    """The pairs that the mask of each layer allows, and the pairs of a step."""
+    layers = {}
+    original = ContextAttention.__call__
+
+    def record(self, q, k, v, layer):
+        layers[layer] = self.plan.allowed_pairs
+        return original(self, q, k, v, layer)
+
+    words = [*SMALL, *WINDOW, "mask.full_every=3", "model.num_layers=7"]
+    config = compose([*words, "data.document_mask=false"])
+    trainer = Trainer(config, gloo.environment(rank, world, world))
+    ContextAttention.__call__ = record
+    result = trainer.train_step(False)
+    trainer.close()
+    return layers, result.pairs
+
+
+def test_each_layer_has_its_own_mask():
+    """Layers 3 and 6 of 7 see all earlier tokens."""
+    ((layers, pairs),) = gloo.run(1, pairs_of_layers)
+    causal, window = 300 * 301 // 2, 300 * 40 - 40 * 39 // 2
+    assert layers == {layer: causal if layer in (2, 5) else window for layer in range(7)}
+    assert pairs == round((5 * window + 2 * causal) / 7)
