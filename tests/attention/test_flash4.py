@@ -12,9 +12,11 @@ from attention.dense_problems import make_dense_problem
 
 from mtrain_cli.attention.flash4 import Flash4Kernel, block_lists
 from mtrain_cli.attention.mask import KeySpans, SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.config.mask_settings import MaskConfig
 
 SCALE = 0.3
 
@@ -76,6 +78,11 @@ def spans_of(name: str) -> list[KeySpans]:
     many = SequenceMask.from_documents(np.repeat(np.arange(12), 5), 60)
     second = np.arange(30, 60)
     zigzag = np.r_[0:15, 45:60]
+
+    def named(**keys) -> list[KeySpans]:
+        mask = MaskRule(False, MaskConfig(**keys))(None, 60, 60)
+        return [mask.spans(everywhere, everywhere)] * 2
+
     return {
         "causal": [causal.spans(everywhere, everywhere)] * 2,
         "padded": [SequenceMask.causal(47, 60).spans(everywhere, everywhere)] * 2,
@@ -89,6 +96,10 @@ def spans_of(name: str) -> list[KeySpans]:
             causal.spans(everywhere, everywhere),
             documents.spans(everywhere, everywhere),
         ],
+        "window": named(kind="sliding_window", window=9, global_tokens=0),
+        "prefix": named(kind="prefix_lm", prefix=20),
+        "blocks": named(kind="block_causal", block=6),
+        "full": named(kind="full"),
         "striped": [causal.spans(np.r_[0:4, 8:12, 16:20, 24:28, 32:36, 40:44], everywhere)] * 2,
     }[name]
 
@@ -106,6 +117,10 @@ def spans_of(name: str) -> list[KeySpans]:
         ("many documents", ["lists"]),
         ("sequences that differ", ["lists"]),
         ("striped", ["lists"]),
+        ("window", ["lists"]),
+        ("prefix", ["full", "causal"]),
+        ("blocks", ["lists"]),
+        ("full", ["full"]),
     ],
 )
 def test_calls_give_the_oracle_result(calls, name, expected):

@@ -68,6 +68,7 @@ def test_an_unusable_kernel_is_refused_and_usable_ones_are_named():
         ({"dtype": "float32"}, "computes bfloat16, not float32"),
         ({"head_dim": 96}, "head_dim 96 is not 64 or 128"),
         ({"deterministic": True}, "not bitwise repeatable"),
+        ({"intervals": 3}, "computes one interval of keys per query, not the 3 of mask"),
         (
             {"index": IndexRequest(64, bitmap=False)},
             "computes blocks of 128, not sparsity.block=64",
