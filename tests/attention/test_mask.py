@@ -143,7 +143,7 @@ def unions(draw):
     return slices, length, padded, queries, keys
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(unions())
 def test_a_union_of_slices_allows_each_pair_of_any_slice_once(problem):
     slices, length, padded, queries, keys = problem
@@ -160,7 +160,7 @@ def test_a_union_of_slices_allows_each_pair_of_any_slice_once(problem):
     assert not (used[1:] & ~used[:-1]).any(), "unused intervals come last"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(unions())
 def test_a_union_is_idempotent(problem):
     slices, length, padded, *_ = problem
@@ -174,7 +174,7 @@ def test_a_union_is_idempotent(problem):
         assert mask.same_as(again)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(unions(), unions(), st.data())
 def test_intersections_equal_their_definition(problem, other, data):
     slices, length, padded, *_ = problem
@@ -195,7 +195,7 @@ def test_intersections_equal_their_definition(problem, other, data):
     assert both.pairs == allowed.sum()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(unions())
 def test_a_label_counts_only_if_no_earlier_query_sees_past_it(problem):
     slices, length, padded, *_ = problem
