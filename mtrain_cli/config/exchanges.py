@@ -5,7 +5,7 @@ Code that depends on the kind of an exchange reads these traits and never compar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -15,15 +15,19 @@ class ExchangeTraits:
     gathers: whether a rank gathers all keys before its kernel runs. If not, shards of keys and
         values circulate in rings.
     hierarchical: whether messages inside a node and messages between nodes use separate channels.
+    by_mask: whether a rank gathers only the rows of keys that its queries see under the masks.
     """
 
     gathers: bool
     hierarchical: bool
+    by_mask: bool = False
 
 
 EXCHANGE_TRAITS = {
     "all_gather": ExchangeTraits(gathers=True, hierarchical=False),
     "hierarchical_all_gather": ExchangeTraits(gathers=True, hierarchical=True),
+    "group_cast": ExchangeTraits(gathers=True, hierarchical=False, by_mask=True),
+    "hierarchical_group_cast": ExchangeTraits(gathers=True, hierarchical=True, by_mask=True),
     "ring": ExchangeTraits(gathers=False, hierarchical=False),
     "hierarchical_ring": ExchangeTraits(gathers=False, hierarchical=True),
 }
@@ -49,4 +53,5 @@ def flat_name(name: str) -> str:
     traits = EXCHANGE_TRAITS.get(name)
     if traits is None or not traits.hierarchical:
         return name
-    return exchange_name(gathers=traits.gathers, hierarchical=False)
+    flat = replace(traits, hierarchical=False)
+    return next(other for other, its in EXCHANGE_TRAITS.items() if its == flat)

@@ -90,17 +90,20 @@ class Plan:
             masked = MaskedPositions.make(masks, block, shards, rank, bitmap=request.bitmap)
             tables = masked.tables
         early = early_queries(exchange.num_queries, keep, block)
+        moved = exchange.cast_rows(masks, block)
 
         def tiles(rows: int | None) -> ShardTiles:
             needed = exchange.needed_tiles(indexed=block is not None, forward_only=rows is not None)
             positions = {s: positions_of(layout, s) for pair in needed for s in pair}
+            if moved is not None:
+                positions[WHOLE_SEQUENCE] = moved.positions
             made = {
                 (q, k): Tiles.between(masks, positions[q][:rows], positions[k], tables)
                 for q, k in sorted(needed)
             }
             if tables is None:  # find the rectangles here, not in the first call of a kernel
                 _ = [pair.slices for pair in made.values()]
-            return ShardTiles(made)
+            return ShardTiles(made, moved)
 
         forward, whole = exchange.program(backward=False), tiles(None)
         recomputes_all = early == exchange.num_queries

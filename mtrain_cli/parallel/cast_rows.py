@@ -1,0 +1,245 @@
+"""The rows of keys and values that a group cast moves: those that the masks of a batch need.
+
+A rank needs the blocks of keys that its queries see under the masks. From the layout and the masks,
+each rank derives the rows that it sends and receives, on the host and without messages
+(MagiAttention, section 4.2). A dynamic index does not change these rows.
+
+A rank numbers its rows in the order in which it gets them: its own rows by slot, then the rows that
+each cast delivers, by peer. This is the rank's pool. The pool lies on the host only as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.program import Program
+from mtrain_cli.parallel.schedule import GROUP_CAST
+
+# Rows move in blocks of at most this many tokens, unless an index has its own blocks.
+_ROWS_PER_BLOCK = 128
+_BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The rows that one group cast sends and receives on one rank.
+
+    leaving: int64 [rows sent], number in the pool of each row that leaves, by peer. Over the rows
+        for one peer, the numbers ascend.
+    sent, received: number of rows to and from each peer, in the order of `Transfer.peers`.
+    """
+
+    leaving: torch.Tensor
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CastRows:
+    """The rows that one rank holds while it computes, and the casts that bring them.
+
+    positions: int64 [rows], global position of each key with which the rank computes, ascending.
+    places: by source (this rank, then each cast), int64 [rows of the source], index in
+        ``positions`` of each row.
+    casts: in the order in which they run. A hierarchical cast across nodes comes before the cast
+        inside the node, which forwards rows of the first.
+    """
+
+    positions: IntArray
+    places: tuple[torch.Tensor, ...]
+    casts: tuple[Cast, ...]
+
+    @cached_property
+    def pool(self) -> torch.Tensor:
+        """Index in ``positions`` of each row of the pool, int64 [rows]."""
+        return torch.cat(self.places)
+
+    @property
+    def own(self) -> int:
+        """Number of this rank's own rows."""
+        return len(self.places[0])
+
+    def arriving(self, at: int) -> slice:
+        """Return the place in the pool of the rows that cast number ``at`` delivers."""
+        start = self.own + sum(sum(cast.received) for cast in self.casts[:at])
+        return slice(start, start + sum(self.casts[at].received))
+
+    @property
+    def shares(self) -> tuple[tuple[Fraction, Fraction], ...]:
+        """Rows that each cast sends and receives, divided by the number of this rank's rows."""
+        return tuple(
+            (Fraction(sum(c.sent), self.own), Fraction(sum(c.received), self.own))
+            for c in self.casts
+        )
+
+    def picked(self, at: int, own: torch.Tensor, arrived: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the rows that cast number ``at`` sends, [rows, 2, batch, kv_heads, head_dim].
+
+        own: this rank's k and v, [2, batch, tokens, kv_heads, head_dim].
+        arrived: the rows that earlier casts delivered, each like the result.
+        """
+        pool = own.movedim(2, 0)
+        if arrived:
+            pool = torch.cat([pool, *arrived])
+        return pool.index_select(0, self.casts[at].leaving)
+
+    def merged(self, own: torch.Tensor, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return k and v in order of position, each [batch, keys, kv_heads, head_dim].
+
+        own, arrived: as in `picked`. ``arrived`` has the rows of all casts.
+        """
+        keys = []
+        for i in (0, 1):
+            sources = own[i], *(rows[:, i].transpose(0, 1) for rows in arrived)
+            whole = own.new_empty(own.shape[1], len(self.positions), *own.shape[3:])
+            for places, rows in zip(self.places, sources, strict=True):
+                whole.index_copy_(1, places, rows)
+            keys.append(whole)
+        return keys
+
+    def split(self, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return gradients in the order of the pool, [rows, 2, batch, kv_heads, head_dim].
+
+        dk, dv: [batch, keys, kv_heads, head_dim], in order of position.
+        """
+        rows = dk.new_empty(len(self.pool), 2, dk.shape[0], *dk.shape[2:], dtype=dtype)
+        for i, gradient in enumerate((dk, dv)):
+            rows[:, i] = gradient.transpose(0, 1).index_select(0, self.pool)
+        return rows
+
+    def add_returned(self, at: int, rows: torch.Tensor, returned: torch.Tensor) -> None:
+        """Add what other ranks returned for the rows that cast number ``at`` sent.
+
+        The peers' gradients are added in the order of the peers. A peer returns a row once, so the
+        sum does not depend on the order in which a GPU adds.
+
+        rows: result of `split`.
+        returned: [rows sent, 2, batch, kv_heads, head_dim], by peer.
+        """
+        cast = self.casts[at]
+        for where, part in zip(
+            cast.leaving.split(cast.sent), returned.split(cast.sent), strict=True
+        ):
+            rows.index_add_(0, where, part)
+
+    @staticmethod
+    def make(
+        layout: Layout,
+        masks: Sequence[SequenceMask],
+        rank: int,
+        peers: Sequence[Sequence[int]],
+        block: int | None = None,
+    ) -> CastRows:
+        """Plan the casts of a rank.
+
+        Args:
+            masks: one per sequence of the batch. A row moves if one of the sequences needs it.
+            rank: number of the rank in ``layout``.
+            peers: the ranks among which each cast runs, by cast. If there are two, the first are
+                the counterparts in other nodes, and the second the ranks of this node.
+            block: number of tokens per block of a dynamic index; None for dense attention.
+        """
+        return _RowPlanner(layout, masks, block).rows(rank, peers)
+
+
+def cast_peers(program: Program) -> tuple[tuple[int, ...], ...]:
+    """Return the peers of a program's group casts: by cast, the ranks of `CastRows.make`.
+
+    Ranks that share heads count as one rank.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for post in program.posts:
+        if post.transfer.kind == GROUP_CAST:
+            found[post.transfer.channel] = tuple(r // program.sharing for r in post.transfer.peers)
+    return tuple(found.values())
+
+
+def largest_shares(
+    layout: Layout,
+    masks: Sequence[SequenceMask],
+    peers: Sequence[Sequence[int]],
+    block: int | None = None,
+) -> tuple[tuple[Fraction, Fraction], ...]:
+    """Return the largest `CastRows.shares` of any rank. peers: the peers of rank 0."""
+    planner = _RowPlanner(layout, masks, block)
+    shares = [planner.rows(r, planner.peers_of(r, peers)).shares for r in range(layout.workers)]
+    return tuple(
+        (max(s[at][0] for s in shares), max(s[at][1] for s in shares)) for at in range(len(peers))
+    )
+
+
+class _RowPlanner:
+    """Finds the rows that move between the ranks of a layout under the masks of a batch."""
+
+    def __init__(self, layout: Layout, masks: Sequence[SequenceMask], block: int | None) -> None:
+        self.layout, self.masks = layout, masks
+        short = 1 << (layout.tokens_per_worker // _BLOCKS_PER_SHARD).bit_length() >> 1
+        self.block = block or min(_ROWS_PER_BLOCK, max(1, short))
+        self._positions = [layout.positions(rank) for rank in range(layout.workers)]
+        self._needed = np.stack([self._needed_blocks(rank) for rank in range(layout.workers)])
+
+    def _needed_blocks(self, rank: int) -> NDArray[np.bool_]:
+        """Return which blocks of keys the queries of a rank see, bool [blocks]."""
+        blocks = -(-self.layout.padded_seq // self.block)
+        opened = np.zeros(blocks + 1, np.int64)
+        for mask in self.masks:
+            low, high = mask.bounds(self._positions[rank])
+            seen = high > low
+            np.add.at(opened, low[seen] // self.block, 1)
+            np.add.at(opened, (high[seen] - 1) // self.block + 1, -1)
+        return opened.cumsum()[:-1] > 0
+
+    def _wanted(self, positions: IntArray, ranks: Iterable[int]) -> IntArray:
+        """Return the indices of the positions that one of the ranks needs, ascending."""
+        needed = np.any(self._needed[list(ranks)], axis=0)
+        return np.flatnonzero(np.asarray(needed)[positions // self.block])
+
+    def peers_of(self, rank: int, first: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the peers of a rank. first: the peers of rank 0."""
+        if len(first) < 2:
+            return [list(peers) for peers in first]
+        size = len(first[1])
+        local, node = rank % size, rank - rank % size
+        return [[peer + local for peer in first[0]], [node + peer for peer in first[1]]]
+
+    def rows(self, rank: int, peers: Sequence[Sequence[int]]) -> CastRows:
+        """Return the rows of a rank. peers: as in `CastRows.make`."""
+        pool, casts = [self._positions[rank]], []
+        for at, among in enumerate(peers):
+            # The ranks that a peer serves: itself, or in a cast across nodes the peer's whole node.
+            offsets = [0] if at == len(peers) - 1 else [mate - rank for mate in peers[-1]]
+            held = np.concatenate(pool)
+            leaving, received = [], []
+            for peer in among:
+                if peer == rank:
+                    leaving.append(np.empty(0, np.int64))
+                    received.append(np.empty(0, np.int64))
+                    continue
+                leaving.append(self._wanted(held, [peer + offset for offset in offsets]))
+                theirs = self._positions[peer]
+                if at:
+                    theirs = self._held(peer, [p + peer - rank for p in peers[0]], peers[-1])
+                received.append(theirs[self._wanted(theirs, [rank + o for o in offsets])])
+            sent, arrived = (tuple(map(len, rows)) for rows in (leaving, received))
+            casts.append(Cast(torch.from_numpy(np.concatenate(leaving)), sent, arrived))
+            pool.append(np.concatenate(received))
+        order = np.argsort(np.concatenate(pool))
+        places = torch.from_numpy(np.argsort(order))
+        positions = np.concatenate(pool)[order]
+        return CastRows(positions, places.split([len(rows) for rows in pool]), tuple(casts))
+
+    def _held(self, rank: int, counterparts: Sequence[int], node: Sequence[int]) -> IntArray:
+        """Return the positions that a rank holds after the cast across nodes, in pool order."""
+        others = [self._positions[peer] for peer in counterparts if peer != rank]
+        return np.concatenate(
+            [self._positions[rank], *(theirs[self._wanted(theirs, node)] for theirs in others)]
+        )
