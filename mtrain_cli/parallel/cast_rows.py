@@ -20,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Joined, Layout
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program
-from mtrain_cli.parallel.schedule import GROUP_CAST
+from mtrain_cli.parallel.schedule import GROUP_CAST, Schedule
 
 # Rows move in blocks of at most this many tokens, unless an index has its own blocks.
 _ROWS_PER_BLOCK = 128
@@ -164,17 +165,22 @@ def cast_peers(program: Program) -> tuple[tuple[int, ...], ...]:
 
 
 def largest_shares(
+    schedule: Schedule,
     layout: Layout,
     masks: Sequence[SequenceMask],
-    peers: Sequence[Sequence[int]],
     block: int | None = None,
 ) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Return the largest `CastRows.shares` of any rank. peers: the peers of rank 0."""
-    planner = _RowPlanner(layout, masks, block)
-    shares = [planner.rows(r, planner.peers_of(r, peers)).shares for r in range(layout.workers)]
-    return tuple(
-        (max(s[at][0] for s in shares), max(s[at][1] for s in shares)) for at in range(len(peers))
-    )
+    """Return the largest `CastRows.shares` of any rank, without making the rows of every rank.
+
+    layout, masks, block: as in `CastRows.make`, but ``layout`` is that of the context group.
+    """
+    if not schedule.traits.by_mask:
+        return ()
+    peers = cast_peers(lower(schedule, 0))
+    if not peers:
+        return ()
+    inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
+    return _RowPlanner(inside, masks, block).shares(len(peers[-1]) if len(peers) > 1 else None)
 
 
 class _RowPlanner:
@@ -194,8 +200,8 @@ class _RowPlanner:
         for mask in self.masks:
             low, high = mask.bounds(self._positions[rank])
             seen = high > low
-            np.add.at(opened, low[seen] // self.block, 1)
-            np.add.at(opened, (high[seen] - 1) // self.block + 1, -1)
+            opened += np.bincount(low[seen] // self.block, minlength=blocks + 1)
+            opened -= np.bincount((high[seen] - 1) // self.block + 1, minlength=blocks + 1)
         return opened.cumsum()[:-1] > 0
 
     def _wanted(self, positions: IntArray, ranks: Iterable[int]) -> IntArray:
@@ -203,13 +209,29 @@ class _RowPlanner:
         needed = np.any(self._needed[list(ranks)], axis=0)
         return np.flatnonzero(np.asarray(needed)[positions // self.block])
 
-    def peers_of(self, rank: int, first: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the peers of a rank. first: the peers of rank 0."""
-        if len(first) < 2:
-            return [list(peers) for peers in first]
-        size = len(first[1])
-        local, node = rank % size, rank - rank % size
-        return [[peer + local for peer in first[0]], [node + peer for peer in first[1]]]
+    def shares(self, node: int | None) -> tuple[tuple[Fraction, Fraction], ...]:
+        """Return for each cast the largest number of rows that any rank sends and receives.
+
+        The numbers are divided by the number of a rank's own rows. node: number of ranks per node
+        of a hierarchical cast; None for a flat one.
+        """
+        workers, blocks = self._needed.shape
+        own = np.stack([np.bincount(p // self.block, minlength=blocks) for p in self._positions])
+        tokens = self.layout.tokens_per_worker
+        # Tables [nodes, ranks of a node, blocks]. A flat cast runs inside one node of all ranks.
+        shape = (-1, node or workers, blocks)
+        needed, held = self._needed.reshape(shape), own.reshape(shape)
+        found = []
+        if node is not None:
+            by_node = needed.any(1, keepdims=True)
+            sent = (held * (by_node.sum(0) - by_node)).sum(-1)
+            arrived = by_node * (held.sum(0) - held)
+            found.append((sent.max(), arrived.sum(-1).max()))
+            held = held + arrived
+        sent = (held * (needed.sum(1, keepdims=True) - needed)).sum(-1)
+        received = (needed * (held.sum(1, keepdims=True) - held)).sum(-1)
+        found.append((sent.max(), received.max()))
+        return tuple((Fraction(int(s), tokens), Fraction(int(r), tokens)) for s, r in found)
 
     def rows(self, rank: int, peers: Sequence[Sequence[int]]) -> CastRows:
         """Return the rows of a rank. peers: as in `CastRows.make`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -37,6 +38,9 @@ WAYS: list[tuple[str, int, dict[str, Any]]] = [
     ("hierarchical_all_gather", 1, {"chunks": 2}),
     ("all_gather", 2, {"chunks": 2}),
     ("all_gather", 4, {}),
+    ("group_cast", 1, {"chunks": 2}),
+    ("group_cast", 2, {}),
+    ("hierarchical_group_cast", 1, {"chunks": 2}),
 ]
 
 
@@ -65,7 +69,9 @@ def watched(
             assert set(self.tensors) == left, (op, set(self.tensors) ^ left)
             for buffer in left:
                 found = self.tensors[buffer]
-                size = self.program.buffers[buffer].size.of(sizes, heads)
+                casts = () if self.tiles.rows is None else self.tiles.rows.shares
+                moved = replace(sizes, casts=casts)
+                size = self.program.buffers[buffer].size.of(moved, heads)
                 # A size of 0 stands for a view. The running output starts in the compute dtype.
                 if size and not isinstance(found, RunningAttention):
                     assert nbytes(found) == size, (op, buffer)
