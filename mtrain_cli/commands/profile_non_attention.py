@@ -65,7 +65,7 @@ def non_attention(
         profile_non_attention,
         save_non_attention,
     )
-    from mtrain_cli.simulation.calibration import NON_ATTENTION_FILE
+    from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
 
     words = list(overrides or ())
     device = resolve_environment(_single_worker(words, 1024)).device

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from mtrain_cli.parallel.schedule import GROUP_CAST, Schedule
 
 # Rows move in blocks of at most this many tokens, unless an index has its own blocks.
 _ROWS_PER_BLOCK = 128
+_MOST_COUNTED = 1 << 25  # blocks of all ranks
 _BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
 
 
@@ -49,25 +49,16 @@ class CastRows:
     """The rows that one rank holds while it computes, and the casts that bring them.
 
     positions: int64 [rows], global position of each key with which the rank computes, ascending.
-    places: by source (this rank, then each cast), int64 [rows of the source], index in
-        ``positions`` of each row.
+    pool: int64 [rows], index in ``positions`` of each row of the pool.
+    own: number of this rank's own rows.
     casts: in the order in which they run. A hierarchical cast across nodes comes before the cast
         inside the node, which forwards rows of the first.
     """
 
     positions: IntArray
-    places: tuple[torch.Tensor, ...]
+    pool: torch.Tensor
+    own: int
     casts: tuple[Cast, ...]
-
-    @cached_property
-    def pool(self) -> torch.Tensor:
-        """Index in ``positions`` of each row of the pool, int64 [rows]."""
-        return torch.cat(self.places)
-
-    @property
-    def own(self) -> int:
-        """Number of this rank's own rows."""
-        return len(self.places[0])
 
     def arriving(self, at: int) -> slice:
         """Return the place in the pool of the rows that cast number ``at`` delivers."""
@@ -102,7 +93,8 @@ class CastRows:
         for i in (0, 1):
             sources = own[i], *(rows[:, i].transpose(0, 1) for rows in arrived)
             whole = own.new_empty(own.shape[1], len(self.positions), *own.shape[3:])
-            for places, rows in zip(self.places, sources, strict=True):
+            sizes = [rows.shape[1] for rows in sources]
+            for places, rows in zip(self.pool.split(sizes), sources, strict=True):
                 whole.index_copy_(1, places, rows)
             keys.append(whole)
         return keys
@@ -172,14 +164,20 @@ def largest_shares(
 ) -> tuple[tuple[Fraction, Fraction], ...]:
     """Return the largest `CastRows.shares` of any rank, without making the rows of every rank.
 
+    Return (), if the exchange has no group cast. If counting would take too much memory, return the
+    shares of whole shards, which are never smaller.
+
     layout, masks, block: as in `CastRows.make`, but ``layout`` is that of the context group.
     """
-    if not schedule.traits.by_mask:
-        return ()
-    peers = cast_peers(lower(schedule, 0))
+    peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
     if not peers:
         return ()
     inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
+    if inside.workers * inside.padded_seq // (block or _ROWS_PER_BLOCK) > _MOST_COUNTED:
+        *across, within = (len(of) for of in peers)
+        nodes = across[0] if across else 1
+        whole = [n - 1 for n in across] + [(within - 1) * nodes]
+        return tuple((Fraction(n), Fraction(n)) for n in whole)
     return _RowPlanner(inside, masks, block).shares(len(peers[-1]) if len(peers) > 1 else None)
 
 
@@ -216,7 +214,8 @@ class _RowPlanner:
         of a hierarchical cast; None for a flat one.
         """
         workers, blocks = self._needed.shape
-        own = np.stack([np.bincount(p // self.block, minlength=blocks) for p in self._positions])
+        counts = [np.bincount(p // self.block, minlength=blocks) for p in self._positions]
+        own = np.stack(counts).astype(np.int32)
         tokens = self.layout.tokens_per_worker
         # Tables [nodes, ranks of a node, blocks]. A flat cast runs inside one node of all ranks.
         shape = (-1, node or workers, blocks)
@@ -256,8 +255,7 @@ class _RowPlanner:
             pool.append(np.concatenate(received))
         order = np.argsort(np.concatenate(pool))
         places = torch.from_numpy(np.argsort(order))
-        positions = np.concatenate(pool)[order]
-        return CastRows(positions, places.split([len(rows) for rows in pool]), tuple(casts))
+        return CastRows(np.concatenate(pool)[order], places, len(pool[0]), tuple(casts))
 
     def _held(self, rank: int, counterparts: Sequence[int], node: Sequence[int]) -> IntArray:
         """Return the positions that a rank holds after the cast across nodes, in pool order."""

@@ -11,6 +11,7 @@ import torch
 
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey_with_all_packages
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.cluster import Cluster, load_cluster, uneven_nodes
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.launch.environment import (
@@ -21,6 +22,7 @@ from mtrain_cli.launch.environment import (
     resolve_environment,
 )
 from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.cast_rows import largest_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import Traits, lower
@@ -162,8 +164,11 @@ class RunPlan:
         """
         model, train, layout = self.config.model, self.config.train, self.layout
         heads = model.num_heads, model.num_kv_heads, model.head_dim
-        sizes = ShardSizes(layout.tokens_per_worker * train.micro_batch, *heads, self.dtype_bytes)
         schedule = make_schedule(self.exchange.name, self.exchange.options(layout.workers))
+        tokens = layout.tokens_per_worker * train.micro_batch
+        causal = SequenceMask.causal(layout.seq, layout.padded_seq)
+        casts = largest_shares(schedule, layout, [causal])
+        sizes = ShardSizes(tokens, *heads, self.dtype_bytes, casts=casts)
         traits = Traits(make_kernel(self.kernel).needs_out)
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
         again = forward.recomputed(self.recompute)

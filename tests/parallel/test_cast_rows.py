@@ -157,7 +157,7 @@ def test_the_player_detects_broken_lists(name):
         with pytest.raises((AssertionError, RuntimeError)):
             check(inside, peers, changed, masks)
     turned = list(rows)
-    turned[2] = replace(rows[2], places=tuple(p.flip(0) for p in rows[2].places))
+    turned[2] = replace(rows[2], pool=rows[2].pool.flip(0))
     with pytest.raises(AssertionError):
         check(inside, peers, turned, masks)
 
@@ -188,7 +188,7 @@ def test_merging_restores_the_order_of_the_sequence():
     pools = deliver(inside, peers, rows)
     of, pool = rows[3], torch.tensor(pools[3])
     numbers = torch.stack([pool, pool + 0.5])[:, None, :, None, None].double()
-    own, first, second = numbers.split([len(p) for p in of.places], 2)
+    own, first, second = numbers.split([of.own, *(sum(cast.received) for cast in of.casts)], 2)
     arrived = [part.movedim(2, 0) for part in (first, second)]
     k, v = of.merged(own, arrived)
     np.testing.assert_array_equal(k.flatten(), of.positions)
