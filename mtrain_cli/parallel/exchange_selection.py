@@ -341,9 +341,8 @@ def _chunks(
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
         raise ConfigError(
-            f"topology.chunks={topology.chunks}: works only with all_gather and "
-            f"hierarchical_all_gather, not with {_user_exchange(topology, name)}. Set "
-            "topology.chunks=auto"
+            f"topology.chunks={topology.chunks}: works only with {_names(gathers=True)}, not with "
+            f"{_user_exchange(topology, name)}. Set topology.chunks=auto"
         )
     if kv_heads % topology.chunks:
         allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
@@ -352,6 +351,12 @@ def _chunks(
             f"of a worker; allowed: {allowed}"
         )
     return topology.chunks
+
+
+def _names(*, gathers: bool) -> str:
+    """Return the names of the exchanges that gather keys, or of those that circulate them."""
+    *names, last = (name for name, traits in EXCHANGE_TRAITS.items() if traits.gathers == gathers)
+    return f"{', '.join(names)} and {last}"
 
 
 def _user_exchange(topology: TopologyConfig, name: str) -> str:
@@ -365,7 +370,7 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
         raise ConfigError(
-            "topology.circulates=queries: works only with ring and hierarchical_ring, not with "
+            f"topology.circulates=queries: works only with {_names(gathers=False)}, not with "
             f"{_user_exchange(topology, name)}. Set topology.circulates=auto"
         )
     if topology.circulates != "auto":

@@ -157,7 +157,10 @@ class Plan:
             *(f"sequence of {mask.length:,} tokens: {mask.pairs:,} pairs" for mask in self.masks),
         ]
         for op in self.forward.computes:
-            keys = "all keys" if op.keys == WHOLE_SEQUENCE else f"keys of shard {op.keys[0]}"
+            keys = f"keys of shard {op.keys[0]}"
+            if op.keys == WHOLE_SEQUENCE:
+                rows = self.tiles.rows
+                keys = "all keys" if rows is None else f"{len(rows.positions):,} keys"
             part, parts = op.part
             heads = f", part {part + 1} of {parts} of the heads" if parts > 1 else ""
             pairs = self.tiles.tiles[op.queries, op.keys].pairs
