@@ -35,14 +35,13 @@ ULYSSES = "ulysses"
 # {value of topology.exchange that splits the heads among all workers of a sequence: the exchange
 # that runs then}
 HEAD_SHARING = {ULYSSES: "all_gather"}
-# The exchanges that `topology.exchange=auto` chooses from. Others may have the same traits.
-_AUTOMATIC = ("all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring")
-_CHOSEN = {EXCHANGE_TRAITS[name]: name for name in _AUTOMATIC}
+# The exchange that stands for its traits. Others may have the same traits.
+_FIRST = {traits: name for name, traits in EXCHANGE_TRAITS.items()}
 
 
 def exchange_name(*, gathers: bool, hierarchical: bool) -> str:
     """Return the name of the exchange that ``topology.exchange=auto`` chooses for these traits."""
-    return _CHOSEN[ExchangeTraits(gathers, hierarchical)]
+    return _FIRST[ExchangeTraits(gathers, hierarchical)]
 
 
 def flat_name(name: str) -> str:
@@ -53,5 +52,4 @@ def flat_name(name: str) -> str:
     traits = EXCHANGE_TRAITS.get(name)
     if traits is None or not traits.hierarchical:
         return name
-    flat = replace(traits, hierarchical=False)
-    return next(other for other, its in EXCHANGE_TRAITS.items() if its == flat)
+    return _FIRST[replace(traits, hierarchical=False)]
