@@ -35,8 +35,8 @@ ULYSSES = "ulysses"
 # {value of topology.exchange that splits the heads among all workers of a sequence: the exchange
 # that runs then}
 HEAD_SHARING = {ULYSSES: "all_gather"}
-# The exchange that stands for its traits. Others may have the same traits.
-_FIRST = {traits: name for name, traits in EXCHANGE_TRAITS.items()}
+# The first exchange with given traits stands for them. Others may have the same traits.
+_FIRST = {traits: name for name, traits in reversed(EXCHANGE_TRAITS.items())}
 
 
 def exchange_name(*, gathers: bool, hierarchical: bool) -> str:
