@@ -265,10 +265,9 @@ def make_case(
     counter = WorkCounter.make(
         schedule, layout, masks, recorded.heads, block, shared_columns=choice.shared_columns
     )
-    shape = recorded.heads, recorded.kv_heads, recorded.head_dim, recorded.dtype_bytes
     casts = largest_shares(schedule, layout, masks, block)
-    tokens = layout.tokens_per_worker * len(masks)
-    sizes = ShardSizes(tokens, *shape, sequences=len(masks), casts=casts)
+    sizes = needs.sizes(layout.tokens_per_worker * len(masks))
+    sizes = replace(sizes, sequences=len(masks), casts=casts)
     return ReplayCase(setup, layout, choice, schedule, counter, sizes, recorded.needs_out)
 
 

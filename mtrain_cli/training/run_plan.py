@@ -11,7 +11,6 @@ import torch
 
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey_with_all_packages
-from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.cluster import Cluster, load_cluster, uneven_nodes
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.launch.environment import (
@@ -22,14 +21,14 @@ from mtrain_cli.launch.environment import (
     resolve_environment,
 )
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.cast_rows import largest_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import Traits, lower
-from mtrain_cli.parallel.program import Recompute, ShardSizes
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_search, resolution
+from mtrain_cli.training.attention_memory import shard_sizes
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
@@ -162,13 +161,8 @@ class RunPlan:
         `backward` includes the KV that recomputation sends again (`recompute`). The columns that a
         ring gathers once are not counted.
         """
-        model, train, layout = self.config.model, self.config.train, self.layout
-        heads = model.num_heads, model.num_kv_heads, model.head_dim
-        schedule = make_schedule(self.exchange.name, self.exchange.options(layout.workers))
-        tokens = layout.tokens_per_worker * train.micro_batch
-        causal = SequenceMask.causal(layout.seq, layout.padded_seq)
-        casts = largest_shares(schedule, layout, [causal])
-        sizes = ShardSizes(tokens, *heads, self.dtype_bytes, casts=casts)
+        sizes = shard_sizes(self.config, self.layout, self.exchange, self.dtype_bytes)
+        schedule = make_schedule(self.exchange.name, self.exchange.options(self.layout.workers))
         traits = Traits(make_kernel(self.kernel).needs_out)
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
         again = forward.recomputed(self.recompute)
