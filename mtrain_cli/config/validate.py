@@ -109,11 +109,6 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
         if isinstance(workers, int) and isinstance(value, int) and workers % value:
             line = f"topology.{name}={value}: does not divide topology.workers={workers}"
             yield f"{line}; allowed: auto, {_divisors(workers)}"
-    if isinstance(context, int) and isinstance(node, int) and context % node and node % context:
-        yield (
-            f"topology.context_parallel={context}: must divide topology.gpus_per_node={node} or be "
-            "a multiple of it, so that a context group shares a node evenly or fills whole nodes"
-        )
 
 
 def _blocks(config: Config) -> Iterator[str]:
