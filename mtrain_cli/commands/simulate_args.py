@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CLUSTER = "h200_1x8"
 DEFAULT_LAYOUTS = "zigzag,striped"
-_EXCHANGES = "ring,hierarchical_ring,all_gather"
+_EXCHANGES = "ring,hierarchical_ring,all_gather,hierarchical_all_gather"
 _MOST_WORKERS = 4096
 # Options that a user may type as a setting. Those that a sweep takes as settings are not listed.
 _OPTIONS = (
@@ -97,15 +97,28 @@ class SimulateJob:
                 f"GPUs only; {remedy}"
             )
 
-    def each(self, predict: Callable[[int, str, str], T]) -> list[T]:
-        """Call ``predict(number, layout, exchange)`` for every layout and exchange to compare."""
-        predicted = []
-        for number, (layout, exchange) in enumerate(
-            itertools.product(self.layouts, self.exchanges)
-        ):
+    def each(
+        self, predict: Callable[[int, str, str], T], label: Callable[[T], str]
+    ) -> tuple[list[T], list[str]]:
+        """Call ``predict(number, layout, exchange)`` for every layout and exchange to compare.
+
+        Keep one of the predictions that are equal because ``auto`` chose the exchange of another.
+
+        Args:
+            label: returns the label of the exchange that a prediction is for.
+
+        Returns:
+            The predictions, and the labels of the exchanges that ``auto`` chose.
+        """
+        predicted: dict[tuple[str, str], T] = {}
+        automatic = []
+        for layout, exchange in itertools.product(self.layouts, self.exchanges):
             with self.errors_by_option(exchange):
-                predicted.append(predict(number, layout, exchange))
-        return predicted
+                found = predict(len(predicted), layout, exchange)
+            predicted.setdefault((layout, label(found)), found)
+            if exchange == "auto":
+                automatic.append(label(found))
+        return list(predicted.values()), automatic
 
     @contextmanager
     def errors_by_option(self, exchange: str) -> Iterator[None]:

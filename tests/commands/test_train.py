@@ -64,6 +64,7 @@ def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
     result = run("model=qwen3b", *words)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "Dry run: qwen3b, seq 4k; nothing is trained" in result.stdout
+    assert "FLOP are those of one, as in mtrain simulate" in " ".join(result.stdout.split())
     assert not launched
     result = run("model=llama8b", *words, "topology.gpu_memory_gib=10")
     assert result.exit_code == 1, "it does not fit"
