@@ -167,6 +167,16 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
         raise typer.Exit(1)
 
 
+def require_data(config: Config) -> None:
+    """Raise ConfigError if the data are missing or of another kind, before workers start."""
+    from mtrain_cli.config.validate import require_manifest
+    from mtrain_cli.data.text_files import open_corpus
+
+    require_manifest(config.data)
+    if config.data.kind == "text" and config.data.mix is None:
+        open_corpus(config.data)
+
+
 def require_kernel(config: Config, device: str) -> None:
     """Raise ConfigError if a CPU cannot run ``train.kernel``, before workers start.
 
@@ -200,9 +210,8 @@ def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
     from mtrain_cli.config import resolved_file
-    from mtrain_cli.config.validate import require_manifest
 
-    require_manifest(config.data)  # before anything heavy is imported
+    require_data(config)  # before anything heavy is imported
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.job import job_rank

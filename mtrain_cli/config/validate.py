@@ -212,18 +212,23 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
 
 
 def require_manifest(data: DataConfig) -> None:
-    """Check that the folder of token ids holds its meta.json or index.json.
+    """Check that data.path is a folder of token ids with its meta.json or index.json, or an array.
 
     Call this function before a run starts, but not for a plan, which needs no data. Opening the
     dataset checks the content of the file.
 
     Raises:
-        ConfigError: the file is missing.
+        ConfigError: the file is missing, or data.path is a file of another kind.
     """
     name = _MANIFESTS.get(data.kind)
     folder = Path(data.path or "").expanduser()
     if name is None or data.path is None or data.mix is not None:
         return
+    arrays = (".npy", ".bin") if data.kind == "tokens" else ()
+    if folder.is_file() and folder.suffix not in arrays:
+        raise ConfigError(
+            f"data.path={data.path}: is another kind of file; give {_INPUTS[data.kind]}"
+        )
     if not folder.is_dir() or (folder / name).is_file():
         return
     line = f"data.path={data.path}: no {name} in it; give {_INPUTS[data.kind]}"

@@ -187,6 +187,25 @@ def test_a_run_on_absent_gpus_is_refused_by_the_typed_word(
     assert not launched
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["data=text", "data.path=a.json"], "cannot read a .json file as text"),
+        (["data=text", "data.path=empty"], "the folder holds no .txt, .md, .py, .jsonl or"),
+        (["data=tokens", "data.path=a.json"], "is another kind of file; give the output of"),
+    ],
+)
+def test_data_of_another_kind_are_refused_before_workers_start(launched, words, problem):
+    Path("a.json").write_text("{}")
+    Path("empty").mkdir()
+    for command in ("train", "profile step"):
+        result = CliRunner().invoke(app, [*command.split(), *words])
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert problem in result.stderr
+    assert not launched
+    assert sorted(path.name for path in Path().iterdir()) == ["a.json", "empty"]
+
+
 def test_a_number_of_workers_that_fills_no_whole_nodes_is_refused_by_its_own_key():
     result = run(
         "model=qwen3b", "seq=512k", "topology=a100_4x8", "topology.workers=36", "--dry-run"
