@@ -277,7 +277,7 @@ def sweep(typed: SimulateOptions) -> None:
       [cyan]mtrain simulate sweep model=qwen3b seq=512k density=2%,20% --columns 512[/cyan]
           Predict how time depends on density
     """
-    from mtrain_cli.simulation.sweep_axes import axes, is_axis
+    from mtrain_cli.simulation.sweep_axes import OWN, axes, is_axis
 
     words = typed.overrides or []
     settings = [word for word in words if not is_axis(word)]
@@ -285,6 +285,9 @@ def sweep(typed: SimulateOptions) -> None:
     values = axes(swept, settings)
     job = parse_job(replace(typed, overrides=settings), swept)
     job.require_gpus(False, "use `mtrain simulate run --attention-only`")
+    first = (f"{name}={points[0]}" for name, points in values.items() if name not in OWN)
+    job.request.compose([*job.request.words, *first])
+    # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.commands.simulate_actions import predict_sweep
 
     predict_sweep(job, values, typed.workers)
