@@ -29,8 +29,7 @@ class Dtype(StrEnum):
 
 @app.command("import")
 def import_weights(
-    hf_folder: Annotated[Path, argument("HF_FOLDER")],
-    run: Annotated[Path, argument("RUN")],
+    hf_folder: Annotated[Path, argument("HF_FOLDER")], run: Annotated[Path, argument("RUN")]
 ) -> None:
     """Create a run whose checkpoint holds the weights of a Hugging Face folder, in float32.
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from mtrain_cli.config.documents import is_number, reason
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.recording import INDEX
 from mtrain_cli.simulation.actions import FloatArray
 from mtrain_cli.simulation.calibration_files import (
@@ -204,11 +205,8 @@ class NonAttentionTimes:
 
         Only points of ``part`` count.
         """
-        found: dict[float, list[float]] = {}
-        for point in self.points:
-            if point.part == part:
-                found.setdefault(at(point), []).append(of(point))
-        return {place: statistics.median(found[place]) for place in sorted(found)}
+        found = grouped((point for point in self.points if point.part == part), at)
+        return {place: statistics.median(map(of, found[place])) for place in sorted(found)}
 
     def share(
         self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]

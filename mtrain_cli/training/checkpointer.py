@@ -39,11 +39,7 @@ from mtrain_cli.launch.manifest import FileEntry, Manifest, ManifestError, check
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training import checkpoint_files
 from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileError
-from mtrain_cli.training.checkpoint_source import (
-    CheckpointError,
-    NoCheckpointError,
-    checkpoints_of,
-)
+from mtrain_cli.training.checkpoint_source import CheckpointError, NoCheckpointError, checkpoints_of
 
 T = TypeVar("T")
 # A rank with a slow disk keeps the other ranks waiting in a collective.
