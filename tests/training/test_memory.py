@@ -191,6 +191,14 @@ def test_more_recomputation_takes_less_memory():
     assert len(set(totals)) == len(CHECKPOINTS) == 4
 
 
+def test_a_chunk_of_logits_has_no_more_rows_than_the_worker_has_tokens():
+    """2,048 tokens: the logits take 1.2 GiB, less than either chunk."""
+    large, larger = (
+        estimate("seq=16k", f"train.loss_chunk_mib={mib}").moments[0].loss for mib in (4096, 8192)
+    )
+    assert large == larger > estimate("seq=16k", "train.loss_chunk_mib=16").moments[0].loss
+
+
 def test_logits_do_not_grow_with_the_sequence():
     chunked = [
         estimate(f"seq={seq}").moments[0].loss - 3 * 2 * 2048 * tokens
