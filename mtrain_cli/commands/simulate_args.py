@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CLUSTER = "h200_1x8"
 DEFAULT_LAYOUTS = "zigzag,striped"
-_EXCHANGES = "ring,hierarchical_ring,all_gather,hierarchical_all_gather"
+_EXCHANGES = ("ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather")
+_SWEPT = 3  # exchanges that a sweep compares by default; each one more takes a third more time
 _MOST_WORKERS = 4096
 # Options that a user may type as a setting. Those that a sweep takes as settings are not listed.
 _OPTIONS = (
@@ -158,7 +159,11 @@ def parse_job(
     _refuse_options(words)
     layout = _compared("layout", typed.layout, words)
     exchange = _compared("exchange", typed.exchange, words)
-    usual = [e for e in EXCHANGES if e != "auto"] if every_exchange else _EXCHANGES.split(",")
+    usual = (
+        [e for e in EXCHANGES if e != "auto"]
+        if every_exchange
+        else list(_EXCHANGES[: _SWEPT if swept else None])
+    )
     layouts = parse_names("--layout", DEFAULT_LAYOUTS if layout is None else layout, LAYOUTS)
     exchanges = usual if exchange is None else parse_names("--exchange", exchange, EXCHANGES)
     if len(parse_names("--kernel", typed.kernel, KERNELS)) > 1:
