@@ -129,6 +129,10 @@ class ExchangeNeeds:
         """Number of tokens of a worker, over all sequences of a micro-batch."""
         return self.tokens // self.workers
 
+    def sizes(self, tokens: int) -> ShardSizes:
+        """Return the sizes of shards that hold this number of tokens."""
+        return ShardSizes(tokens, self.heads, self.kv_heads, self.head_dim, self.dtype_bytes)
+
 
 _LABEL = re.compile(
     r"(?:ulysses over (?P<heads>\d+))?(?:, then )?"
@@ -173,8 +177,7 @@ def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int
     chunks: number of equal parts of the heads, gathered one after the other. With more than one
         part, the KV of two parts is in memory at a time.
     """
-    one_token = ShardSizes(1, needs.heads, needs.kv_heads, needs.head_dim, needs.dtype_bytes)
-    size = _gathered(needs.workers, heads, chunks).of(one_token, heads)
+    size = _gathered(needs.workers, heads, chunks).of(needs.sizes(tokens=1), heads)
     return int(size * needs.tokens // needs.workers)
 
 
@@ -196,8 +199,7 @@ def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
 
     circulates: KV or QUERIES.
     """
-    sizes = ShardSizes(needs.shard, needs.heads, needs.kv_heads, needs.head_dim, needs.dtype_bytes)
-    return int(_backward_of_two(circulates, needs.needs_out).sent(sizes))
+    return int(_backward_of_two(circulates, needs.needs_out).sent(needs.sizes(needs.shard)))
 
 
 @cache

@@ -210,27 +210,24 @@ def predict(
         remarks.append(
             f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case"
         )
-    predicted: dict[str, list[dict[str, PassTimes]]] = {name: [] for name in player.directions}
-    works, played, width = [], [], 0
-    for layer in problem.layers:
-        index = problem.index(layer)
-        width = max(width, case.sizes_under(index).column_width)
-        work = case.counter.count(None if index is None else resized(index, case.counter.blocks))
-        works.append(work)
-        for direction in player.directions:
-            times = {
-                bound: player.play(
-                    work, index, layer, direction, bound, rows=fits and bound == VALUE
-                )
-                for bound in (BOUNDS if bounds else (VALUE,))
-            }
-            predicted[direction].append(times)
-            played.append((layer, direction, times[VALUE]))
+    layers = [
+        player.play_layer(layer, BOUNDS if bounds else (VALUE,), rows=fits)
+        for layer in problem.layers
+    ]
     passes = {
-        name: _summary(by_layer, [w[FORWARD if name == RECOMPUTE else name] for w in works])
-        for name, by_layer in predicted.items()
+        direction: _summary(
+            [layer.times[direction] for layer in layers],
+            [layer.work[FORWARD if direction == RECOMPUTE else direction] for layer in layers],
+        )
+        for direction in player.directions
     }
-    facts = _facts(cluster, problem, case, name, works, width)
+    width = max(layer.column_width for layer in layers)
+    facts = _facts(cluster, problem, case, name, [layer.work for layer in layers], width)
+    played = [
+        (layer.number, direction, times[VALUE])
+        for layer in layers
+        for direction, times in layer.times.items()
+    ]
     table = _rows(played, problem.made.head_dim, number) if fits else None
     return Prediction(
         setup, case.choice.label, name, passes, facts, tuple(remarks), table, player.costs
@@ -296,6 +293,16 @@ def _measured(cluster: Cluster, first: Index) -> bool:
     return isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, cluster.gpu.name)
 
 
+@dataclass(frozen=True)
+class _PlayedLayer:
+    """The work of one layer by pass, and its simulated times by pass and bound."""
+
+    number: int
+    work: dict[str, StepWork]
+    column_width: int
+    times: dict[str, dict[str, PassTimes]]
+
+
 class _CasePlayer:
     """Simulates the passes of one case, for each bound of the prices."""
 
@@ -328,6 +335,19 @@ class _CasePlayer:
         steps = [step for direction in self.directions for step in self.spmd.steps(direction)]
         each = sum(4 + 3 * (len(step.post) + len(step.send)) for step in steps)
         return each * self.case.setup.workers
+
+    def play_layer(self, layer: int, bounds: Iterable[str], *, rows: bool) -> _PlayedLayer:
+        """Simulate all passes of a layer. rows: whether to keep the records of `VALUE`."""
+        index, counter = self.problem.index(layer), self.case.counter
+        work = counter.count(None if index is None else resized(index, counter.blocks))
+        times = {
+            direction: {
+                bound: self.play(work, index, layer, direction, bound, rows=rows and bound == VALUE)
+                for bound in bounds
+            }
+            for direction in self.directions
+        }
+        return _PlayedLayer(layer, work, self.case.sizes_under(index).column_width, times)
 
     def play(
         self,

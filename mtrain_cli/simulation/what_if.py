@@ -264,8 +264,8 @@ def make_case(
     counter = WorkCounter.make(
         schedule, layout, masks, recorded.heads, block, shared_columns=choice.shared_columns
     )
-    shape = recorded.heads, recorded.kv_heads, recorded.head_dim, recorded.dtype_bytes
-    sizes = ShardSizes(layout.tokens_per_worker * len(masks), *shape, sequences=len(masks))
+    sizes = needs.sizes(layout.tokens_per_worker * len(masks))
+    sizes = replace(sizes, sequences=len(masks))
     return ReplayCase(setup, layout, choice, schedule, counter, sizes, recorded.needs_out)
 
 

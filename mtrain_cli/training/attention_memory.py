@@ -33,18 +33,13 @@ class AttentionMemory:
         self, config: Config, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int
     ) -> None:
         """e: bytes of the compute dtype."""
-        model, sequences = config.model, config.train.micro_batch
-        self.model, self.layout, self.exchange, self.kernel = model, layout, exchange, kernel
+        self.model, self.layout = config.model, layout
+        self.exchange, self.kernel = exchange, kernel
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
-        heads = model.num_heads, model.num_kv_heads, model.head_dim
-        self.sizes = ShardSizes(
-            layout.tokens_per_worker * sequences,
-            *heads,
-            e,
-            column_width=0 if self.index is None else self.index.column_width,
-            sequences=sequences,
-        )
+        self.sizes = shard_sizes(config, layout, e)
+        if self.index is not None:
+            self.sizes = replace(self.sizes, column_width=self.index.column_width)
         gathered = self.index is not None and self.index.gathered
         traits = Traits(
             columns=gathered,
@@ -98,6 +93,19 @@ class AttentionMemory:
         call = (kernel.blocks if gathered else kernel.call) // exchange.chunks
         sizes = replace(sizes, made_bytes=kernel.made)
         return self.pool + _peak_of_backward(*self._program, sizes, call, kernel.columns)
+
+
+def shard_sizes(config: Config, layout: Layout, dtype_bytes: int) -> ShardSizes:
+    """Return the sizes of a worker's shards, without the single columns of an index."""
+    model, sequences = config.model, config.train.micro_batch
+    return ShardSizes(
+        tokens=layout.tokens_per_worker * sequences,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype_bytes=dtype_bytes,
+        sequences=sequences,
+    )
 
 
 @cache
