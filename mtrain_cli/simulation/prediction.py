@@ -199,10 +199,10 @@ def predict(
     # Predict for a backward that takes delta instead of out. Every kernel supports it.
     problem = replace(problem, made=replace(problem.made, needs_out=False))
     case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
-    lockstep = SpmdSchedule.of(case.schedule)
+    spmd = SpmdSchedule.of(case.schedule)
     kernels = _kernels(cluster, name, first, case, calibration)
     player = _CasePlayer(
-        cluster, problem, case, lockstep, kernels, conditions or Disturbances(), recompute
+        cluster, problem, case, spmd, kernels, conditions or Disturbances(), recompute
     )
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
     remarks = [*kernels.remarks, *_uncertain(cluster), *_index_remarks(cluster, problem, first)]
@@ -311,20 +311,20 @@ class _CasePlayer:
         cluster: Cluster,
         problem: AttentionWorkload,
         case: ReplayCase,
-        lockstep: SpmdSchedule,
+        spmd: SpmdSchedule,
         kernels: KernelCurves,
         conditions: Disturbances,
         recompute: Recompute,
     ) -> None:
         self.problem, self.case = problem, case
-        self.lockstep, self.conditions = lockstep, conditions
+        self.spmd, self.conditions = spmd, conditions
         self.recompute = recompute
         again = (RECOMPUTE,) if recompute is not Recompute.NOTHING else ()
         self.directions = (FORWARD, *again, BACKWARD)
         first = problem.index(problem.layers[0])
         measured = first is None or _measured(cluster, first)
         head_dim = problem.made.head_dim
-        costs = Costs(cluster, kernels, case.sizes, lockstep, head_dim, measured=measured)
+        costs = Costs(cluster, kernels, case.sizes, spmd, head_dim, measured=measured)
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
         # Kernels that do not skip the pairs that an index leaves out compute all pairs of the mask.
@@ -332,8 +332,8 @@ class _CasePlayer:
 
     @property
     def rows_of_layer(self) -> int:
-        beats = [beat for direction in self.directions for beat in self.lockstep.beats(direction)]
-        each = sum(4 + 3 * (len(beat.post) + len(beat.send)) for beat in beats)
+        steps = [step for direction in self.directions for step in self.spmd.steps(direction)]
+        each = sum(4 + 3 * (len(step.post) + len(step.send)) for step in steps)
         return each * self.case.setup.workers
 
     def play_layer(self, layer: int, bounds: Iterable[str], *, rows: bool) -> _PlayedLayer:
@@ -375,11 +375,11 @@ class _CasePlayer:
         if direction == RECOMPUTE:
             program = program.recomputed(self.recompute)
         return play(
-            actions(program, self.lockstep, prices),
+            actions(program, self.spmd, prices),
             direction,
             self.case.setup.workers,
-            len(self.lockstep.beats(direction)),
-            grid=self.lockstep.grid,
+            len(self.spmd.steps(direction)),
+            grid=self.spmd.grid,
             conditions=self.conditions,
             rows=rows,
             stream=3 * layer + self.directions.index(direction),

@@ -35,6 +35,12 @@ GPU_MEMORY = (
     ("141 GB (H200)", 139.8),
     ("180 GB (B200)", 178.3),
 )
+# What attention does with packed documents, by data.document_mask.
+DOCUMENTS = {
+    True: "a sequence may hold several (data.document_mask=true); FLOP are those of one, as in "
+    "mtrain simulate",
+    False: "attention crosses documents (data.document_mask=false)",
+}
 USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan shows
 
 
@@ -70,6 +76,7 @@ def render(plan: RunPlan) -> RenderableType:
         ("", f"{flop(plan.flops.executed)} executed{sparse_note}; {recomputation}"),
         ("step", describe_step(plan)),
         ("", describe_time(plan)),
+        ("documents", DOCUMENTS[config.data.document_mask]),
         ("workers", describe_workers(plan)),
         ("layout", describe_layout(plan)),
         ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),

@@ -45,16 +45,16 @@ class Free(Prices):
     def column_times(self):
         return np.ones(WORKERS), None, None
 
-    def message(self, move, post):  # noqa: ARG002
+    def message(self, transfer, post):  # noqa: ARG002
         zero = np.zeros(WORKERS)
-        return PricedMessage(move, zero, zero, zero > 0, zero, 1)
+        return PricedMessage(transfer, zero, zero, zero > 0, zero, 1)
 
 
 def named(action) -> tuple | None:
     """Return what an action says about the program's order; None for copies."""
     match action:
         case PostMessage():
-            return "post", action.step, action.message.move.number
+            return "post", action.step, action.message.transfer.number
         case AwaitMessage():
             return "wait", action.step, action.number
         case Spend(kind=kind) if kind in (ATTENTION, COLUMNS):
