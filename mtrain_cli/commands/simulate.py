@@ -183,9 +183,9 @@ class SimulateOptions:
 
 @dataclass(frozen=True)
 class RecommendOptions(SimulateOptions):
-    """The options of `recommend`, which compares all exchanges by default.
+    """The options of `recommend`, which compares all exchanges but group casts by default.
 
-    exchange: Exchanges to compare; all by default.
+    exchange: Exchanges to compare; by default all but group casts.
     """
 
     exchange: Annotated[str | None, name_list(complete_exchanges)] = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mtrain_cli.commands.options import parse_names, parse_share_option, warn_of_unused_settings
 from mtrain_cli.commands.simulate_request import SimulateRequest, setting_of
-from mtrain_cli.config.exchanges import flat_name
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, flat_name
 from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ def parse_job(
     layout = _compared("layout", typed.layout, words)
     exchange = _compared("exchange", typed.exchange, words)
     usual = (
-        [e for e in EXCHANGES if e != "auto"]
+        # Each sequence is one document, so group casts would move most rows.
+        [name for name, traits in EXCHANGE_TRAITS.items() if not traits.by_mask] + [*HEAD_SHARING]
         if every_exchange
         else list(_EXCHANGES[: _SWEPT if swept else None])
     )
