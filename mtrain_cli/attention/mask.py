@@ -246,11 +246,21 @@ class SequenceMask:
 
         query_positions, key_positions: int64 [queries] and [keys], global positions, ascending.
         """
+        return KeySpans(*self.bounds(query_positions), self.padded).restrict(key_positions)
+
+    def bounds(self, query_positions: IntArray) -> tuple[IntArray, IntArray]:
+        """Return low and high, positions: a query sees ``low <= position < high`` of each interval.
+
+        Both are int64 [intervals, queries]. An unused interval has equal bounds, and so has a query
+        in the padding.
+
+        query_positions: int64 [queries].
+        """
         is_token = query_positions < self.length
         low, high = (
             np.where(is_token, bound[:, query_positions], 0) for bound in (self.low, self.high)
         )
-        return KeySpans(low, high, self.padded).restrict(key_positions)
+        return low, high
 
 
 def document_starts(documents: NDArray[np.integer], padded: int) -> IntArray:
