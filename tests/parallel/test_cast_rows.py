@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from attention.dense_problems import random_slices
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers, largest_shares
@@ -22,9 +23,12 @@ SEQ = 1000
 def batches(padded: int) -> dict[str, list[SequenceMask]]:
     rng = np.random.default_rng(3)
     documents = [np.sort(rng.integers(0, n, SEQ)) for n in (40, 3)]
+    near = SequenceMask.from_first(np.maximum(np.arange(padded) - 20, 0), SEQ)
     return {
         "causal": [SequenceMask.causal(SEQ, padded)],
         "documents": [SequenceMask.from_documents(documents[0], padded)],
+        "window": [near.intersect(SequenceMask.from_documents(documents[0], padded))],
+        "slices": [SequenceMask.from_slices(random_slices(rng, SEQ, 4), SEQ, padded)],
         "two sequences": [SequenceMask.from_documents(ids, padded) for ids in documents],
     }
 
@@ -63,7 +67,8 @@ def seen_by(layout: Layout, rank: int, masks: list[SequenceMask]) -> set[int]:
         for mask in masks
         for query in layout.positions(rank)
         if query < mask.length
-        for key in range(mask.first[query], query + 1)
+        for low, high in zip(mask.low[:, query], mask.high[:, query], strict=True)
+        for key in range(low, high)
     }
 
 
