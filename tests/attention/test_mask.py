@@ -75,6 +75,17 @@ def test_a_document_is_one_slice():
     )
 
 
+def test_a_row_between_a_band_and_a_rectangle_belongs_to_the_rectangle():
+    """So documents stay whole rectangles next to documents of one token."""
+    positions = np.arange(6)
+    mask = SequenceMask.from_documents(np.array([0, 1, 2, 2, 2, 3]), 6)
+    assert mask.spans(positions, positions).slices == (
+        KeySlice(0, 2, 0, 2, SliceKind.BICAUSAL),
+        KeySlice(2, 5, 2, 5, SliceKind.CAUSAL),
+        KeySlice(5, 6, 5, 6, SliceKind.FULL),
+    )
+
+
 def test_an_empty_mask_has_no_slices():
     assert KeySpans(np.zeros((1, 4), np.int64), np.zeros((1, 4), np.int64), 9).slices == ()
 

@@ -17,6 +17,7 @@ from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.training.evaluation import _bucket_of_tokens
 
 SEQ = 64
 
@@ -141,6 +142,15 @@ def test_contexts_start_at_documents_whatever_the_window():
             make = maker(mask, document_mask=document_mask)
             starts = make.on_host([Sample(tokens, tokens, halves)]).starts
             assert starts.tolist() == [[0] * (SEQ // 2) + [middle] * (SEQ // 2)]
+
+
+def test_evaluation_counts_the_context_in_the_document():
+    """Even under a window, which shows fewer tokens."""
+    tokens = np.arange(SEQ, dtype=np.int32)
+    halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
+    host = maker(MaskConfig.sliding(3)).on_host([Sample(tokens, tokens, halves)])
+    buckets = _bucket_of_tokens(host, np.array([0, 8, SEQ]))
+    assert buckets.tolist() == ([0] * 8 + [1] * (SEQ // 2 - 8)) * 2
 
 
 def test_batches_of_one_document_share_the_plan_of_any_mask():
