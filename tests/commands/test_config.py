@@ -30,7 +30,8 @@ def test_list_names_every_option_and_top_level_key_on_a_line_of_its_own():
 ABSENT = {
     "sparsity": [
         name for name in all_keys() if name.startswith("sparsity.") and name != "sparsity.pattern"
-    ]
+    ],
+    "mask": [name for name in all_keys() if name.startswith("mask.") and name != "mask.kind"],
 }
 
 
@@ -93,7 +94,7 @@ def test_show_accepts_a_group_alone_and_an_equals_sign():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("modle/tiny", "no such group (did you mean model?); allowed: data, model, "),
+        ("modle/tiny", "no such group (did you mean model?); allowed: data, mask, model, "),
         ("model/tinny", "no such model (did you mean tiny?); allowed: auto, llama14b, "),
         ("seq", "seq: is a key, not a group; `mtrain config list` shows it"),
         ("optim.lr", "optim.lr: is a key, not a group; `mtrain config show optim` shows it"),
