@@ -11,7 +11,8 @@ from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.parallel.cast_rows import largest_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
@@ -113,7 +114,11 @@ def shard_sizes(
         dtype_bytes=dtype_bytes,
         sequences=sequences,
         casts=_casts(
-            exchange.name, exchange.options(layout.workers), layout, config.sparsity.block
+            exchange.name,
+            exchange.options(layout.workers),
+            layout,
+            config.sparsity.block,
+            CAUSAL if config.mask.full_every else config.mask,
         ),
     )
 
@@ -127,14 +132,14 @@ def _programs(exchange: str, options: ScheduleOptions, traits: Traits) -> tuple[
 
 @cache
 def _casts(
-    exchange: str, options: ScheduleOptions, layout: Layout, block: int | None
+    exchange: str, options: ScheduleOptions, layout: Layout, block: int | None, mask: MaskConfig
 ) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Return the largest shares of rows that group casts move under a causal mask.
+    """Return the largest shares of rows that group casts move under a mask.
 
     Documents can only make them smaller.
     """
-    mask = SequenceMask.causal(layout.seq, layout.padded_seq)
-    return largest_shares(make_schedule(exchange, options), layout, [mask], block)
+    whole = MaskRule(document_mask=False, mask=mask).undivided(layout.seq, layout.padded_seq)
+    return largest_shares(make_schedule(exchange, options), layout, [whole], block)
 
 
 # A search for settings that fit asks for the same few programs and sizes thousands of times.

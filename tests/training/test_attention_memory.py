@@ -9,7 +9,7 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.training.attention_memory import AttentionMemory, kernel_backward
+from mtrain_cli.training.attention_memory import AttentionMemory, kernel_backward, shard_sizes
 
 WORKERS, BYTES = 8, 2
 RUN = [
@@ -152,3 +152,17 @@ def test_flash4_is_called_once_for_a_zigzag_worker_with_an_index():
     )
     assert dense.in_backward() >= sums + BYTES * (rows + 2 * keys) + 4 * 2 * keys
     assert sparse.in_backward() < dense.in_backward()
+
+
+@pytest.mark.parametrize("name", ["group_cast", "hierarchical_group_cast"])
+def test_a_group_cast_is_planned_with_the_keys_that_the_mask_shows(name):
+    def received(*words: str) -> list[float]:
+        config = compose([*RUN, "topology.layout=zigzag", *words])
+        made = make_layout("zigzag", WORKERS, config.seq, 128, unit=128)
+        exchange = ExchangeChoice(name, "", per_node=4 if "hier" in name else WORKERS)
+        casts = shard_sizes(config, made, exchange, BYTES).casts
+        return [float(rows) for _, rows in casts]
+
+    window = ["mask=sliding_window", "mask.window=1k"]
+    assert sum(received(*window)) < 0.5 < sum(received()) < sum(received("mask=full"))
+    assert received(*window, "mask.full_every=2") == received()
