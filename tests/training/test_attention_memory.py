@@ -164,5 +164,5 @@ def test_a_group_cast_is_planned_with_the_keys_that_the_mask_shows(name):
         return [float(rows) for _, rows in casts]
 
     window = ["mask=sliding_window", "mask.window=1k"]
-    assert sum(received(*window)) < 0.5 < sum(received()) < sum(received("mask=full"))
+    assert sum(received(*window)) < 1 < sum(received()) <= sum(received("mask=full"))
     assert received(*window, "mask.full_every=2") == received()
