@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mtrain_cli.commands.options import parse_names, parse_share_option, warn_of_unused_settings
 from mtrain_cli.commands.simulate_request import SimulateRequest, setting_of
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, flat_name
+from mtrain_cli.config.exchanges import COMPARED_EXCHANGES, HEAD_SHARING, flat_name
 from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 DEFAULT_CLUSTER = "h200_1x8"
 DEFAULT_LAYOUTS = "zigzag,striped"
-_EXCHANGES = ("ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather")
 _SWEPT = 3  # exchanges that a sweep compares by default; each one more takes a third more time
 _MOST_WORKERS = 4096
 # Options that a user may type as a setting. Those that a sweep takes as settings are not listed.
@@ -160,10 +159,9 @@ def parse_job(
     layout = _compared("layout", typed.layout, words)
     exchange = _compared("exchange", typed.exchange, words)
     usual = (
-        # Each sequence is one document, so group casts would move most rows.
-        [name for name, traits in EXCHANGE_TRAITS.items() if not traits.by_mask] + [*HEAD_SHARING]
+        [name for name in EXCHANGES if name in (*COMPARED_EXCHANGES, *HEAD_SHARING)]
         if every_exchange
-        else list(_EXCHANGES[: _SWEPT if swept else None])
+        else list(COMPARED_EXCHANGES[: _SWEPT if swept else None])
     )
     layouts = parse_names("--layout", DEFAULT_LAYOUTS if layout is None else layout, LAYOUTS)
     exchanges = usual if exchange is None else parse_names("--exchange", exchange, EXCHANGES)

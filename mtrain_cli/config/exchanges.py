@@ -31,6 +31,9 @@ EXCHANGE_TRAITS = {
     "ring": ExchangeTraits(gathers=False, hierarchical=False),
     "hierarchical_ring": ExchangeTraits(gathers=False, hierarchical=True),
 }
+# The exchanges that predictions compare, in the order of their tables. Group casts are left out: a
+# prediction counts each sequence as one document, so they would move most rows.
+COMPARED_EXCHANGES = ("ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather")
 ULYSSES = "ulysses"
 # {value of topology.exchange that splits the heads among all workers of a sequence: the exchange
 # that runs then}

@@ -11,7 +11,7 @@ from simulation.recordings import SEQ, record
 
 from mtrain_cli.commands.simulate_output import brief_remark
 from mtrain_cli.config.cluster import shipped
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.config.exchanges import COMPARED_EXCHANGES
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +232,7 @@ TWO_NODES = "model=tiny seq=32k --cluster a100_4x8 --nodes 2 --layout striped"
 
 def test_between_nodes_all_exchanges_are_compared_that_auto_chooses_from():
     cases = document(TWO_NODES)["cases"]
-    assert {case["exchange"].partition(" (")[0] for case in cases} == set(EXCHANGE_TRAITS)
+    assert {case["exchange"].partition(" (")[0] for case in cases} == set(COMPARED_EXCHANGES)
 
 
 @pytest.mark.parametrize("command", ["run", "recommend", "sweep seq=32k,64k"])

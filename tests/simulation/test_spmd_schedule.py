@@ -53,8 +53,8 @@ def test_a_schedule_with_a_rank_of_its_own_is_refused(rank):
 
 def test_each_pass_has_its_own_transfers():
     found = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(8, 8)))
-    assert found.beats("forward") is found.beats("recompute") is found.forward
-    assert found.beats("backward") is found.backward
+    assert found.steps("forward") is found.steps("recompute") is found.forward
+    assert found.steps("backward") is found.backward
     payloads = [
         {move.first.payload for move in found.transfers(direction).values()}
         for direction in ("forward", "backward")
