@@ -240,6 +240,50 @@ class Joined(Layout):
         return flat.unflatten(1, (self.workers, -1)).transpose(0, 1)
 
 
+@dataclass(frozen=True)
+class Balanced(Layout):
+    """Each rank holds the chunks that a dispatch assigns to it (`mtrain_cli.parallel.dispatch`).
+
+    The block size is the number of tokens per chunk.
+
+    owner: the rank that holds each chunk. All ranks hold the same number of chunks.
+    """
+
+    owner: tuple[int, ...] = ()
+    name = "balanced"
+
+    @staticmethod
+    def of(owner: NDArray[np.int64], workers: int, seq: int, chunk: int) -> Balanced:
+        return Balanced(workers, seq, chunk, chunk, tuple(owner.tolist()))
+
+    @property
+    def _multiple(self) -> int:
+        return len(self.owner) * self.block_size
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        chunks = np.flatnonzero(np.array(self.owner) == rank)
+        return (chunks[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)
+
+    @cached_property
+    def _order(self) -> NDArray[np.int64]:
+        """The chunks in the order of the concatenated shards."""
+        return np.argsort(np.array(self.owner), kind="stable")
+
+    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        chunks = shards.unflatten(2, (-1, self.block_size)).transpose(0, 1).flatten(1, 2)
+        back = torch.from_numpy(np.argsort(self._order)).to(shards.device)
+        return chunks.index_select(1, back).flatten(1, 2)
+
+    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        chunks = sequence.unflatten(1, (-1, self.block_size))
+        dealt = chunks.index_select(1, torch.from_numpy(self._order).to(sequence.device))
+        return dealt.unflatten(1, (self.workers, -1)).transpose(0, 1).flatten(2, 3)
+
+
 _LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
 
 

@@ -1,0 +1,181 @@
+"""Dispatch: which rank holds which chunks of a batch, so that no rank has much more work than others.
+
+A static mask, such as packed documents or a sliding window, gives some queries many keys and others
+few. `balance` cuts the sequence into equal chunks and gives the same number of them to every rank.
+It minimizes the largest cost of a rank:
+
+    cost(rank) = pairs(rank) + price * rows(rank)
+
+``pairs`` is the number of query-key pairs that the rank computes. ``rows`` is the number of rows of
+keys and values that it receives: its queries see them, and another rank holds them (`traffic`).
+Over several nodes, a row enters a node once. Every rank finds the same dispatch without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.dispatch_search import BlockPrices, ChunkWork, best_assignment
+from mtrain_cli.parallel.layout import Balanced
+from mtrain_cli.parallel.traffic import (
+    ROW_BLOCK,
+    Intervals,
+    Nodes,
+    Traffic,
+    mask_weights,
+    needs_of_chunks,
+    padded_length,
+    pairs_per_query,
+    rows_sent,
+    to_bits,
+)
+
+# Shorter chunks balance better but cut a shard into more pieces.
+_SHORTEST_CHUNK = 512
+_MOST_CHUNKS_PER_WORKER = 32
+_FEWEST_CHUNKS_PER_WORKER = 8
+
+
+class RowPrices(NamedTuple):
+    """The number of pairs that take as long as one received row of keys and values.
+
+    inner: for a row that a rank of the same node sends.
+    outer: for a row that enters the node.
+
+    The defaults hold for 16 query heads and 2 KV heads on H200s with NVLink, and 50 GB/s per GPU
+    between nodes. `row_price` has the formula.
+    """
+
+    inner: int = 250
+    outer: int = 1500
+
+
+def row_price(query_heads: int, kv_heads: int, flops: float, bandwidth: float) -> int:
+    """Return the price of a row in pairs, for forward and backward together.
+
+    A pair takes 4 FLOP per query head and dimension forward, and 10 backward. A row has 16 bytes
+    per KV head and dimension: keys and values in bfloat16 in both passes, and gradients in float32.
+
+    flops: FLOP/s of the attention kernel.
+    bandwidth: bytes/s that a rank receives.
+    """
+    return round(16 * kv_heads * flops / (14 * query_heads * bandwidth))
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """An assignment of chunks to ranks. Every rank holds the same number of chunks.
+
+    chunk: number of tokens per chunk.
+    owner: int64 [chunks], the rank that holds each chunk.
+    traffic: what each rank computes, sends and receives.
+    prices: the prices for which the assignment was made.
+    seed: name of the assignment from which the search began.
+    swaps: number of swaps that improved the seed.
+    """
+
+    chunk: int
+    owner: IntArray
+    traffic: Traffic
+    prices: RowPrices
+    seed: str
+    swaps: int
+
+    @property
+    def cost(self) -> IntArray:
+        """Pairs plus priced rows of each rank, int64 [workers]."""
+        return self.traffic.cost(*self.prices)
+
+    def positions(self, worker: int) -> IntArray:
+        """Return the positions that a rank holds, ascending, int64 [tokens of a worker]."""
+        return self.layout().positions(worker)
+
+    def layout(self, seq: int | None = None) -> Balanced:
+        """Return the layout of this assignment.
+
+        seq: number of tokens before padding; None if the sequence has no padding.
+        """
+        length = seq or len(self.owner) * self.chunk
+        return Balanced.of(self.owner, self.traffic.workers, length, self.chunk)
+
+
+def chunk_tokens(seq: int, workers: int, unit: int = ROW_BLOCK) -> int:
+    """Return the number of tokens per chunk that `balance` should use.
+
+    A chunk has 512 tokens, or a 32nd of a worker's tokens if that is more. A short sequence has
+    shorter chunks, so that each worker holds 8. The chunk grows by less than a factor of two if a
+    longer chunk needs less padding. Pad the sequence to a multiple of ``workers * chunk``.
+
+    unit: number of tokens that divides a chunk, such as the index's block size.
+    """
+    each = -(-seq // workers)
+    shortest = min(_SHORTEST_CHUNK, each // _FEWEST_CHUNKS_PER_WORKER)
+    least = max(1, -(-max(shortest, each // _MOST_CHUNKS_PER_WORKER) // unit)) * unit
+
+    def padding(chunk: int) -> tuple[int, int, int]:
+        chunks = -(-each // chunk)
+        return chunks * chunk, chunks % 2, chunk  # the zigzag seed takes an even number of chunks
+
+    return min(range(least, 2 * least, unit), key=padding)
+
+
+def balance(
+    masks: Sequence[Intervals],
+    workers: int,
+    chunk: int,
+    *,
+    per_node: int | None = None,
+    prices: RowPrices | None = None,
+    weights: Sequence[int] | None = None,
+    most_swaps: int | None = None,
+) -> Dispatch:
+    """Assign the chunks of a batch to ranks so that the most expensive rank costs little.
+
+    The result never costs more than a contiguous, zigzag or striped assignment of the same chunks,
+    or one that deals out the largest pieces first.
+
+    Args:
+        masks: the masks of the batch, one per sequence, all padded to the same multiple of
+            ``workers * chunk``. If layers have different masks, pass each of them.
+        workers: number of ranks of the context group.
+        chunk: number of tokens per chunk; see `chunk_tokens`.
+        per_node: number of ranks that share a node; None if all do.
+        prices: prices of received rows; None for the defaults of `RowPrices`.
+        weights: number of times that each mask counts, such as its layers; None for once each.
+        most_swaps: largest number of swaps; None for 100, or 8 per rank if that is more.
+
+    Raises:
+        ValueError: the ranks cannot hold the same number of chunks, or nodes would have different
+            numbers of ranks.
+    """
+    nodes, padded = Nodes.of(workers, per_node), padded_length(masks)
+    if padded == 0 or padded % (workers * chunk):
+        raise ValueError(
+            f"{padded} positions are not the same number of chunks of {chunk} tokens for each of "
+            f"{workers} workers. Pad the masks to a multiple of {workers * chunk}."
+        )
+    prices = prices or RowPrices()
+    block, times = math.gcd(chunk, ROW_BLOCK), mask_weights(masks, weights)
+    chunks = padded // chunk
+    holds = to_bits(np.repeat(np.eye(chunks, dtype=bool), chunk // block, axis=1))
+    work = ChunkWork(
+        pairs_per_query(masks, times).reshape(chunks, chunk).sum(1),
+        needs_of_chunks(masks, chunk, block),
+        np.repeat(holds[:, None], len(masks), axis=1),
+        times,
+    )
+    seed, found = best_assignment(
+        work,
+        nodes,
+        BlockPrices(*(block * price for price in prices)),
+        max(100, 8 * workers) if most_swaps is None else most_swaps,
+    )
+    inner, outer = rows_sent(found.needs, found.held(), nodes, times)
+    traffic = Traffic(found.pairs, block * inner, block * outer)
+    return Dispatch(chunk, found.owner, traffic, prices, seed, found.swaps)

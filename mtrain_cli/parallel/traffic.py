@@ -1,0 +1,266 @@
+"""Traffic: the pairs that each rank computes, and the rows that ranks send to each other.
+
+A row is one token's keys and values. Rows travel in whole blocks. A rank needs a block if one of
+its queries sees a key of it. It receives the needed blocks that it does not hold. The counts are
+exact: no block is estimated from its neighbors.
+
+Sets of blocks are bits. An array ``uint64 [..., masks, words]`` holds one set per mask of a batch,
+and `count_bits` counts the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+
+ROW_BLOCK = 128  # rows that travel together: one kernel tile
+
+Bits = NDArray[np.uint64]
+
+
+class Intervals(NamedTuple):
+    """A mask: the keys that each query sees, as intervals ``low <= key < high``.
+
+    low, high: int64 [n, padded]. The n intervals of a query are disjoint and ascend. In an empty
+        interval, ``low == high``.
+    """
+
+    low: IntArray
+    high: IntArray
+
+    @staticmethod
+    def of(mask: SequenceMask) -> Intervals:
+        position = np.arange(mask.padded)
+        is_token = position < mask.length
+        low, high = (np.where(is_token, bound, 0) for bound in (mask.first, position + 1))
+        return Intervals(low[None], high[None])
+
+    @property
+    def padded(self) -> int:
+        return self.low.shape[1]
+
+    @property
+    def pairs_per_query(self) -> IntArray:
+        return (self.high - self.low).sum(0)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Ranks in nodes: rank = node * per_node + local number."""
+
+    workers: int
+    per_node: int
+
+    @staticmethod
+    def of(workers: int, per_node: int | None) -> Nodes:
+        """Return the nodes of a group. One node holds all ranks if ``per_node`` is None.
+
+        Raises:
+            ValueError: the nodes would have different numbers of ranks.
+        """
+        per_node = min(workers, per_node or workers)
+        if workers % per_node:
+            raise ValueError(
+                f"{workers} workers do not fill nodes of {per_node}. Give a number of workers per "
+                "node that divides the number of workers."
+            )
+        return Nodes(workers, per_node)
+
+    @property
+    def count(self) -> int:
+        return self.workers // self.per_node
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What each rank computes, sends and receives, per head and layer.
+
+    pairs: int64 [workers], query-key pairs that a rank computes.
+    inner: int64 [workers, workers], rows that rank s sends to rank r of the same node. They include
+        rows of other nodes that rank s relays.
+    outer: int64 [workers, workers], rows that rank s sends to rank r of another node. Both ranks
+        have the same local number. A row enters a node once.
+    """
+
+    pairs: IntArray
+    inner: IntArray
+    outer: IntArray
+
+    @property
+    def workers(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def sent(self) -> IntArray:
+        """Rows that rank s sends to rank r, int64 [workers, workers]."""
+        return self.inner + self.outer
+
+    @property
+    def received(self) -> IntArray:
+        """Rows that each rank receives, int64 [workers]."""
+        return self.sent.sum(0)
+
+    @property
+    def imbalance(self) -> float:
+        """The largest number of pairs of a rank, divided by the mean."""
+        return float(self.pairs.max() * self.workers / max(1, self.pairs.sum()))
+
+    def cost(self, inner: int, outer: int) -> IntArray:
+        """Return pairs plus priced rows of each rank, int64 [workers].
+
+        inner, outer: price of a row that a rank of the same node sends, and of another node.
+        """
+        return self.pairs + inner * self.inner.sum(0) + outer * self.outer.sum(0)
+
+    def share_moved(self, rows: int) -> float:
+        """Return the rows received, divided by the rows that a ring moves.
+
+        rows: number of rows of the batch.
+        """
+        return float(self.received.sum() / (rows * max(1, self.workers - 1)))
+
+
+def count_traffic(
+    masks: Sequence[Intervals],
+    shards: Sequence[IntArray],
+    *,
+    per_node: int | None = None,
+    block: int = ROW_BLOCK,
+    weights: Sequence[int] | None = None,
+) -> Traffic:
+    """Count what each rank computes, sends and receives if it holds the positions of its shard.
+
+    Args:
+        masks: one per sequence of a batch, all padded to the same length.
+        shards: the positions that each rank holds, for all positions of the masks.
+        per_node: number of ranks that share a node; None if all do. With None, every row goes
+            directly from the rank that holds it to each rank that needs it.
+        block: number of rows that travel together.
+        weights: number of times that each mask counts; None for once each.
+
+    Raises:
+        ValueError: two ranks share a block of rows.
+    """
+    workers, nodes = len(shards), Nodes.of(len(shards), per_node)
+    owner = np.empty(padded_length(masks), np.int64)
+    for rank, positions in enumerate(shards):
+        owner[positions] = rank
+    owners = owner.reshape(-1, block) if len(owner) % block == 0 else None
+    if owners is None or (owners != owners[:, :1]).any():
+        raise ValueError(
+            f"Two ranks share a block of {block} rows. Give a block size that divides every "
+            "contiguous piece of a shard."
+        )
+    times = mask_weights(masks, weights)
+    needs = np.stack(
+        [_seen(mask, owner, workers, block, len(owners)) for mask in masks], axis=1
+    )
+    held = np.repeat((owners[:, 0] == np.arange(workers)[:, None])[:, None], len(masks), axis=1)
+    pairs = np.zeros(workers, np.int64)
+    np.add.at(pairs, owner, pairs_per_query(masks, times))
+    inner, outer = rows_sent(to_bits(needs), to_bits(held), nodes, times)
+    return Traffic(pairs, block * inner, block * outer)
+
+
+def rows_sent(needs: Bits, held: Bits, nodes: Nodes, weights: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the blocks that rank s sends to rank r, inside nodes and between nodes.
+
+    A rank receives a block of another node through its relay: the rank of its node that has the
+    local number of the block's holder.
+
+    needs, held: [workers, masks, words], the blocks that each rank needs and holds.
+    Returns: inner and outer, int64 [workers, workers].
+    """
+    n, g = nodes.count, nodes.per_node
+    inner, outer = (np.zeros((n, g, n, g), np.int64) for _ in range(2))
+    needs, held = (bits.reshape(n, g, *bits.shape[1:]) for bits in (needs, held))
+    passed = np.bitwise_or.reduce(held, axis=0)  # [g, ...], what local number s holds or relays
+    entering = np.bitwise_or.reduce(needs, axis=1)
+    local, node = np.arange(g), np.arange(n)
+    for r in range(n):
+        inner[r, :, r] = count_bits(needs[r] & passed[:, None], weights)
+        inner[r, local, r, local] = 0
+        for s in node[node != r]:
+            outer[s, local, r, local] = count_bits(entering[r] & held[s], weights)
+    return inner.reshape(n * g, n * g), outer.reshape(n * g, n * g)
+
+
+def needs_of_chunks(masks: Sequence[Intervals], chunk: int, block: int) -> Bits:
+    """Return the blocks that the queries of each chunk see, [chunks, masks, words]."""
+    padded = padded_length(masks)
+    # Bound the memory of the counts: 2**22 of them take 64 MiB.
+    together = max(1, (1 << 22) // (padded // block + 1))
+    slabs = []
+    for start in range(0, padded, together * chunk):
+        rows = slice(start, min(padded, start + together * chunk))
+        group = np.arange(rows.stop - rows.start) // chunk
+        part = [
+            _seen(
+                Intervals(mask.low[:, rows], mask.high[:, rows]),
+                group,
+                int(group[-1]) + 1,
+                block,
+                padded // block,
+            )
+            for mask in masks
+        ]
+        slabs.append(to_bits(np.stack(part, axis=1)))
+    return np.concatenate(slabs)
+
+
+def to_bits(flags: NDArray[np.bool_]) -> Bits:
+    """Pack flags [..., blocks] into words [..., ceil(blocks / 64)]."""
+    octets = np.packbits(flags, axis=-1)
+    pad = [(0, 0)] * (flags.ndim - 1) + [(0, -octets.shape[-1] % 8)]
+    return np.pad(octets, pad).view(np.uint64)
+
+
+def count_bits(bits: Bits, weights: IntArray) -> IntArray:
+    """Return the number of blocks in each set [..., masks, words], summed over the masks.
+
+    weights: int64 [masks], the number of times that a block of each mask counts.
+    """
+    by_mask = np.bitwise_count(bits).sum(-1, dtype=np.int32)
+    return by_mask[..., 0] * weights[0] if len(weights) == 1 else by_mask @ weights
+
+
+def padded_length(masks: Sequence[Intervals]) -> int:
+    (padded,) = {mask.padded for mask in masks}
+    return padded
+
+
+def mask_weights(masks: Sequence[Intervals], weights: Sequence[int] | None) -> IntArray:
+    return np.array([1] * len(masks) if weights is None else weights, np.int64)
+
+
+def pairs_per_query(masks: Sequence[Intervals], weights: IntArray) -> IntArray:
+    """Return the number of pairs of each query, summed over the masks, int64 [padded]."""
+    return sum(
+        (w * mask.pairs_per_query for mask, w in zip(masks, weights, strict=True)),
+        start=np.zeros(padded_length(masks), np.int64),
+    )
+
+
+def _seen(
+    mask: Intervals, group: IntArray, groups: int, block: int, blocks: int
+) -> NDArray[np.bool_]:
+    """Return whether a query of each group sees a key of each block, [groups, blocks].
+
+    group: int64 [queries], the group of each query.
+    """
+    size = groups * (blocks + 1)
+    opened = np.zeros(size, np.int64)
+    for low, high in zip(mask.low, mask.high, strict=True):
+        # An interval adds one to the blocks from `first` to before `stop`; if empty, to none.
+        first = low // block
+        stop = np.where(high > low, (high - 1) // block + 1, first)
+        row = group * (blocks + 1)
+        opened += np.bincount(row + first, minlength=size)
+        opened -= np.bincount(row + stop, minlength=size)
+    return np.cumsum(opened.reshape(groups, blocks + 1), axis=1)[:, :blocks] > 0
