@@ -1,8 +1,8 @@
-"""Dispatch: which rank holds which chunks of a batch, so that no rank has much more work than others.
+"""Dispatch: which rank holds which chunks of a batch, so that no rank works longer than the others.
 
-A static mask, such as packed documents or a sliding window, gives some queries many keys and others
-few. `balance` cuts the sequence into equal chunks and gives the same number of them to every rank.
-It minimizes the largest cost of a rank:
+A static mask, such as packed documents or a sliding window, gives many keys to some queries and few
+to others. `balance` cuts the sequence into equal chunks and gives the same number of them to every
+rank. It minimizes the largest cost of a rank:
 
     cost(rank) = pairs(rank) + price * rows(rank)
 
@@ -48,24 +48,26 @@ class RowPrices(NamedTuple):
     inner: for a row that a rank of the same node sends.
     outer: for a row that enters the node.
 
-    The defaults hold for 16 query heads and 2 KV heads on H200s with NVLink, and 50 GB/s per GPU
-    between nodes. `row_price` has the formula.
+    The defaults hold for 16 query heads and 2 KV heads on H200s: 550 TFLOP/s, and 310 and 52 GB/s
+    received by a rank.
     """
 
     inner: int = 250
     outer: int = 1500
 
+    @staticmethod
+    def of(query_heads: int, kv_heads: int, flops: float, inner: float, outer: float) -> RowPrices:
+        """Return the prices for forward and backward together.
 
-def row_price(query_heads: int, kv_heads: int, flops: float, bandwidth: float) -> int:
-    """Return the price of a row in pairs, for forward and backward together.
+        A pair takes 4 FLOP per query head and dimension forward, and 10 backward. A row has 16
+        bytes per KV head and dimension: keys and values in bfloat16 in both passes, and their
+        gradients in float32.
 
-    A pair takes 4 FLOP per query head and dimension forward, and 10 backward. A row has 16 bytes
-    per KV head and dimension: keys and values in bfloat16 in both passes, and gradients in float32.
-
-    flops: FLOP/s of the attention kernel.
-    bandwidth: bytes/s that a rank receives.
-    """
-    return round(16 * kv_heads * flops / (14 * query_heads * bandwidth))
+        flops: FLOP/s of the attention kernel.
+        inner, outer: bytes/s that a rank receives inside its node, and from other nodes.
+        """
+        time_of_pair = 14 * query_heads / flops
+        return RowPrices(*(round(16 * kv_heads / link / time_of_pair) for link in (inner, outer)))
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,14 @@ def chunk_tokens(seq: int, workers: int, unit: int = ROW_BLOCK) -> int:
     shorter chunks, so that each worker holds 8. The chunk grows by less than a factor of two if a
     longer chunk needs less padding. Pad the sequence to a multiple of ``workers * chunk``.
 
-    unit: number of tokens that divides a chunk, such as the index's block size.
+    unit: number of tokens that divides a chunk, such as the index's block size. So do the 128 rows
+        that travel together, unless the sequence is too short.
     """
     each = -(-seq // workers)
+    if each >= _FEWEST_CHUNKS_PER_WORKER * ROW_BLOCK:
+        unit = math.lcm(unit, ROW_BLOCK)
     shortest = min(_SHORTEST_CHUNK, each // _FEWEST_CHUNKS_PER_WORKER)
-    least = max(1, -(-max(shortest, each // _MOST_CHUNKS_PER_WORKER) // unit)) * unit
+    least = max(1, max(shortest, each // _MOST_CHUNKS_PER_WORKER) // unit) * unit
 
     def padding(chunk: int) -> tuple[int, int, int]:
         chunks = -(-each // chunk)

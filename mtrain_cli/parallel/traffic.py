@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 
 ROW_BLOCK = 128  # rows that travel together: one kernel tile
+_COUNTED_TOGETHER = 1 << 22  # counts of blocks that are in memory at the same time: 64 MiB
 
 Bits = NDArray[np.uint64]
 
@@ -158,9 +159,7 @@ def count_traffic(
             "contiguous piece of a shard."
         )
     times = mask_weights(masks, weights)
-    needs = np.stack(
-        [_seen(mask, owner, workers, block, len(owners)) for mask in masks], axis=1
-    )
+    needs = np.stack([_seen(mask, owner, workers, block, len(owners)) for mask in masks], axis=1)
     held = np.repeat((owners[:, 0] == np.arange(workers)[:, None])[:, None], len(masks), axis=1)
     pairs = np.zeros(workers, np.int64)
     np.add.at(pairs, owner, pairs_per_query(masks, times))
@@ -168,7 +167,9 @@ def count_traffic(
     return Traffic(pairs, block * inner, block * outer)
 
 
-def rows_sent(needs: Bits, held: Bits, nodes: Nodes, weights: IntArray) -> tuple[IntArray, IntArray]:
+def rows_sent(
+    needs: Bits, held: Bits, nodes: Nodes, weights: IntArray
+) -> tuple[IntArray, IntArray]:
     """Return the blocks that rank s sends to rank r, inside nodes and between nodes.
 
     A rank receives a block of another node through its relay: the rank of its node that has the
@@ -194,8 +195,7 @@ def rows_sent(needs: Bits, held: Bits, nodes: Nodes, weights: IntArray) -> tuple
 def needs_of_chunks(masks: Sequence[Intervals], chunk: int, block: int) -> Bits:
     """Return the blocks that the queries of each chunk see, [chunks, masks, words]."""
     padded = padded_length(masks)
-    # Bound the memory of the counts: 2**22 of them take 64 MiB.
-    together = max(1, (1 << 22) // (padded // block + 1))
+    together = max(1, _COUNTED_TOGETHER // (padded // block + 1))
     slabs = []
     for start in range(0, padded, together * chunk):
         rows = slice(start, min(padded, start + together * chunk))
