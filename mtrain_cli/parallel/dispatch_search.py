@@ -294,7 +294,9 @@ def best_assignment(
     """
     owners = dict(seeds(work.pairs, nodes.workers))
     if nodes.count > 1:
-        owners["two levels"] = _two_levels(work, nodes, prices, most_swaps)
+        node = _by_node(work, nodes, prices, most_swaps)
+        owners["two levels"] = _inside_nodes(work, node, nodes, prices, most_swaps)
+        owners["relays dealt out"] = _deal_relays(work, node, nodes)
     made = {name: Assignment(work, owner, nodes, prices) for name, owner in owners.items()}
     cheapest = min(made, key=lambda name: int(made[name].cost.max()))
     allowed = int(made[cheapest].cost.max())
@@ -310,16 +312,41 @@ def best_assignment(
     )
 
 
-def _two_levels(work: ChunkWork, nodes: Nodes, prices: BlockPrices, most_swaps: int) -> IntArray:
-    """Assign chunks to nodes, and then the chunks of each node to its ranks."""
+def _by_node(work: ChunkWork, nodes: Nodes, prices: BlockPrices, most_swaps: int) -> IntArray:
+    """Assign chunks to nodes. A block that enters a node costs one of its ranks."""
     count, per_node = nodes.count, nodes.per_node
-    # A block that enters a node costs one of its ranks. Longer chunks make this level fast.
-    flat = BlockPrices(prices.outer, 0)
-    _, by_node = best_assignment(work.merged(per_node), Nodes(count, count), flat, most_swaps)
-    node = np.repeat(by_node.owner, per_node)
-    owner = np.empty(len(node), np.int64)
-    for n in range(count):
+    merged = work.merged(per_node)  # fewer, longer chunks make this level fast
+    price = BlockPrices(prices.outer, 0)
+    _, found = best_assignment(merged, Nodes(count, count), price, most_swaps)
+    return np.repeat(found.owner, per_node)
+
+
+def _inside_nodes(
+    work: ChunkWork, node: IntArray, nodes: Nodes, prices: BlockPrices, most_swaps: int
+) -> IntArray:
+    """Assign the chunks of each node to its ranks."""
+    per_node, owner = nodes.per_node, np.empty_like(node)
+    for n in range(nodes.count):
         mine = np.flatnonzero(node == n)
         _, inside = best_assignment(work.of(mine), Nodes(per_node, per_node), prices, most_swaps)
         owner[mine] = n * per_node + inside.owner
+    return owner
+
+
+def _deal_relays(work: ChunkWork, node: IntArray, nodes: Nodes) -> IntArray:
+    """Deal the chunks that other nodes need to the ranks of their node in turn.
+
+    All ranks of those nodes then relay about the same number of chunks. The other chunks stay
+    contiguous.
+    """
+    per_node, owner = nodes.per_node, np.empty_like(node)
+    for n in range(nodes.count):
+        mine = np.flatnonzero(node == n)
+        needed = _union(work.needs[node != n]) & work.holds[mine]
+        relayed = count_bits(needed, work.weights) > 0
+        local = np.empty_like(mine)
+        local[relayed] = np.arange(relayed.sum()) % per_node
+        left = len(mine) // per_node - np.bincount(local[relayed], minlength=per_node)
+        local[~relayed] = np.repeat(np.arange(per_node), left)
+        owner[mine] = n * per_node + local
     return owner

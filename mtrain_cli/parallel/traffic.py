@@ -159,12 +159,23 @@ def count_traffic(
             "contiguous piece of a shard."
         )
     times = mask_weights(masks, weights)
-    needs = np.stack([_seen(mask, owner, workers, block, len(owners)) for mask in masks], axis=1)
-    held = np.repeat((owners[:, 0] == np.arange(workers)[:, None])[:, None], len(masks), axis=1)
     pairs = np.zeros(workers, np.int64)
     np.add.at(pairs, owner, pairs_per_query(masks, times))
-    inner, outer = rows_sent(to_bits(needs), to_bits(held), nodes, times)
+    held = np.repeat((owners[:, 0] == np.arange(workers)[:, None])[:, None], len(masks), axis=1)
+    needed = blocks_needed(masks, owner, workers, block)
+    inner, outer = rows_sent(to_bits(needed), to_bits(held), nodes, times)
     return Traffic(pairs, block * inner, block * outer)
+
+
+def blocks_needed(
+    masks: Sequence[Intervals], owner: IntArray, workers: int, block: int = ROW_BLOCK
+) -> NDArray[np.bool_]:
+    """Return whether a query of each rank sees a key of each block, [workers, masks, blocks].
+
+    owner: int64 [padded], the rank that holds each position.
+    """
+    blocks = -(-len(owner) // block)
+    return np.stack([_seen(mask, owner, workers, block, blocks) for mask in masks], axis=1)
 
 
 def rows_sent(

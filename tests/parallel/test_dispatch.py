@@ -88,6 +88,13 @@ def test_over_nodes_few_rows_enter_a_node():
     assert aware.traffic.outer.sum() < counted.outer.sum() / 2
 
 
+def test_over_nodes_all_ranks_relay_the_edge_of_a_window():
+    mask = sliding_window(1 << 18, 4096)
+    dispatch = balance([mask], 16, chunk_tokens(1 << 18, 16), per_node=8)
+    assert dispatch.traffic.outer.sum() == 4096
+    assert dispatch.traffic.outer.sum(0).max() == 512
+
+
 def test_a_mask_that_counts_twice_equals_two_masks():
     masks = [documents(4096, 512, 1), sliding_window(4096, 700)]
     twice = balance(masks, 4, 128, weights=[2, 1])
