@@ -9,6 +9,17 @@ The script prints a Markdown table. Each cell has three numbers:
 - cost: pairs plus priced rows of the most expensive worker, divided by the mean of the pairs. 1 is
   perfect. No communication is hidden.
 
+The masks:
+
+- documents: packed, causal; log-normal lengths with a mean of 8K (sigma 1.5), or of 2K with a heavy
+  tail (sigma 2)
+- window: causal, the last 4K or 32K keys; with global, also the first 1K keys
+- prefix-LM: causal, but the first quarter sees all of itself
+- block-causal: blocks of 2K in the documents of 2K, each sees itself and all blocks before
+- video chunks: a chunk of 24K sees itself and 4 chunks before
+- video window: frames of 64 x 64, 4 frames before and after, 12 lines up and down
+- shared question: samples of a question of 4K and 8 answers of 2K, which do not see each other
+
 Everything is counted from the masks. Only the last column is timed: milliseconds of one core for
 the dispatch of one sequence.
 """
@@ -37,28 +48,28 @@ def masks(seq: int) -> Iterator[tuple[str, Intervals]]:
     zero = np.zeros_like(at)
     yield "causal", _union((zero, at + 1))
     start, _ = _documents(seq, mean=8192, sigma=1.5, longest=seq, seed=1)
-    yield "documents, mean 8K", _union((start, at + 1))
+    yield "documents 8K", _union((start, at + 1))
     start, stop = _documents(seq, mean=2048, sigma=2.0, longest=seq // 4, seed=2)
-    yield "documents, mean 2K, heavy tail", _union((start, at + 1))
-    yield "sliding window 4K", _union((np.maximum(0, at - 4095), at + 1))
-    yield "sliding window 32K", _union((np.maximum(0, at - 32767), at + 1))
+    yield "documents 2K", _union((start, at + 1))
+    yield "window 4K", _union((np.maximum(0, at - 4095), at + 1))
+    yield "window 32K", _union((np.maximum(0, at - 32767), at + 1))
     window = np.maximum(0, at - 4095)
     first = np.minimum(1024, window)
-    yield "window 4K + 1K global keys", _union((zero, first), (window, at + 1))
+    yield "window + global", _union((zero, first), (window, at + 1))
     yield "prefix-LM 25 %", _union((zero, np.maximum(seq // 4, at + 1)))
     block = start + ((at - start) // 2048 + 1) * 2048
-    yield "block-causal 2K in documents", _union((start, np.minimum(stop, block)))
+    yield "block-causal 2K", _union((start, np.minimum(stop, block)))
     chunk = at // 24576 * 24576
     yield (
-        "video chunks 24K, 4 back",
+        "video chunks",
         _union((np.maximum(0, chunk - 4 * 24576), np.minimum(seq, chunk + 24576))),
     )
-    yield "video window 9x25x64", _union(*_video(at, seq))
+    yield "video window", _union(*_video(at, seq))
     sample = at // 20480 * 20480  # a question of 4K and 8 answers of 2K
     answer = sample + 4096 + (at - sample - 4096) // 2048 * 2048
     in_question = at - sample < 4096
     yield (
-        "shared question 4K + 8 x 2K",
+        "shared question",
         _union(
             (sample, np.where(in_question, at + 1, sample + 4096)),
             (np.where(in_question, at + 1, answer), at + 1),

@@ -132,6 +132,21 @@ def test_more_swaps_never_cost_more():
     assert costs == sorted(costs, reverse=True)
 
 
+def test_the_script_counts_every_layout_for_eleven_masks():
+    script = [sys.executable, TESTS.parent / "profiles/dispatch_balance.py"]
+    run = [*script, "--seq", "32768", "--workers", "4", "--per-node", "2"]
+    table = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(table) == 2 + 11
+    widths = {line.count("|") for line in table}
+    assert widths == {9}
+    for line in table[2:]:
+        costs = [float(cell.split(" / ")[2]) for cell in line.split("|")[2:7]]
+        assert costs[-1] <= min(costs) * 1.02
+    refused = subprocess.run([*script, "--seq", "1000"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "--seq 1000: must be a multiple of 1024 x --workers 8" in refused.stderr
+
+
 def test_bad_sizes_are_refused():
     mask = sliding_window(1024, 10)
     with pytest.raises(ValueError, match="Pad the masks to a multiple of 384"):
