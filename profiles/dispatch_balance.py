@@ -36,7 +36,13 @@ from numpy.typing import NDArray
 from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens
 from mtrain_cli.parallel.dispatch_search import seeds
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.traffic import ROW_BLOCK, Intervals, Traffic, count_traffic
+from mtrain_cli.parallel.traffic import (
+    ROW_BLOCK,
+    Intervals,
+    Traffic,
+    count_traffic,
+    pairs_per_query,
+)
 
 IntArray = NDArray[np.int64]
 Shards = list[IntArray]
@@ -104,13 +110,13 @@ def _video(at: IntArray, seq: int) -> Iterator[tuple[IntArray, IntArray]]:
 
 
 def _layout(name: str, mask: Intervals, workers: int) -> Shards:
-    layout = make_layout(name, workers, mask.padded, ROW_BLOCK)
+    layout = make_layout(name, workers, len(mask.low[0]), ROW_BLOCK)
     return [layout.positions(rank) for rank in range(workers)]
 
 
 def _ptrr(mask: Intervals, workers: int) -> Shards:
     """Sort blocks of queries by their pairs and deal them to and fro, as torch's flex attention."""
-    pairs = mask.pairs_per_query.reshape(-1, ROW_BLOCK).sum(1)
+    pairs = pairs_per_query([[mask]]).reshape(-1, ROW_BLOCK).sum(1)
     turn, place = np.divmod(np.arange(len(pairs)), workers)
     owner = np.empty_like(pairs)
     owner[np.argsort(-pairs, kind="stable")] = np.where(turn % 2, workers - 1 - place, place)
@@ -118,8 +124,8 @@ def _ptrr(mask: Intervals, workers: int) -> Shards:
 
 
 def _longest_first(mask: Intervals, workers: int) -> Shards:
-    chunk = mask.padded // (8 * workers)
-    pairs = mask.pairs_per_query.reshape(-1, chunk).sum(1)
+    chunk = len(mask.low[0]) // (8 * workers)
+    pairs = pairs_per_query([[mask]]).reshape(-1, chunk).sum(1)
     return _shards(
         dict(seeds(pairs, workers))["longest first, 8 pieces per worker"], chunk, workers
     )
@@ -162,11 +168,11 @@ def main() -> None:
         cells = []
         for shards in LAYOUTS.values():
             held = shards(mask, args.workers)
-            traffic = count_traffic([mask], held, per_node=args.per_node)
+            traffic = count_traffic([[mask]], held, per_node=args.per_node)
             cells.append(_cell(traffic, prices, args.seq))
         began = time.process_time()
         chunk = chunk_tokens(args.seq, args.workers)
-        found = balance([mask], args.workers, chunk, per_node=args.per_node, prices=prices)
+        found = balance([[mask]], args.workers, chunk, per_node=args.per_node, prices=prices)
         took = f"{1e3 * (time.process_time() - began):.0f}"
         cells += [_cell(found.traffic, prices, args.seq), f"{found.seed}, {found.swaps}", took]
         print(f"| {name} |", " | ".join(cells), "|", flush=True)

@@ -25,14 +25,14 @@ from mtrain_cli.parallel.dispatch_search import BlockPrices, ChunkWork, best_ass
 from mtrain_cli.parallel.layout import Balanced
 from mtrain_cli.parallel.traffic import (
     ROW_BLOCK,
-    Intervals,
+    LayerMasks,
     Nodes,
     Traffic,
-    mask_weights,
     needs_of_chunks,
     padded_length,
     pairs_per_query,
     rows_sent,
+    times_of_rows,
     to_bits,
 )
 
@@ -131,13 +131,14 @@ def chunk_tokens(seq: int, workers: int, unit: int = ROW_BLOCK) -> int:
 
 
 def balance(
-    masks: Sequence[Intervals],
+    masks: LayerMasks,
     workers: int,
     chunk: int,
     *,
     per_node: int | None = None,
     prices: RowPrices | None = None,
-    weights: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    block: int | None = None,
     most_swaps: int | None = None,
 ) -> Dispatch:
     """Assign the chunks of a batch to ranks so that the most expensive rank costs little.
@@ -146,18 +147,21 @@ def balance(
     or one that deals out the largest pieces first.
 
     Args:
-        masks: the masks of the batch, one per sequence, all padded to the same multiple of
-            ``workers * chunk``. If layers have different masks, pass each of them.
+        masks: the masks of each kind of layer, one per sequence of the batch, all padded to the
+            same multiple of ``workers * chunk``. If all layers have the same masks, give
+            ``[masks]``.
         workers: number of ranks of the context group.
         chunk: number of tokens per chunk; see `chunk_tokens`.
         per_node: number of ranks that share a node; None if all do.
         prices: prices of received rows; None for the defaults of `RowPrices`.
-        weights: number of times that each mask counts, such as its layers; None for once each.
+        layers: number of layers of each kind; None for one each.
+        block: number of rows that travel together, a divisor of ``chunk``; None for 128, or the
+            largest power of two below that divides ``chunk``.
         most_swaps: largest number of swaps; None for 100, or 8 per rank if that is more.
 
     Raises:
-        ValueError: the ranks cannot hold the same number of chunks, or nodes would have different
-            numbers of ranks.
+        ValueError: the ranks cannot hold the same number of chunks, blocks do not divide a chunk,
+            or nodes would have different numbers of ranks.
     """
     nodes, padded = Nodes.of(workers, per_node), padded_length(masks)
     if padded == 0 or padded % (workers * chunk):
@@ -165,12 +169,14 @@ def balance(
             f"{padded} positions are not the same number of chunks of {chunk} tokens for each of "
             f"{workers} workers. Pad the masks to a multiple of {workers * chunk}."
         )
-    prices = prices or RowPrices()
-    block, times = math.gcd(chunk, ROW_BLOCK), mask_weights(masks, weights)
+    block = block or math.gcd(chunk, ROW_BLOCK)
+    if chunk % block:
+        raise ValueError(f"Blocks of {block} rows do not divide chunks of {chunk} tokens.")
+    prices, times = prices or RowPrices(), times_of_rows(masks, layers)
     chunks = padded // chunk
     holds = to_bits(np.repeat(np.eye(chunks, dtype=bool), chunk // block, axis=1))
     work = ChunkWork(
-        pairs_per_query(masks, times).reshape(chunks, chunk).sum(1),
+        pairs_per_query(masks, layers).reshape(chunks, chunk).sum(1),
         needs_of_chunks(masks, chunk, block),
         np.repeat(holds[:, None], len(masks), axis=1),
         times,

@@ -40,17 +40,17 @@ class ChunkWork:
     """What the queries of each chunk compute and need.
 
     pairs: int64 [chunks].
-    needs, holds: [chunks, masks, words], the blocks that a chunk's queries see, and its own blocks.
-    weights: int64 [masks].
+    needs, holds: [chunks, kinds, words], the blocks that a chunk's queries see, and its own blocks.
+    times: int64 [kinds], the number of times that a block of each kind counts.
     """
 
     pairs: IntArray
     needs: Bits
     holds: Bits
-    weights: IntArray
+    times: IntArray
 
     def of(self, chunks: IntArray) -> ChunkWork:
-        return ChunkWork(self.pairs[chunks], self.needs[chunks], self.holds[chunks], self.weights)
+        return ChunkWork(self.pairs[chunks], self.needs[chunks], self.holds[chunks], self.times)
 
     def merged(self, together: int) -> ChunkWork:
         """Return the work of chunks that are ``together`` times as long."""
@@ -59,7 +59,7 @@ class ChunkWork:
             np.add.reduceat(self.pairs, starts),
             np.bitwise_or.reduceat(self.needs, starts),
             np.bitwise_or.reduceat(self.holds, starts),
-            self.weights,
+            self.times,
         )
 
 
@@ -68,7 +68,7 @@ class Assignment:
 
     owner: int64 [chunks], the rank of each chunk.
     pairs: int64 [workers], the pairs that each rank computes.
-    needs: [workers, masks, words], the blocks that the queries of each rank see.
+    needs: [workers, kinds, words], the blocks that the queries of each rank see.
     swaps: number of swaps so far.
 
     A rank *has* a block if no rank of its node has to send it: the rank holds the block, or relays
@@ -110,7 +110,7 @@ class Assignment:
         return self.pairs + inner * self._received + outer * self._relayed
 
     def held(self) -> Bits:
-        """Return the blocks that each rank holds, [workers, masks, words]."""
+        """Return the blocks that each rank holds, [workers, kinds, words]."""
         ranks = range(self.nodes.workers)
         return np.stack([_union(self.work.holds[self.owner == rank]) for rank in ranks])
 
@@ -243,7 +243,7 @@ class Assignment:
         self._if_joined[rank, self._in_node[node]] = self._count(within) - received
 
     def _count(self, bits: Bits) -> IntArray:
-        return count_bits(bits, self.work.weights)
+        return count_bits(bits, self.work.times)
 
 
 def _union(sets: Bits) -> Bits:
@@ -343,7 +343,7 @@ def _deal_relays(work: ChunkWork, node: IntArray, nodes: Nodes) -> IntArray:
     for n in range(nodes.count):
         mine = np.flatnonzero(node == n)
         needed = _union(work.needs[node != n]) & work.holds[mine]
-        relayed = count_bits(needed, work.weights) > 0
+        relayed = count_bits(needed, work.times) > 0
         local = np.empty_like(mine)
         local[relayed] = np.arange(relayed.sum()) % per_node
         left = len(mine) // per_node - np.bincount(local[relayed], minlength=per_node)

@@ -1,18 +1,20 @@
 """Traffic: the pairs that each rank computes, and the rows that ranks send to each other.
 
-A row is one token's keys and values. Rows travel in whole blocks. A rank needs a block if one of
-its queries sees a key of it. It receives the needed blocks that it does not hold. The counts are
-exact: no block is estimated from its neighbors.
+A row holds the keys and values of one position, for all sequences of the batch. Rows travel in
+whole blocks. A rank needs a block if one of its queries sees a key of it, in any sequence. It
+receives the needed blocks that it does not hold. The counts are exact: no block is estimated from
+its neighbors.
 
-Sets of blocks are bits. An array ``uint64 [..., masks, words]`` holds one set per mask of a batch,
-and `count_bits` counts the blocks.
+Layers of different kinds may have different masks. `LayerMasks` therefore holds the masks of each
+kind of layer. Sets of blocks are bits: an array ``uint64 [..., kinds, words]`` holds one set per
+kind, and `count_bits` counts the blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +27,22 @@ _COUNTED_TOGETHER = 1 << 22  # counts of blocks that are in memory at the same t
 Bits = NDArray[np.uint64]
 
 
-class Intervals(NamedTuple):
+class KeyIntervals(Protocol):
     """A mask: the keys that each query sees, as intervals ``low <= key < high``.
 
-    low, high: int64 [n, padded]. The n intervals of a query are disjoint and ascend. In an empty
-        interval, ``low == high``.
+    low, high: int64 [n, padded]. The n intervals of a query are disjoint. In an empty interval,
+        ``low == high``.
     """
+
+    @property
+    def low(self) -> IntArray: ...
+
+    @property
+    def high(self) -> IntArray: ...
+
+
+class Intervals(NamedTuple):
+    """A mask made of its arrays; see `KeyIntervals`."""
 
     low: IntArray
     high: IntArray
@@ -42,13 +54,9 @@ class Intervals(NamedTuple):
         low, high = (np.where(is_token, bound, 0) for bound in (mask.first, position + 1))
         return Intervals(low[None], high[None])
 
-    @property
-    def padded(self) -> int:
-        return self.low.shape[1]
 
-    @property
-    def pairs_per_query(self) -> IntArray:
-        return (self.high - self.low).sum(0)
+# The masks of each kind of layer, one per sequence of the batch, all padded to the same length.
+LayerMasks: TypeAlias = Sequence[Sequence[KeyIntervals]]
 
 
 @dataclass(frozen=True)
@@ -128,22 +136,22 @@ class Traffic:
 
 
 def count_traffic(
-    masks: Sequence[Intervals],
+    masks: LayerMasks,
     shards: Sequence[IntArray],
     *,
     per_node: int | None = None,
     block: int = ROW_BLOCK,
-    weights: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Traffic:
     """Count what each rank computes, sends and receives if it holds the positions of its shard.
 
     Args:
-        masks: one per sequence of a batch, all padded to the same length.
+        masks: the masks of each kind of layer.
         shards: the positions that each rank holds, for all positions of the masks.
         per_node: number of ranks that share a node; None if all do. With None, every row goes
             directly from the rank that holds it to each rank that needs it.
         block: number of rows that travel together.
-        weights: number of times that each mask counts; None for once each.
+        layers: number of layers of each kind, over which the counts are summed; None for one each.
 
     Raises:
         ValueError: two ranks share a block of rows.
@@ -158,9 +166,8 @@ def count_traffic(
             f"Two ranks share a block of {block} rows. Give a block size that divides every "
             "contiguous piece of a shard."
         )
-    times = mask_weights(masks, weights)
-    pairs = np.zeros(workers, np.int64)
-    np.add.at(pairs, owner, pairs_per_query(masks, times))
+    pairs, times = np.zeros(workers, np.int64), times_of_rows(masks, layers)
+    np.add.at(pairs, owner, pairs_per_query(masks, layers))
     held = np.repeat((owners[:, 0] == np.arange(workers)[:, None])[:, None], len(masks), axis=1)
     needed = blocks_needed(masks, owner, workers, block)
     inner, outer = rows_sent(to_bits(needed), to_bits(held), nodes, times)
@@ -168,25 +175,26 @@ def count_traffic(
 
 
 def blocks_needed(
-    masks: Sequence[Intervals], owner: IntArray, workers: int, block: int = ROW_BLOCK
+    masks: LayerMasks, owner: IntArray, workers: int, block: int = ROW_BLOCK
 ) -> NDArray[np.bool_]:
-    """Return whether a query of each rank sees a key of each block, [workers, masks, blocks].
+    """Return whether a query of each rank sees a key of each block, [workers, kinds, blocks].
 
     owner: int64 [padded], the rank that holds each position.
     """
     blocks = -(-len(owner) // block)
-    return np.stack([_seen(mask, owner, workers, block, blocks) for mask in masks], axis=1)
+    every = slice(None)
+    return np.stack(
+        [_seen(of_kind, every, owner, workers, block, blocks) for of_kind in masks], axis=1
+    )
 
 
-def rows_sent(
-    needs: Bits, held: Bits, nodes: Nodes, weights: IntArray
-) -> tuple[IntArray, IntArray]:
+def rows_sent(needs: Bits, held: Bits, nodes: Nodes, times: IntArray) -> tuple[IntArray, IntArray]:
     """Return the blocks that rank s sends to rank r, inside nodes and between nodes.
 
     A rank receives a block of another node through its relay: the rank of its node that has the
     local number of the block's holder.
 
-    needs, held: [workers, masks, words], the blocks that each rank needs and holds.
+    needs, held: [workers, kinds, words], the blocks that each rank needs and holds.
     Returns: inner and outer, int64 [workers, workers].
     """
     n, g = nodes.count, nodes.per_node
@@ -196,33 +204,52 @@ def rows_sent(
     entering = np.bitwise_or.reduce(needs, axis=1)
     local, node = np.arange(g), np.arange(n)
     for r in range(n):
-        inner[r, :, r] = count_bits(needs[r] & passed[:, None], weights)
+        inner[r, :, r] = count_bits(needs[r] & passed[:, None], times)
         inner[r, local, r, local] = 0
         for s in node[node != r]:
-            outer[s, local, r, local] = count_bits(entering[r] & held[s], weights)
+            outer[s, local, r, local] = count_bits(entering[r] & held[s], times)
     return inner.reshape(n * g, n * g), outer.reshape(n * g, n * g)
 
 
-def needs_of_chunks(masks: Sequence[Intervals], chunk: int, block: int) -> Bits:
-    """Return the blocks that the queries of each chunk see, [chunks, masks, words]."""
+def needs_of_chunks(masks: LayerMasks, chunk: int, block: int) -> Bits:
+    """Return the blocks that the queries of each chunk see, [chunks, kinds, words]."""
     padded = padded_length(masks)
-    together = max(1, _COUNTED_TOGETHER // (padded // block + 1))
+    blocks = padded // block
+    together = max(1, _COUNTED_TOGETHER // (blocks + 1))
     slabs = []
     for start in range(0, padded, together * chunk):
         rows = slice(start, min(padded, start + together * chunk))
-        group = np.arange(rows.stop - rows.start) // chunk
-        part = [
-            _seen(
-                Intervals(mask.low[:, rows], mask.high[:, rows]),
-                group,
-                int(group[-1]) + 1,
-                block,
-                padded // block,
-            )
-            for mask in masks
-        ]
-        slabs.append(to_bits(np.stack(part, axis=1)))
+        size = rows.stop - rows.start
+        group = np.arange(size) // chunk
+        seen = [_seen(of_kind, rows, group, size // chunk, block, blocks) for of_kind in masks]
+        slabs.append(to_bits(np.stack(seen, axis=1)))
     return np.concatenate(slabs)
+
+
+def _seen(
+    masks: Sequence[KeyIntervals],
+    rows: slice,
+    group: IntArray,
+    groups: int,
+    block: int,
+    blocks: int,
+) -> NDArray[np.bool_]:
+    """Return whether a query of each group sees a key of each block, [groups, blocks].
+
+    rows: the queries.
+    group: int64 [rows], the group of each query.
+    """
+    size = groups * (blocks + 1)
+    opened = np.zeros(size, np.int64)
+    row = group * (blocks + 1)
+    for mask in masks:
+        for low, high in zip(mask.low[:, rows], mask.high[:, rows], strict=True):
+            # An interval adds one to the blocks from `first` to before `stop`; if empty, to none.
+            first = low // block
+            stop = np.where(high > low, (high - 1) // block + 1, first)
+            opened += np.bincount(row + first, minlength=size)
+            opened -= np.bincount(row + stop, minlength=size)
+    return np.cumsum(opened.reshape(groups, blocks + 1), axis=1)[:, :blocks] > 0
 
 
 def to_bits(flags: NDArray[np.bool_]) -> Bits:
@@ -232,46 +259,36 @@ def to_bits(flags: NDArray[np.bool_]) -> Bits:
     return np.pad(octets, pad).view(np.uint64)
 
 
-def count_bits(bits: Bits, weights: IntArray) -> IntArray:
-    """Return the number of blocks in each set [..., masks, words], summed over the masks.
+def count_bits(bits: Bits, times: IntArray) -> IntArray:
+    """Return the number of blocks in each set [..., kinds, words], summed over the kinds.
 
-    weights: int64 [masks], the number of times that a block of each mask counts.
+    times: int64 [kinds], the number of times that a block of each kind counts.
     """
-    by_mask = np.bitwise_count(bits).sum(-1, dtype=np.int32)
-    return by_mask[..., 0] * weights[0] if len(weights) == 1 else by_mask @ weights
+    by_kind = np.bitwise_count(bits).sum(-1, dtype=np.int32)
+    return by_kind[..., 0] * times[0] if len(times) == 1 else by_kind @ times
 
 
-def padded_length(masks: Sequence[Intervals]) -> int:
-    (padded,) = {mask.padded for mask in masks}
+def padded_length(masks: LayerMasks) -> int:
+    (padded,) = {mask.low.shape[1] for of_kind in masks for mask in of_kind}
     return padded
 
 
-def mask_weights(masks: Sequence[Intervals], weights: Sequence[int] | None) -> IntArray:
-    return np.array([1] * len(masks) if weights is None else weights, np.int64)
+def _layers(masks: LayerMasks, layers: Sequence[int] | None) -> IntArray:
+    return np.array([1] * len(masks) if layers is None else layers, np.int64)
 
 
-def pairs_per_query(masks: Sequence[Intervals], weights: IntArray) -> IntArray:
-    """Return the number of pairs of each query, summed over the masks, int64 [padded]."""
-    return sum(
-        (w * mask.pairs_per_query for mask, w in zip(masks, weights, strict=True)),
-        start=np.zeros(padded_length(masks), np.int64),
-    )
+def times_of_rows(masks: LayerMasks, layers: Sequence[int] | None) -> IntArray:
+    """Return how often a row of each kind counts: once per layer and sequence, int64 [kinds]."""
+    return _layers(masks, layers) * np.array([len(of_kind) for of_kind in masks], np.int64)
 
 
-def _seen(
-    mask: Intervals, group: IntArray, groups: int, block: int, blocks: int
-) -> NDArray[np.bool_]:
-    """Return whether a query of each group sees a key of each block, [groups, blocks].
+def pairs_per_query(masks: LayerMasks, layers: Sequence[int] | None = None) -> IntArray:
+    """Return the number of pairs of each position's queries, int64 [padded].
 
-    group: int64 [queries], the group of each query.
+    layers: number of layers of each kind, over which the pairs are summed; None for one each.
     """
-    size = groups * (blocks + 1)
-    opened = np.zeros(size, np.int64)
-    for low, high in zip(mask.low, mask.high, strict=True):
-        # An interval adds one to the blocks from `first` to before `stop`; if empty, to none.
-        first = low // block
-        stop = np.where(high > low, (high - 1) // block + 1, first)
-        row = group * (blocks + 1)
-        opened += np.bincount(row + first, minlength=size)
-        opened -= np.bincount(row + stop, minlength=size)
-    return np.cumsum(opened.reshape(groups, blocks + 1), axis=1)[:, :blocks] > 0
+    pairs = np.zeros(padded_length(masks), np.int64)
+    for of_kind, count in zip(masks, _layers(masks, layers), strict=True):
+        for mask in of_kind:
+            pairs += count * (mask.high - mask.low).sum(0)
+    return pairs

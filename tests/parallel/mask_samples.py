@@ -42,7 +42,7 @@ def sliding_window(seq: int, window: int) -> Intervals:
 
 def dense(mask: Intervals) -> np.ndarray:
     """Return whether each query sees each key, bool [padded, padded]."""
-    key = np.arange(mask.padded)
+    key = np.arange(mask.low.shape[1])
     return np.logical_or.reduce(
         [
             (low[:, None] <= key) & (key < high[:, None])

@@ -30,12 +30,13 @@ def test_a_dispatch_is_counted_as_its_shards_are(seed, workers, chunk):
     rng, (workers, per_node) = np.random.default_rng(seed), workers
     padded = workers * chunk * int(rng.integers(1, 5))
     masks = [random_mask(rng, padded, 2), local_mask(rng, padded)]
-    dispatch = balance(masks, workers, chunk, per_node=per_node, weights=[2, 1])
+    kinds = [masks, masks[:1]]
+    dispatch = balance(kinds, workers, chunk, per_node=per_node, layers=[2, 1])
     shards = [dispatch.positions(rank) for rank in range(workers)]
     assert all(len(s) == padded // workers and (np.diff(s) > 0).all() for s in shards)
     assert sorted(np.concatenate(shards).tolist()) == list(range(padded))
     block = int(np.gcd(chunk, 128))
-    counted = count_traffic(masks, shards, per_node=per_node, block=block, weights=[2, 1])
+    counted = count_traffic(kinds, shards, per_node=per_node, block=block, layers=[2, 1])
     for field in ("pairs", "inner", "outer"):
         assert np.array_equal(getattr(dispatch.traffic, field), getattr(counted, field))
     assert dispatch.cost.tolist() == counted.cost(250, 1500).tolist()
@@ -46,19 +47,19 @@ def test_a_dispatch_is_counted_as_its_shards_are(seed, workers, chunk):
 @pytest.mark.parametrize("mean", [2048, 8192])
 def test_documents_are_balanced(workers, seed, mean):
     mask = documents(1 << 19, mean, seed)
-    dispatch = balance([mask], workers, chunk_tokens(1 << 19, workers))
+    dispatch = balance([[mask]], workers, chunk_tokens(1 << 19, workers))
     assert dispatch.traffic.imbalance <= 1.03
     assert dispatch.traffic.share_moved(1 << 19) <= 0.25
     zigzag = make_layout("zigzag", workers, 1 << 19, 128)
     shards = [zigzag.positions(rank) for rank in range(workers)]
-    assert count_traffic([mask], shards).imbalance > 1.3
+    assert count_traffic([[mask]], shards).imbalance > 1.3
 
 
 @pytest.mark.parametrize("workers", [4, 8])
 @pytest.mark.parametrize("window", [1024, 4096, 32768])
 def test_sliding_windows_are_balanced_and_move_their_edges(workers, window):
     mask = sliding_window(1 << 19, window)
-    dispatch = balance([mask], workers, chunk_tokens(1 << 19, workers))
+    dispatch = balance([[mask]], workers, chunk_tokens(1 << 19, workers))
     assert dispatch.traffic.imbalance <= 1.03
     if window <= 4096:
         assert dispatch.traffic.received.max() <= 2 * window
@@ -72,40 +73,51 @@ def test_sliding_windows_are_balanced_and_move_their_edges(workers, window):
 )
 def test_short_sequences_balance_the_cost_and_the_pairs_if_rows_are_cheap(mask, workers):
     chunk = chunk_tokens(1 << 16, workers)
-    priced = balance([mask], workers, chunk)
+    priced = balance([[mask]], workers, chunk)
     assert priced.cost.max() <= 1.03 * priced.cost.mean()
-    cheap = balance([mask], workers, chunk, prices=RowPrices(16, 16))
+    cheap = balance([[mask]], workers, chunk, prices=RowPrices(16, 16))
     assert cheap.traffic.imbalance <= 1.03
     assert priced.traffic.received.sum() <= cheap.traffic.received.sum()
 
 
 def test_over_nodes_few_rows_enter_a_node():
     mask, chunk = documents(1 << 17, 1024, 2), chunk_tokens(1 << 17, 8)
-    aware = balance([mask], 8, chunk, per_node=4)
-    unaware = balance([mask], 8, chunk).positions
-    counted = count_traffic([mask], [unaware(rank) for rank in range(8)], per_node=4)
+    aware = balance([[mask]], 8, chunk, per_node=4)
+    unaware = balance([[mask]], 8, chunk).positions
+    counted = count_traffic([[mask]], [unaware(rank) for rank in range(8)], per_node=4)
     assert aware.cost.max() < counted.cost(250, 1500).max()
     assert aware.traffic.outer.sum() < counted.outer.sum() / 2
 
 
 def test_over_nodes_all_ranks_relay_the_edge_of_a_window():
     mask = sliding_window(1 << 18, 4096)
-    dispatch = balance([mask], 16, chunk_tokens(1 << 18, 16), per_node=8)
+    dispatch = balance([[mask]], 16, chunk_tokens(1 << 18, 16), per_node=8)
     assert dispatch.traffic.outer.sum() == 4096
     assert dispatch.traffic.outer.sum(0).max() == 512
 
 
-def test_a_mask_that_counts_twice_equals_two_masks():
-    masks = [documents(4096, 512, 1), sliding_window(4096, 700)]
-    twice = balance(masks, 4, 128, weights=[2, 1])
+def test_two_layers_of_a_kind_equal_two_kinds():
+    masks = [documents(4096, 512, 1)], [sliding_window(4096, 700)]
+    twice = balance(masks, 4, 128, layers=[2, 1])
     listed = balance([masks[0], *masks], 4, 128)
     assert twice.owner.tolist() == listed.owner.tolist()
     assert twice.cost.tolist() == listed.cost.tolist()
 
 
+def test_rows_travel_for_all_sequences_of_a_batch():
+    documents_only, window = documents(4096, 512, 1), sliding_window(4096, 700)
+    both = balance([[documents_only, window]], 4, 128)
+    shards = [both.positions(rank) for rank in range(4)]
+    alone = [count_traffic([[mask]], shards) for mask in (documents_only, window)]
+    assert both.traffic.pairs.tolist() == (alone[0].pairs + alone[1].pairs).tolist()
+    most = np.maximum(alone[0].received, alone[1].received)
+    assert (both.traffic.received >= 2 * most).all()
+    assert (both.traffic.received <= 2 * (alone[0].received + alone[1].received)).all()
+
+
 def test_padding_costs_nothing():
     mask = Intervals.of(SequenceMask.causal(5000, 8192))
-    dispatch = balance([mask], 4, 128)
+    dispatch = balance([[mask]], 4, 128)
     assert dispatch.traffic.pairs.sum() == 5000 * 5001 // 2
     layout = dispatch.layout(8000)
     assert (layout.seq, layout.padded_seq, layout.tokens_per_worker) == (8000, 8192, 2048)
@@ -116,18 +128,20 @@ def test_every_process_finds_the_same_dispatch():
     code = (
         "from parallel.mask_samples import documents\n"
         "from mtrain_cli.parallel.dispatch import balance\n"
-        "print(*balance([documents(1 << 15, 1024, 5)], 8, 256, per_node=4).owner)"
+        "print(*balance([[documents(1 << 15, 1024, 5)]], 8, 256, per_node=4).owner)"
     )
     run = [sys.executable, "-c", code]
     answer = subprocess.run(run, cwd=TESTS, capture_output=True, text=True, check=True).stdout
-    here = balance([documents(1 << 15, 1024, 5)], 8, 256, per_node=4)
+    here = balance([[documents(1 << 15, 1024, 5)]], 8, 256, per_node=4)
     assert answer.split() == [str(rank) for rank in here.owner]
     assert here.swaps > 0
 
 
 def test_more_swaps_never_cost_more():
     mask = documents(1 << 16, 4096, 4)
-    costs = [int(balance([mask], 8, 512, most_swaps=swaps).cost.max()) for swaps in (0, 5, 20, 100)]
+    costs = [
+        int(balance([[mask]], 8, 512, most_swaps=swaps).cost.max()) for swaps in (0, 5, 20, 100)
+    ]
     assert costs[0] > costs[3]
     assert costs == sorted(costs, reverse=True)
 
@@ -150,9 +164,11 @@ def test_the_script_counts_every_layout_for_eleven_masks():
 def test_bad_sizes_are_refused():
     mask = sliding_window(1024, 10)
     with pytest.raises(ValueError, match="Pad the masks to a multiple of 384"):
-        balance([mask], 3, 128)
+        balance([[mask]], 3, 128)
     with pytest.raises(ValueError, match="4 workers do not fill nodes of 3"):
-        balance([mask], 4, 128, per_node=3)
+        balance([[mask]], 4, 128, per_node=3)
+    with pytest.raises(ValueError, match="Blocks of 128 rows do not divide chunks of 64 tokens"):
+        balance([[mask]], 4, 64, block=128)
 
 
 def test_prices_follow_heads_and_links():

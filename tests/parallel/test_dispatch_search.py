@@ -21,6 +21,7 @@ from mtrain_cli.parallel.traffic import (
     count_traffic,
     needs_of_chunks,
     pairs_per_query,
+    times_of_rows,
     to_bits,
 )
 
@@ -38,18 +39,19 @@ class Problem:
         self.chunks = workers * int(rng.integers(1, 5))
         padded = self.chunk * self.chunks
         make = [lambda: random_mask(rng, padded, 2), lambda: local_mask(rng, padded)]
-        self.masks: list[Intervals] = [
-            make[int(rng.integers(2))]() for _ in range(int(rng.integers(1, 3)))
+        self.masks: list[list[Intervals]] = [
+            [make[int(rng.integers(2))]() for _ in range(int(rng.integers(1, 3)))]
+            for _ in range(int(rng.integers(1, 3)))
         ]
-        self.weights = rng.integers(1, 3, len(self.masks))
+        self.layers = rng.integers(1, 3, len(self.masks)).tolist()
         self.row_prices = rng.integers(0, padded // 2 + 1, 2).tolist()
         self.prices = BlockPrices(*(BLOCK * price for price in self.row_prices))
         held = np.repeat(np.eye(self.chunks, dtype=bool), self.chunk // BLOCK, axis=1)
         self.work = ChunkWork(
-            pairs_per_query(self.masks, self.weights).reshape(self.chunks, self.chunk).sum(1),
+            pairs_per_query(self.masks, self.layers).reshape(self.chunks, self.chunk).sum(1),
             needs_of_chunks(self.masks, self.chunk, BLOCK),
             to_bits(np.repeat(held[:, None], len(self.masks), axis=1)),
-            self.weights,
+            times_of_rows(self.masks, self.layers),
         )
 
     def assignment(self) -> Assignment:
@@ -64,7 +66,7 @@ class Problem:
             [np.flatnonzero(rank == r) for r in range(self.nodes.workers)],
             per_node=self.nodes.per_node,
             block=BLOCK,
-            weights=self.weights.tolist(),
+            layers=self.layers,
         )
         return traffic.cost(*self.row_prices).tolist()
 

@@ -19,25 +19,26 @@ from mtrain_cli.parallel.traffic import (
 )
 
 
-def sent_one_by_one(masks, owner, per_node, block, weights):
+def sent_one_by_one(kinds, owner, per_node, block, layers):
     """Send every block that a dense mask needs, one message at a time."""
     workers = owner.max() + 1
     pairs = np.zeros(workers, np.int64)
     inner, outer = np.zeros((2, workers, workers), np.int64)
-    for mask, weight in zip(masks, weights, strict=True):
-        seen = dense(mask)
-        np.add.at(pairs, owner, weight * seen.sum(1))
-        for at in range(0, mask.padded, block):
+    for masks, count in zip(kinds, layers, strict=True):
+        seen = [dense(mask) for mask in masks]
+        np.add.at(pairs, owner, count * np.sum(seen, axis=(0, 2)))
+        rows = count * len(masks) * block
+        for at in range(0, len(owner), block):
             holder = owner[at]
-            needing = {int(r) for r in owner[seen[:, at : at + block].any(1)]}
+            needing = {int(r) for one in seen for r in owner[one[:, at : at + block].any(1)]}
             for node in range(workers // per_node):
                 receivers = {r for r in needing if r // per_node == node}
                 sender = holder
                 if receivers and node != holder // per_node:
                     sender = node * per_node + holder % per_node
-                    outer[holder, sender] += weight * block
+                    outer[holder, sender] += rows
                 for receiver in receivers - {int(sender)}:
-                    inner[sender, receiver] += weight * block
+                    inner[sender, receiver] += rows
     return pairs, inner, outer
 
 
@@ -46,24 +47,29 @@ def sent_one_by_one(masks, owner, per_node, block, weights):
     seed=st.integers(0, 10**6),
     workers=st.sampled_from([(1, 1), (3, 3), (4, 4), (4, 2), (6, 2), (6, 3), (4, 1)]),
     block=st.sampled_from([1, 4, 16]),
-    n=st.integers(0, 3),
-    count=st.integers(1, 3),
+    sequences=st.lists(st.integers(1, 3), min_size=1, max_size=2),
 )
-def test_counts_equal_messages_sent_one_by_one(seed, workers, block, n, count):
+def test_counts_equal_messages_sent_one_by_one(seed, workers, block, sequences):
     rng = np.random.default_rng(seed)
     workers, per_node = workers
     padded = workers * block * int(rng.integers(1, 5))
-    masks = [random_mask(rng, padded, n) if n else local_mask(rng, padded) for _ in range(count)]
-    weights = rng.integers(1, 4, count).tolist()
+    kinds = [
+        [
+            local_mask(rng, padded) if rng.random() < 0.5 else random_mask(rng, padded, 2)
+            for _ in range(count)
+        ]
+        for count in sequences
+    ]
+    layers = rng.integers(1, 4, len(kinds)).tolist()
     owner = np.repeat(rng.permutation(np.arange(padded // block) % workers), block)
     traffic = count_traffic(
-        masks,
+        kinds,
         [np.flatnonzero(owner == r) for r in range(workers)],
         per_node=per_node,
         block=block,
-        weights=weights,
+        layers=layers,
     )
-    pairs, inner, outer = sent_one_by_one(masks, owner, per_node, block, weights)
+    pairs, inner, outer = sent_one_by_one(kinds, owner, per_node, block, layers)
     assert traffic.pairs.tolist() == pairs.tolist()
     assert traffic.inner.tolist() == inner.tolist()
     assert traffic.outer.tolist() == outer.tolist()
@@ -77,7 +83,7 @@ def test_a_causal_mask_moves_nearly_all_rows_if_striped_and_three_quarters_if_zi
 
     def traffic(name: str):
         layout = make_layout(name, 8, 16384, 128)
-        return count_traffic([mask], [layout.positions(rank) for rank in range(8)])
+        return count_traffic([[mask]], [layout.positions(rank) for rank in range(8)])
 
     striped, zigzag = traffic("striped"), traffic("zigzag")
     # Rank r needs all 120 + r + 1 blocks up to its last one, and holds 16 of them.
@@ -98,13 +104,12 @@ def test_intervals_of_a_sequence_mask_have_its_pairs():
 
 def test_needs_of_chunks_are_those_of_a_dense_mask(monkeypatch):
     rng = np.random.default_rng(0)
-    masks = [random_mask(rng, 512, 3), local_mask(rng, 512)]
-    expected = np.stack(
-        [dense(mask).reshape(16, 32, 64, 8).any(axis=(1, 3)) for mask in masks], axis=1
-    )
-    assert np.array_equal(needs_of_chunks(masks, 32, 8), to_bits(expected))
+    kinds = [[random_mask(rng, 512, 3), local_mask(rng, 512)], [local_mask(rng, 512)]]
+    seen = [np.any([dense(mask) for mask in masks], axis=0) for masks in kinds]
+    expected = to_bits(np.stack([s.reshape(16, 32, 64, 8).any(axis=(1, 3)) for s in seen], axis=1))
+    assert np.array_equal(needs_of_chunks(kinds, 32, 8), expected)
     monkeypatch.setattr("mtrain_cli.parallel.traffic._COUNTED_TOGETHER", 3 * 65)
-    assert np.array_equal(needs_of_chunks(masks, 32, 8), to_bits(expected))
+    assert np.array_equal(needs_of_chunks(kinds, 32, 8), expected)
 
 
 @pytest.mark.parametrize("blocks", [1, 64, 65, 200])
@@ -118,15 +123,15 @@ def test_bits_count_the_flags(blocks):
 def test_a_block_of_two_ranks_is_refused():
     mask = Intervals.of(SequenceMask.causal(64, 64))
     halves = [np.arange(0, 64, 2), np.arange(1, 64, 2)]
-    assert count_traffic([mask], halves, block=1).pairs.sum() == 64 * 65 // 2
+    assert count_traffic([[mask]], halves, block=1).pairs.sum() == 64 * 65 // 2
     with pytest.raises(ValueError, match="share a block of 2 rows"):
-        count_traffic([mask], halves, block=2)
+        count_traffic([[mask]], halves, block=2)
     with pytest.raises(ValueError, match="share a block of 128 rows"):
-        count_traffic([mask], halves)
+        count_traffic([[mask]], halves)
 
 
 def test_nodes_of_different_sizes_are_refused():
     mask = Intervals.of(SequenceMask.causal(60, 60))
     thirds = [np.arange(r * 20, r * 20 + 20) for r in range(3)]
     with pytest.raises(ValueError, match="3 workers do not fill nodes of 2"):
-        count_traffic([mask], thirds, per_node=2, block=20)
+        count_traffic([[mask]], thirds, per_node=2, block=20)
