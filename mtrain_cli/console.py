@@ -8,6 +8,7 @@ from typing import Any
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.printable import printable, same_width
@@ -28,3 +29,13 @@ class Console(rich.console.Console):
         for segment in super().render(renderable, options):
             # rich adds its own escape codes later, so this replaces only codes in the text.
             yield segment if segment.control else segment._replace(text=same_width(segment.text))
+
+
+def two_columns(rows: Iterable[tuple[str, str | Text]]) -> Table:
+    """Return a table without lines: a dim label in the first column, a text in the second."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, text if isinstance(text, Text) else Text(text))
+    return table

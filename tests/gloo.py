@@ -1,17 +1,19 @@
 """Run a function on real gloo processes and return their results.
 
-Processes are forked from a server that has only imported what they need: importing torch in each of
-them took most of the tests' time.
+Processes are forked from a server that has imported what they need (`gloo_server`): the imports of
+each process took most of the tests' time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,7 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
     Returns the results in rank order. A failing process fails the test.
     """
-    multiprocessing.set_forkserver_preload(
-        ["torch", "torch.distributed.fsdp", "mtrain_cli.training.loop"]
-    )
+    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _main,
@@ -49,6 +49,13 @@ def environment(
     """Return the environment of one of ``world`` CPU processes; by default all share sequences."""
     dims = ParallelDims.of(world, cp=cp or world)
     return Environment("cpu", dims, per_node or world, rank, rank, "mtrain", world)
+
+
+def _start_server() -> None:
+    """Start the server unless it runs. It looks for `gloo_server` in its working folder."""
+    multiprocessing.set_forkserver_preload(["gloo_server"])
+    with contextlib.chdir(Path(__file__).parent):
+        forkserver.ensure_running()
 
 
 def _main(

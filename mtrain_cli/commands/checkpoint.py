@@ -29,8 +29,7 @@ class Dtype(StrEnum):
 
 @app.command("import")
 def import_weights(
-    hf_folder: Annotated[Path, argument("HF_FOLDER")],
-    run: Annotated[Path, argument("RUN")],
+    hf_folder: Annotated[Path, argument("HF_FOLDER")], run: Annotated[Path, argument("RUN")]
 ) -> None:
     """Create a run whose checkpoint holds the weights of a Hugging Face folder, in float32.
 
@@ -46,7 +45,9 @@ def import_weights(
             model.
         run: Run folder to create; the weights become its checkpoint step-0.
     """
-    from mtrain_cli.model.huggingface_config import remarks
+    from mtrain_cli.model.huggingface_config import read_config, remarks
+
+    read_config(hf_folder)  # report a mistake before torch is imported
     from mtrain_cli.training.conversion import import_folder
 
     config = import_folder(hf_folder, run)
@@ -83,6 +84,15 @@ def export_weights(
         tokenizer: Folder with a tokenizer to export instead of the run's. Its files are copied, and
             so are the token ids in its config.json.
     """
+    from mtrain_cli.model.huggingface_config import require_new_folder
+    from mtrain_cli.model.tokenizer_files import of_folder
+    from mtrain_cli.training.checkpoint_source import find_source
+
+    require_new_folder(hf_folder)
+    source = find_source(source)
+    if tokenizer is not None:
+        of_folder(tokenizer)
+    # Imported late: it takes seconds, and mistakes are reported above.
     import torch
 
     from mtrain_cli.training.conversion import export_checkpoint
@@ -121,6 +131,12 @@ def verify_weights(
         tokens: Number of random tokens.
         tolerance: Largest logit difference that counts as agreement.
     """
+    from mtrain_cli.training.checkpoint_source import find_source
+
+    from_run = not (source / "config.json").is_file()
+    if from_run:
+        source = find_source(source)
+    # Imported late: it takes seconds, and mistakes are reported above.
     import torch
 
     from mtrain_cli.launch.temporary_folders import private_folder
@@ -128,12 +144,11 @@ def verify_weights(
 
     version = require_transformers()
     subject = str(source)
-    if (source / "config.json").is_file():
+    if not from_run:
         agreement = verify(source, tokens, _report)
     else:
-        from mtrain_cli.training.conversion import export_checkpoint, find_source
+        from mtrain_cli.training.conversion import export_checkpoint
 
-        find_source(source)  # report a mistake before the work starts
         with private_folder() as folder:
             exported = folder / "hf"
             _report(f"exporting {source} to a temporary folder")

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-app = typer.Typer(
-    rich_markup_mode="rich",
-    no_args_is_help=True,
-)
+app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
 VALUE, ALLOWED = "value", "allowed"
 _READABLE = 44  # characters per line that values and descriptions need next to a key
@@ -77,8 +74,7 @@ def list_groups(config_dir: ConfigDir = None) -> None:
 
 @app.command("show")
 def show_option(
-    option: Annotated[str, argument("GROUP/NAME", complete_options)],
-    config_dir: ConfigDir = None,
+    option: Annotated[str, argument("GROUP/NAME", complete_options)], config_dir: ConfigDir = None
 ) -> None:
     """Show the keys of an option: value, description and what is allowed.
 

@@ -24,11 +24,7 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from mtrain_cli.data.corpora import Corpus
 
-app = typer.Typer(
-    name="data",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = typer.Typer(name="data", no_args_is_help=True, rich_markup_mode="rich")
 
 
 @app.callback()

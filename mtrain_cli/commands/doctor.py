@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from mtrain_cli.profiling.diagnosis import Diagnosis
 
 
-def doctor(
-    as_json: Json = False,
-    check: Annotated[bool, flag("--check")] = False,
-) -> None:
+def doctor(as_json: Json = False, check: Annotated[bool, flag("--check")] = False) -> None:
     """Show devices, links and versions, and why each attention kernel is or is not usable.
 
     [bold]Examples[/bold]

@@ -7,17 +7,17 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from mtrain_cli.commands.options import writing
 from mtrain_cli.config.schema import ConfigError
 
-app = typer.Typer(
-    rich_markup_mode="rich",
-    no_args_is_help=True,
-)
+if TYPE_CHECKING:
+    from mtrain_cli.console import Console
+
+app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
 
 @app.callback()
@@ -72,7 +72,7 @@ def set_threads(threads: int | None, device: str) -> None:
     torch.set_num_threads(threads)
 
 
-def is_calibration(out: Path, kind: str = "kernels") -> bool:
+def is_calibration(out: Path, kind: str) -> bool:
     """Return whether a file is a calibration of this kind."""
     try:
         document = json.loads(out.read_text(encoding="utf-8"))
@@ -149,26 +149,38 @@ def reporting_out_of_memory() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def saving_partial_results(
-    out: Path | None, save: Callable[[list[Any], Path], None]
-) -> Iterator[tuple[list[Any], Callable[[Any], None]]]:
-    """Yield a list of times, and a function that adds a time and saves all times so far.
+def calibrating(
+    console: Console, out: Path | None, kind: str, header: str, save: Callable[..., None]
+) -> Iterator[Callable[[Any, str], None]]:
+    """Yield a function that shows a line of a measured time and saves all times so far.
 
     The times are saved in a partial file next to ``out``. The partial file replaces ``out`` when
     the measurement is complete. If the measurement stops early, an earlier ``out`` stays, and a
     message names the partial file. With out=None nothing is saved.
+
+    Args:
+        kind: kind of the calibration (`is_calibration`).
+        header: line to show before the times.
+        save: function of the times, the file and the command line that writes a calibration.
+
+    Raises:
+        ConfigError: ``out`` cannot be written, or holds something else.
     """
+    replaced = check_output(out, lambda file: is_calibration(file, kind), "calibration")
+    console.print(header)
     times: list[Any] = []
     draft = None if out is None else out.with_name(f"{out.name}.partial")
 
-    def add(time: Any) -> None:
+    def add(time: Any, line: str) -> None:
+        console.print(line)
         times.append(time)
         if draft is not None:
             with writing(draft):
-                save(times, draft)
+                save(times, draft, " ".join(["mtrain", *sys.argv[1:]]))
 
     try:
-        yield times, add
+        with reporting_out_of_memory():
+            yield add
     except BaseException:
         if draft is not None and times:
             print(f"stopped: {len(times)} measured times are saved in {draft}", file=sys.stderr)
@@ -176,3 +188,4 @@ def saving_partial_results(
     if draft is not None and out is not None:
         with writing(out):
             draft.replace(out)
+        console.print(f"{len(times)} measured times in {out}{replaced}")

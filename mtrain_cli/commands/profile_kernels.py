@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,15 +25,14 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import (
     app,
-    check_output,
-    is_calibration,
-    reporting_out_of_memory,
-    saving_partial_results,
+    calibrating,
     set_threads,
 )
 from mtrain_cli.config.schema import KERNELS, ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
 
@@ -99,28 +97,20 @@ def kernels(
     names = parse_names("--kernel", kernel, [k for k in KERNELS if k != "auto"]) if kernel else []
     bench = KernelBench(names, dtype, device, repeats)
     _require_a_kernel(bench, names, cases)
-    replaced = check_output(out, is_calibration, "calibration")
     console = Console(highlight=False, soft_wrap=True)
     shown = _Columns.fitting(limit(console), device)
-    console.print(shown.header)
-    command = " ".join(["mtrain", *sys.argv[1:]])
-    with (
-        reporting_out_of_memory(),
-        saving_partial_results(
-            out, lambda times, file: save_times(file, times, command, dtype, device)
-        ) as (times, add),
-    ):
+
+    def save(times: list[KernelTime], file: Path, command: str) -> None:
+        save_times(file, times, command, dtype, device)
+
+    with calibrating(console, out, "kernels", shown.header, save) as add:
         for time in profile_kernels(bench, cases if whole else []):
-            console.print(shown.line(time))
-            add(time)
+            add(time, shown.line(time))
         if counts:
             console.print("calls of one worker")
         for time in profile_worker_calls(bench, cases, counts):
-            console.print(shown.line_of_call(time))
-            add(time)
-    _print_remarks(console, shown, bench, cases)
-    if out is not None:
-        console.print(f"{len(times)} measured times in {out}{replaced}")
+            add(time, shown.line_of_call(time))
+        _print_remarks(console, shown, bench, cases)
 
 
 def _print_remarks(

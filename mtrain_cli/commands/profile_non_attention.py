@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 from mtrain_cli.commands.options import (
@@ -18,15 +17,14 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import (
     app,
-    check_output,
-    is_calibration,
-    reporting_out_of_memory,
-    saving_partial_results,
+    calibrating,
     set_threads,
 )
 from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mtrain_cli.profiling.non_attention_benchmark import NonAttentionTime
 
 
@@ -65,7 +63,7 @@ def non_attention(
         profile_non_attention,
         save_non_attention,
     )
-    from mtrain_cli.simulation.calibration import NON_ATTENTION_FILE
+    from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
 
     words = list(overrides or ())
     device = resolve_environment(_single_worker(words, 1024)).device
@@ -74,27 +72,18 @@ def non_attention(
     lengths = parse_items("--seq", usual if seq == "auto" else seq, parse_size, "32k,128k")
     configs = [_single_worker(words, length) for length in dict.fromkeys(lengths)]
     set_threads(threads, device)
-    replaced = check_output(
-        out, lambda file: is_calibration(file, NON_ATTENTION_FILE), "calibration"
-    )
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_HEADER)
-    command = " ".join(["mtrain", *sys.argv[1:]])
-    with (
-        reporting_out_of_memory(),
-        saving_partial_results(
-            out, lambda times, file: save_non_attention(times, file, command, configs[0], device)
-        ) as (times, add),
-    ):
+
+    def save(times: list[NonAttentionTime], file: Path, command: str) -> None:
+        save_non_attention(times, file, command, configs[0], device)
+
+    with calibrating(console, out, NON_ATTENTION_FILE, _HEADER, save) as add:
         for time in profile_non_attention(configs, repeats):
-            console.print(_line(time))
-            add(time)
-    console.print(
-        "TF: TFLOP/s of the matrix products. backward includes recomputation. "
-        "All times are without attention and messages."
-    )
-    if out is not None:
-        console.print(f"{len(times)} measured times in {out}{replaced}")
+            add(time, _line(time))
+        console.print(
+            "TF: TFLOP/s of the matrix products. backward includes recomputation. "
+            "All times are without attention and messages."
+        )
 
 
 def _single_worker(words: list[str], length: int) -> Config:

@@ -340,9 +340,8 @@ def validate(
         prediction: Use predictions that `mtrain simulate run --out DIR` saved earlier, instead of
             new predictions. Can be repeated.
     """
-    from mtrain_cli.commands.simulate_validate import validate as compare
     from mtrain_cli.config.cluster import load_cluster
-    from mtrain_cli.simulation.calibration import load_user_calibration
+    from mtrain_cli.simulation.calibration_files import calibration_files
 
     for word in map(str, runs):
         if "=" in word and not Path(word).exists():
@@ -351,5 +350,11 @@ def validate(
                 "--nodes and --calibration"
             )
     machine = load_cluster(cluster or DEFAULT_CLUSTER, nodes=nodes)
+    if calibration is not None:
+        calibration_files(calibration)
+    # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.commands.simulate_validate import validate as compare
+    from mtrain_cli.simulation.calibration import load_user_calibration
+
     own = load_user_calibration(calibration)
     compare(runs, prediction or [], machine, own, out, files=files, as_json=as_json)

@@ -139,6 +139,7 @@ def parse_job(
         ConfigError: an option is wrong.
     """
     from mtrain_cli.config.cluster import load_cluster
+    from mtrain_cli.simulation.calibration_files import calibration_files
 
     words, name, cluster_typed = _split_cluster(typed.overrides or [], typed.cluster)
     _refuse_options(words)
@@ -163,6 +164,10 @@ def parse_job(
         name,
     )
     cluster = load_cluster(name, cluster_typed, nodes=typed.nodes)
+    # Check the files before anything slow is imported.
+    request.recorded_file()
+    if typed.calibration is not None:
+        calibration_files(typed.calibration)
     price = _parse_price(typed.price, cluster)
     several = cluster.nodes > 1 or any(
         "nodes=" in word or "gpus_per_node=" in word for word in (*words, *swept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -302,6 +303,8 @@ class SimulateRequest:
             names = [DENSE, *FAMILIES, FIXED, *shipped_with("*/index.npz")]
             why = no_such("index", self.index, names, "a profile's folder or index.npz")
             raise ConfigError(f"--index {self.index}: {why}")
+        if not zipfile.is_zipfile(file):  # `load_indices` would refuse it after slow imports
+            raise ConfigError(f"{file}: not an index file of mtrain, or damaged")
         return file
 
     def load_without_model(self) -> AttentionWorkload:

@@ -208,24 +208,15 @@ def _cells(run: RunStatus) -> tuple[Text, ...]:
 
 
 def _sheet(run: RunStatus) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    from mtrain_cli.console import two_columns
+
     folder, here = Path(run.folder), Path.cwd()
-    table.add_row(
-        "run", Text(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))
-    )
-    head = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
-    table.add_row(
-        "state",
-        head.append("".join(f"; {part}" for part in _state_parts(run)), style="not bold default"),
-    )
-    for label, text in _rows(run):
-        table.add_row(label, Text(text))
-    return table
+    shown = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    state = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
+    state.append("".join(f"; {part}" for part in _state_parts(run)), style="not bold default")
+    return two_columns([("run", shown), ("state", state), *_rows(run)])
 
 
 def _state_parts(run: RunStatus) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from mtrain_cli import __version__
 from mtrain_cli.config import earlier_versions, keys
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.overrides import convert
 from mtrain_cli.config.schema import Config, ConfigError
@@ -49,7 +49,4 @@ def save(config: Config, path: Path) -> None:
     import yaml
 
     text = yaml.safe_dump(keys.nested(config), sort_keys=False, allow_unicode=True)
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(f"# Composed by mtrain {__version__}.\n{text}", encoding="utf-8")
-    part.replace(path)
+    replace_text(Path(path), f"# Composed by mtrain {__version__}.\n{text}")

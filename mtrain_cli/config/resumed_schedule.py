@@ -11,12 +11,7 @@ from mtrain_cli.config import validate
 from mtrain_cli.config.schema import Config, ConfigError
 
 # If the user sets one of these keys, the resumed run gets a new schedule.
-_SCHEDULE_KEYS = (
-    "optim.schedule",
-    "optim.decay_steps",
-    "optim.schedule_steps",
-    "optim.rewarm",
-)
+_SCHEDULE_KEYS = ("optim.schedule", "optim.decay_steps", "optim.schedule_steps", "optim.rewarm")
 
 
 def keep_schedule(

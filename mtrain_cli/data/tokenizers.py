@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import numpy as np
 
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
 
@@ -175,9 +175,7 @@ def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(pieces, trainer)
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    os.replace(unfinished, path)
+    replace_text(path, tokenizer.to_str(pretty=True))
 
 
 def _require_ids(documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> None:

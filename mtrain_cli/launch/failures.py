@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import ConfigError
 
 # Error messages of gloo, NCCL and the store when a peer is gone, or when the wait for a peer
@@ -216,11 +217,9 @@ def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
         return
     extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
     message = {"message": failure.message, "extraInfo": extra}
-    partial = Path(f"{os.fspath(path)}.partial")
     # On a full disk no record is written. The exit code still reports the failure.
     with contextlib.suppress(OSError):
-        partial.write_text(json.dumps({"message": message, "mtrain": failure.record}))
-        os.replace(partial, path)
+        replace_text(Path(path), json.dumps({"message": message, "mtrain": failure.record}))
 
 
 def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from mtrain_cli.config import documents, resolved_file
+from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
@@ -400,14 +401,12 @@ def _restore_file(file: Path, content: bytes | None) -> None:
 
     Errors are ignored, so that the user sees the original mistake.
     """
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
         if content is None:
             file.unlink(missing_ok=True)
         elif file.read_bytes() != content:
-            part.write_bytes(content)
-            part.replace(file)
-    part.unlink(missing_ok=True)
+            with replacing(file) as draft:
+                draft.write_bytes(content)
 
 
 def _latest_target(runs: Path) -> str | None:
@@ -417,12 +416,9 @@ def _latest_target(runs: Path) -> str | None:
 
 
 def _point_latest(runs: Path, target: str) -> None:
-    partial = runs / f".latest-{os.getpid()}"
     # If a folder is called ``latest``, or the file system has no links, the run has no link.
-    with contextlib.suppress(OSError):
-        partial.symlink_to(target)
-        os.replace(partial, runs / "latest")
-    partial.unlink(missing_ok=True)
+    with contextlib.suppress(OSError), replacing(runs / "latest") as draft:
+        draft.symlink_to(target)
 
 
 def _restore_latest(run: Path, before: str | None) -> None:

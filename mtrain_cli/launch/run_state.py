@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.launch.run_dir import RUNS, RunDir
 from mtrain_cli.launch.run_lock import LOCK
 
@@ -37,14 +38,7 @@ WRITE_S = 1.0  # minimum seconds between two writes of `state.json`
 WARNINGS = 20  # number of warnings to keep
 ENDED = ("finished", "stopped", "failed")
 # The fields of `RunState` that describe the last step.
-_OF_LAST_STEP = (
-    "stepped",
-    "loss",
-    "grad_norm",
-    "tokens",
-    "tokens_per_second_per_gpu",
-    "seconds",
-)
+_OF_LAST_STEP = ("stepped", "loss", "grad_norm", "tokens", "tokens_per_second_per_gpu", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +93,8 @@ def read_state(run: RunDir) -> RunState | None:
 
 def write_state(run: RunDir, state: RunState) -> None:
     """Write the state atomically. If the disk is full, the previous state stays."""
-    part = run.state.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
-        part.write_text(json.dumps(dataclasses.asdict(state)))
-        part.replace(run.state)
-    with contextlib.suppress(OSError):
-        part.unlink(missing_ok=True)
+        replace_text(run.state, json.dumps(dataclasses.asdict(state)))
 
 
 def set_phase(run: RunDir, phase: str, reason: str = "") -> None:

@@ -243,7 +243,7 @@ def write_folder(
             shape.
         RunError: the disk fails or is full.
     """
-    require_new_folder(path)
+    huggingface_config.require_new_folder(path)
     config = huggingface_config.config_json(
         model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch.")
     )
@@ -271,16 +271,6 @@ def write_folder(
         raise RunError(f"{path}: could not be written ({error})") from None
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
-
-
-def require_new_folder(path: Path) -> None:
-    """Check that ``path`` does not exist or is an empty folder.
-
-    Raises:
-        ConfigError: ``path`` is a file, or a folder that is not empty.
-    """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path}: already exists. Give a new or empty folder.")
 
 
 def _write_weights(

@@ -414,3 +414,13 @@ def require_accepted(config: dict[str, Any]) -> None:
         ) from None
     finally:
         transformers.logging.set_verbosity(level)
+
+
+def require_new_folder(path: Path) -> None:
+    """Check that ``path`` does not exist or is an empty folder.
+
+    Raises:
+        ConfigError: ``path`` is a file, or a folder that is not empty.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path}: already exists. Give a new or empty folder.")

@@ -87,6 +87,7 @@ ADD_HEADS = "add_heads"  # concatenate heads, and add the gradients of repeated 
 # copies a result into the sum, or the sum into a result.
 _ADDED, _COPIED = 2 * high(ROWS) + low(ROWS), high(ROWS) + low(ROWS)
 _KEYS_ADDED, _KEYS_COPIED = 2 * high(KEYS) + low(KEYS), high(KEYS) + low(KEYS)
+_MADE_KEYS = Size(((Fraction(1), KEYS, MADE),))  # the dk and dv that a kernel returns
 # By payload of a gradient: the first word of its buffers, and the bytes that adding it moves.
 _GRADIENTS = {DKV: ("dkv", 3 * high(KEYS)), DQ: ("dqueries", 3 * high(ROWS))}
 
@@ -96,16 +97,20 @@ _Lowering = Callable[["_Builder", Steps], None]
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of the kernel and the index on which a program depends.
+    """Properties of the kernel, the index and the layout on which a program depends.
 
     needs_out: whether the kernel reads out in backward and derives delta from it.
     columns: whether single columns of the index are gathered once, outside the steps of a ring.
-    copies_parts: whether the kernel copies out and dout when it computes a part of the heads.
+    copies_parts: whether the kernel copies out, dout and lse when it computes a part of the heads,
+        and allocates a placeholder for an out that it does not get.
+    zigzag: whether the layout is zigzag, so that cutting a sequence into shards reverses the order
+        of half of its pieces.
     """
 
     needs_out: bool = False
     columns: bool = False
     copies_parts: bool = False
+    zigzag: bool = False
 
 
 def query_message(traits: Traits) -> Size:
@@ -199,6 +204,7 @@ def _queries_backward(b: _Builder, steps: Steps) -> None:
     """Keep the keys on their rank, and circulate query messages. The queries' gradients follow."""
     b.begin(0, steps[0])
     rows = b.begin_backward(6 * low(ROWS) + high(ROWS))  # includes the message
+    placeholder = low(ROWS) if b.traits.copies_parts else NOTHING
     b.arrange(MESSAGE, rows, (f"queries {b.own}",))
     b.arrange(ZERO, (f"kv {b.own}",), ("dkv sum",), timed=False)
     for at, step in enumerate(steps):
@@ -209,7 +215,7 @@ def _queries_backward(b: _Builder, steps: Steps) -> None:
         if step.queries:
             total, made = f"dqueries {b.shard(step.queries)}", (f"dq {at}", f"dkeys {at}")
             b.take_sum(total)
-            b.compute(step, (*computed, f"kv {b.own}"), made)
+            b.compute(step, (*computed, f"kv {b.own}"), made, placeholder)
             moves = _COPIED + _KEYS_ADDED
             b.emit(Merge, made, (total, "dkv sum"), begins=(total,), moves=moves)
         b.exchange_gradients(step)
@@ -236,15 +242,17 @@ def _gather_backward(b: _Builder, steps: Steps) -> None:
     """Gather keys as in forward. Reduce-scatter the gradients of a part during the next part."""
     parts = len(steps)
     cut = (low(KEYS) + high(KEYS)) * b.schedule.groups / parts
-    copies = b.traits.copies_parts and b.schedule.groups > 1 and parts > 1
+    copied = (2 * low(ROWS) + high(STATS)) / parts
+    copies = b.traits.copies_parts and parts > 1
     own, dq, sums = f"kv {b.own}", [], []
     for at, step in enumerate(steps):
         b.begin(at, step)
         keys, piece = b.gather_keys(at, step), b.piece(step.part)
-        moves = 4 * low(ROWS) / parts if copies else NOTHING
+        moves = 4 * low(ROWS) / parts if copies and b.schedule.groups > 1 else NOTHING
         b.arrange(CUT, ("lse",), (f"lse {at}",), moves, piece=piece)
         made = ("dq" if parts == 1 else f"dq {at}", f"dkeys {at}")
-        b.compute(step, ("q", "dout", "out", f"lse {at}", keys), made)
+        reads = ("q", "dout", "out", f"lse {at}", keys)
+        b.compute(step, reads, made, copied if copies else NOTHING)
         if not step.send:
             b.arrange(PLACE, ("q", own, *made), ("dq", "dkv"), cut, piece=piece)
             continue
@@ -338,7 +346,13 @@ class _Builder:
         self._pooled.add(name)
         self.arrange(TAKE_SUM, (), (name,), timed=False)
 
-    def compute(self, step: ScheduleStep, reads: Sequence[str], writes: Sequence[str]) -> None:
+    def compute(
+        self,
+        step: ScheduleStep,
+        reads: Sequence[str],
+        writes: Sequence[str],
+        scratch: Size = NOTHING,
+    ) -> None:
         self.emit(
             Compute,
             reads,
@@ -348,6 +362,7 @@ class _Builder:
             part=step.part,
             piece=self.piece(step.part),
             with_columns=not self.traits.columns,
+            scratch=scratch,
         )
 
     def wait(self, numbers: Sequence[int]) -> None:
@@ -426,9 +441,7 @@ class _Builder:
         """
         name = f"shards {at}"
         among = len(step.send[0].peers) if len(step.send) > 1 else 0
-        # Shards in node order are a copy of those in rank order.
-        copied = high(KEYS) * self.schedule.groups / (step.part[1] // self.sharing)
-        scratch = copied if among else NOTHING
+        scratch = self._scratch_of_shards(among) * self.schedule.groups / self.piece(step.part)[1]
         self.arrange(SHARDS, (made,), (name,), moves, among=among, scratch=scratch)
         for t in step.send:
             self._post(
@@ -438,6 +451,20 @@ class _Builder:
         # The kernel's dk and dv stay until the reduce-scatter has started.
         self.hold(made)
         return name
+
+    def _scratch_of_shards(self, among: int) -> Size:
+        """Return the memory of the copies that cut a rank's share of gradients into shards.
+
+        dk and dv are cut in turn. Shards in node order are a copy of those in rank order, which is
+        never smaller than the other copies. Ranks that share heads bring a gradient into rank
+        order, which copies it. A zigzag layout also copies the half of the pieces that it reverses.
+        Other layouts write shards in rank order directly.
+        """
+        if among:
+            return high(KEYS)
+        if self.sharing > 1:
+            return _MADE_KEYS / 2
+        return 3 * _MADE_KEYS / 4 if self.traits.zigzag else NOTHING
 
     def exchange_gradients(self, step: ScheduleStep) -> None:
         """Add the gradients that arrived, then send the gradients that this step completes."""
@@ -586,7 +613,6 @@ class _Builder:
         rows, keys, stats = low(ROWS), low(KEYS), high(STATS)
         # A part of lse is a view. So are the keys of one rank that computes all heads at once.
         whole_keys = keys * groups / n if groups > 1 or n > 1 else NOTHING
-        made = Size(((Fraction(1), KEYS, MADE),))
         return {
             "q": rows, "k": keys / 2, "v": keys / 2, "out": rows, "dout": rows, "lse": stats,
             "dq": rows, "dk": keys / 2, "dv": keys / 2, "delta": stats, "kv": keys,
@@ -594,7 +620,7 @@ class _Builder:
             "queries": query_message(self.traits), "total": high(ROWS) + stats,
             "dq_sum": high(ROWS), "dqueries": high(ROWS),
             "dkv": keys if gathers else high(KEYS),
-            "dkeys": made * groups / n if gathers else made,
+            "dkeys": _MADE_KEYS * groups / n if gathers else _MADE_KEYS,
             "keys": whole_keys,
             "shards": high(KEYS) * groups / n,
             "columns": low(WIDE_COLUMNS), "dcolumns": high(WIDE_COLUMNS),

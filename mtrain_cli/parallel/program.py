@@ -150,12 +150,15 @@ class Operation:
     step: index of the step in the schedule.
     reads, writes: names of buffers. Writing to an existing buffer changes it in place.
     frees: names of the buffers that no later operation uses.
+    scratch: size of the temporary memory in addition to the buffers. A kernel's call needs more
+        memory, which depends on the kernel.
     """
 
     step: int
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
+    scratch: Size = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +178,6 @@ class Arrange(Operation):
     piece: (i, n): copy the i-th of n equal parts of this rank's heads.
     among: number of ranks per node if the shards come from or go to a hierarchical collective;
         otherwise 0.
-    scratch: size of the temporary memory in addition to the buffers.
     renames: whether the written buffers take over the memory of the buffers in `frees`.
     """
 
@@ -184,7 +186,6 @@ class Arrange(Operation):
     timed: bool = True
     piece: Part = (0, 1)
     among: int = 0
-    scratch: Size = NOTHING
     renames: bool = False
 
 
@@ -370,34 +371,30 @@ class Program:
             live.difference_update(op.frees)
 
     @cached_property
-    def _held(self) -> frozenset[tuple[str, Size, Size]]:
-        """(name, size, scratch) of each operation.
+    def _held(self) -> frozenset[tuple[type[Operation], Size]]:
+        """(class, size) of each operation.
 
-        The size is the total size of the buffers that are live during the operation, without the
-        inputs of the pass and without pooled buffers.
+        The size covers the operation's scratch and the buffers that are live during the operation,
+        without the inputs of the pass and without pooled buffers.
         """
         apart = self.pooled.union(self.inputs)
         return frozenset(
             (
-                op.what if isinstance(op, Arrange) else type(op).__name__,
-                total_size(self.buffers[name].size for name in live - apart),
-                op.scratch if isinstance(op, Arrange) else NOTHING,
+                type(op),
+                total_size([op.scratch, *(self.buffers[name].size for name in live - apart)]),
             )
             for op, live in self.live()
         )
 
-    def peak_bytes(self, sizes: ShardSizes, scratch: Mapping[str, int]) -> int:
+    def peak_bytes(self, sizes: ShardSizes, call: int = 0, columns: int = 0) -> int:
         """Return the peak memory of a pass in bytes, without its inputs and the pool.
 
-        scratch: minimum number of temporary bytes that an operation needs, by `Arrange.what` or by
-            the name of the operation's class.
+        call: bytes that the kernel allocates in a `Compute`, in addition to its scratch.
+        columns: bytes that the kernel allocates in a `ComputeColumns`.
         """
+        kernel = {Compute: call, ComputeColumns: columns}
         return int(
-            max(
-                held.of(sizes, self.sharing)
-                + max(own.of(sizes, self.sharing), scratch.get(what, 0))
-                for what, held, own in self._held
-            )
+            max(held.of(sizes, self.sharing) + kernel.get(kind, 0) for kind, held in self._held)
         )
 
     @cached_property

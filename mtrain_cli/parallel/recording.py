@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel import nvtx_ranges
 
 Moment = torch.cuda.Event | float
@@ -270,11 +271,8 @@ def with_gaps(spans: list[Span]) -> list[Span]:
         for span in spans
         for part in (_without(span, waits, starts) if span.kind in (INDEX, ARRANGE) else (span,))
     ]
-    passes: dict[tuple[int, int, str], list[Span]] = {}
-    for span in filled:
-        if span.kind in COMPUTING or span.kind == PASS:
-            passes.setdefault(span.of_pass, []).append(span)
-    for members in passes.values():
+    inside = (span for span in filled if span.kind in COMPUTING or span.kind == PASS)
+    for members in grouped(inside, lambda span: span.of_pass).values():
         whole = next((s for s in members if s.kind == PASS), None)
         if whole is None:
             continue

@@ -23,6 +23,7 @@ from mtrain_cli.attention.kernel_registry import choose, survey
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.grouping import grouped
 from mtrain_cli.launch.environment import host_memory, loopback_variables
 from mtrain_cli.profiling.kernel_benchmark import installed_version
 from mtrain_cli.training.memory import GIB
@@ -247,15 +248,13 @@ def describe_links(links: list[DetectedLink]) -> list[str]:
 
     If all pairs have the same kind, the line says "every pair".
     """
-    kinds: dict[str, list[str]] = {}
-    for link in links:
-        if link.a < link.b:
-            kinds.setdefault(link.kind, []).append(f"{link.a}-{link.b}")
+    kinds = grouped((link for link in links if link.a < link.b), lambda link: link.kind)
     lines = []
-    for kind, pairs in sorted(kinds.items()):
+    for kind, of_kind in sorted(kinds.items()):
         nvlink = f"NVLink, {kind[2:]} links" if kind.startswith("NV") else "unknown path"
         path = _ACCESS.get(kind) or f"{kind}: {_LINKS.get(kind, nvlink)}"
-        lines.append(f"{path} ({'every pair' if len(kinds) == 1 else ', '.join(pairs)})")
+        pairs = ", ".join(f"{link.a}-{link.b}" for link in of_kind)
+        lines.append(f"{path} ({'every pair' if len(kinds) == 1 else pairs})")
     return lines
 
 

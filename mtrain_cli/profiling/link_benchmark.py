@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
@@ -89,7 +90,9 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
                 break
             times += measured
         progress.now("memory, launches")
-        machine = _median_machine(bench.gather(_machine(bench.device)))
+        # The rank with the median copy bandwidth stands for all.
+        machines = sorted(bench.gather(_machine(bench.device)), key=lambda m: m.copy_gbps)
+        machine = machines[len(machines) // 2]
     if bench.first:
         _write_results(bench, plan, times, machine, complete=not stopped)
     return stopped
@@ -412,11 +415,6 @@ def _launch_us(device: torch.device) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _median_machine(everyone: Sequence[link_fit.MeasuredMachine]) -> link_fit.MeasuredMachine:
-    """Return the measurement of the rank with the median copy bandwidth."""
-    return sorted(everyone, key=lambda m: m.copy_gbps)[len(everyone) // 2]
-
-
 def _write_results(
     bench: Bench,
     plan: LinkBenchmarkPlan,
@@ -461,9 +459,7 @@ def _write_results(
             measured_ranks=environment.dims.workers,
             virtual=virtual,
         )
-    draft = bench.run_dir.path / f".{FILE}.part"
-    draft.write_text(json.dumps(document, indent=1) + "\n")
-    draft.replace(bench.run_dir.path / FILE)
+    replace_text(bench.run_dir.path / FILE, json.dumps(document, indent=1) + "\n")
 
 
 def cluster_text(document: dict[str, Any]) -> str:

@@ -29,7 +29,8 @@ from mtrain_cli.model.rope import rope_factor, rotation
 from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.profiling.kernel_benchmark import median_ms, save_times
-from mtrain_cli.simulation.calibration import LOSS, NON_ATTENTION_FILE
+from mtrain_cli.simulation.calibration import LOSS
+from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
 from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run

@@ -13,12 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap, Index
-from mtrain_cli.profiling.measurement import (
-    ATTENTION_ONLY,
-    Bench,
-    MeasurementCase,
-    MeasurementPlan,
-)
+from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.recorded_work import Estimated, own_work
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse

@@ -33,6 +33,7 @@ import torch
 
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.schema import ConfigError
 
 INDEX_SCHEMA = 1
@@ -139,29 +140,23 @@ def save_indices(
             An iterator needs memory for only one index at a time. If each worker has only a part
             of a bitmap's query blocks, give one index per worker.
     """
-    draft = Path(path).with_suffix(".part")
     entries: list[dict[str, Any]] = []
-    try:
-        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
-            for number, (pattern, layer, index) in enumerate(indices):
-                entry: dict[str, Any] = {"pattern": pattern, "layer": layer, "kind": "dense"}
-                if index is not None:
-                    size = {"block": index.block, "blocks": index.blocks}
-                    entry |= {"kind": type(index).__name__, **size}
-                    for name, values in _packed(index).items():
-                        _write(file, f"{number}.{name}", values)
-                entries.append(entry)
-            for row, mask in enumerate(masks):
-                starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
-                _write(file, f"mask{row}", np.stack([starts, mask.first[starts]]))
-            _write(file, "lengths", np.array([mask.length for mask in masks], np.int64))
-            _write(file, "padded", np.array([mask.padded for mask in masks], np.int64))
-            about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(setup)}
-            _write(file, "about", np.array(json.dumps({**about, "entries": entries})))
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    draft.replace(path)
+    with replacing(Path(path)) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
+        for number, (pattern, layer, index) in enumerate(indices):
+            entry: dict[str, Any] = {"pattern": pattern, "layer": layer, "kind": "dense"}
+            if index is not None:
+                size = {"block": index.block, "blocks": index.blocks}
+                entry |= {"kind": type(index).__name__, **size}
+                for name, values in _packed(index).items():
+                    _write(file, f"{number}.{name}", values)
+            entries.append(entry)
+        for row, mask in enumerate(masks):
+            starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
+            _write(file, f"mask{row}", np.stack([starts, mask.first[starts]]))
+        _write(file, "lengths", np.array([mask.length for mask in masks], np.int64))
+        _write(file, "padded", np.array([mask.padded for mask in masks], np.int64))
+        about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(setup)}
+        _write(file, "about", np.array(json.dumps({**about, "entries": entries})))
 
 
 def _write(file: zipfile.ZipFile, name: str, values: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
+from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.earlier_versions import RENAMED_METRICS, renamed
 from mtrain_cli.config.schema import ConfigError
 
@@ -226,12 +227,10 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
 def _drop_later_steps(path: Path, last: int) -> None:
     """Remove the steps after `last` from the file. Replace the file atomically."""
     kept = "".join(f"{line}\n" for line, row in _rows(path) if row["step"] <= last)
-    draft = path.with_suffix(".jsonl.new")
-    with draft.open("w", encoding="utf-8") as file:
+    with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
         file.write(kept)
         file.flush()
         os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _summary_writer(run_dir: Path, start_step: int) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mtrain_cli.config.atomic_files import replace_text, replacing
 from mtrain_cli.config.documents import read_json, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
@@ -181,9 +182,8 @@ def write_rows(rows: np.ndarray, path: Path) -> None:
     for name, words in WORDS.items():
         arrays[name] = pa.DictionaryArray.from_arrays(arrays[name], pa.array(words))
     table = pa.table(arrays).replace_schema_metadata({"mtrain_schema": str(SCHEMA)})
-    draft = path.with_suffix(".part")
-    pq.write_table(table, draft, compression="zstd")
-    draft.replace(path)
+    with replacing(path) as draft:
+        pq.write_table(table, draft, compression="zstd")
 
 
 def write_part(rows: np.ndarray, folder: Path, number: int) -> None:
@@ -208,11 +208,13 @@ def join_parts(folder: Path) -> None:
     parts = sorted((folder / PARTS).glob("*.parquet"))
     if not parts:
         return
-    draft = (folder / RECORDS).with_suffix(".part")
-    with pq.ParquetWriter(draft, pq.read_schema(parts[0]), compression="zstd") as writer:
+    schema = pq.read_schema(parts[0])
+    with (
+        replacing(folder / RECORDS) as draft,
+        pq.ParquetWriter(draft, schema, compression="zstd") as writer,
+    ):
         for part in parts:
             writer.write_table(pq.read_table(part))
-    draft.replace(folder / RECORDS)
     for part in parts:
         part.unlink()
     (folder / PARTS).rmdir()
@@ -220,9 +222,8 @@ def join_parts(folder: Path) -> None:
 
 def write_summary(folder: Path, document: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{SUMMARY}.part"
-    draft.write_text(json.dumps({"schema": SCHEMA, **document}, indent=1) + "\n")
-    draft.replace(folder / SUMMARY)
+    text = json.dumps({"schema": SCHEMA, **document}, indent=1)
+    replace_text(folder / SUMMARY, f"{text}\n")
 
 
 def open_records(folder: Path) -> RecordedFolder:

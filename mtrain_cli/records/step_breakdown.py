@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.profiler_labels import (
     ATTENTION,
     CLOSING,
@@ -295,11 +296,8 @@ def _innermost(
         ranges: a (span, part) pair for each range.
         at: instants as (thread, time in nanoseconds).
     """
-    by_thread: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
-    for labelled in ranges:
-        by_thread[labelled[0].thread].append(labelled)
-    for spans in by_thread.values():
-        spans.sort(key=lambda r: (-r[0].begin, r[0].end))  # latest first, to pop from the end
+    latest_first = sorted(ranges, key=lambda r: (-r[0].begin, r[0].end))  # to pop from the end
+    by_thread = grouped(latest_first, lambda r: r[0].thread)
     words: list[str | None] = [None] * len(at)
     stacks: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
     for number in sorted(range(len(at)), key=lambda n: at[n][1]):
@@ -368,10 +366,10 @@ def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
 
     calls: (name, part, time in nanoseconds) of each call.
     """
-    totals: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for name, part, ns in calls:
-        totals[name, part].append(ns)
-    kinds = [OperationTotals(*key, len(ns), sum(ns)) for key, ns in totals.items()]
+    kinds = [
+        OperationTotals(*key, len(of_kind), sum(ns for *_, ns in of_kind))
+        for key, of_kind in grouped(calls, lambda call: call[:2]).items()
+    ]
     return sorted(kinds, key=lambda k: (-k.ns, k.name, k.part))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from mtrain_cli import __version__, resource_dir
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.printable import same_width
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
@@ -68,10 +69,8 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         data=_base64(gzip.compress(data.encode(), mtime=0)),
         script=script,
     )
-    draft = path.with_name(f".{path.name}.part")
     # Replace control characters: a user may print the file to a terminal.
-    draft.write_text(same_width(page), encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, same_width(page))
     return path
 
 

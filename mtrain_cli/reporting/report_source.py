@@ -173,9 +173,7 @@ class ReportSource:
         return f"{text}; all figures cover only {covered}"
 
 
-def labelled_cases(
-    sources: Sequence[ReportSource],
-) -> list[tuple[str, ReportSource, CaseAnalysis]]:
+def labelled_cases(sources: Sequence[ReportSource]) -> list[tuple[str, ReportSource, CaseAnalysis]]:
     """Return (label, run, case) of each case. With several runs, labels name the run."""
     several = len(sources) > 1
     return [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
 from rich.table import Table
 
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace
@@ -157,13 +159,9 @@ def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
     for name, rows in sweeps:
         good = [row for row in rows if "cannot" not in row]
         gpus = len({row["workers"] for row in good}) > 1 or len({row["seq"] for row in good}) < 2
-        groups: dict[str, list[Row]] = {}
-        for row in good:
-            swept = [f"{k} {v}" for k, v in swept_settings(row).items() if gpus or k != "seq"]
-            groups.setdefault(", ".join(swept) or "as given", []).append(row)
         views += [
             _view((name, label, title), group, value, gpus=gpus, ideal=linear and gpus)
-            for label, group in groups.items()
+            for label, group in grouped(good, partial(_label_of, with_seq=gpus)).items()
             for title, value, linear in _QUANTITIES
         ]
     note = (
@@ -171,6 +169,11 @@ def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
         "the other lines. Crosses do not fit into memory."
     )
     return Figure("scaling", "Scaling", ("sweep", "settings", "quantity"), views, note)
+
+
+def _label_of(row: Row, with_seq: bool) -> str:
+    swept = [f"{k} {v}" for k, v in swept_settings(row).items() if with_seq or k != "seq"]
+    return ", ".join(swept) or "as given"
 
 
 def _view(
@@ -184,9 +187,7 @@ def _view(
         gpus: whether the x axis is the number of GPUs.
         ideal: whether to draw linear scaling.
     """
-    lines: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        lines.setdefault((row["layout"], row["exchange"].partition(" (")[0]), []).append(row)
+    lines = grouped(rows, lambda row: (row["layout"], row["exchange"].partition(" (")[0]))
     at = "workers" if gpus else "seq"
     exchanges = list(dict.fromkeys(exchange for _, exchange in lines))
     layouts = list(dict.fromkeys(layout for layout, _ in lines))

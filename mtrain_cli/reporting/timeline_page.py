@@ -7,15 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtrain_cli.parallel.recording import (
-    COMPUTING,
-    DIRECTIONS,
-    GAP,
-    KINDS,
-    PASS,
-    RECEIVE,
-    WAIT,
-)
+from mtrain_cli.parallel.recording import COMPUTING, DIRECTIONS, GAP, KINDS, PASS, RECEIVE, WAIT
 from mtrain_cli.records.analysis import CaseAnalysis
 from mtrain_cli.records.record_files import LINKS
 from mtrain_cli.records.record_sums import LATE, select

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pandas
 
+from mtrain_cli.config.atomic_files import replacing
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND
 from mtrain_cli.records.record_files import ROW, as_frame
 
@@ -50,10 +52,7 @@ def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
     _write(path, {"displayTimeUnit": "ms", "otherData": info}, events)
     folder = path.parent / FOLDER
     folder.mkdir(exist_ok=True)
-    by_rank: dict[int, list[dict[str, Any]]] = {}
-    for event in events:
-        by_rank.setdefault(event["pid"], []).append(_as_kernel(event))
-    for rank, mine in by_rank.items():
+    for rank, mine in grouped(map(_as_kernel, events), lambda event: event["pid"]).items():
         about = {"rank": rank, "world_size": summary["workers"], "backend": "mtrain"}
         _write(
             folder / f"rank-{rank}.json.gz", {"schemaVersion": 1, "distributedInfo": about}, mine
@@ -213,11 +212,10 @@ def _meta(rank: int, tid: int, kind: str, value: Any, key: str = "name") -> dict
 
 
 def _write(path: Path, about: dict[str, Any], events: list[dict[str, Any]]) -> None:
-    draft = path.with_name(f".{path.name}.part")
-    with gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as file:
+    is_packed = path.suffix == ".gz"
+    with replacing(path) as draft, gzip.open(draft, "wt") if is_packed else draft.open("w") as file:
         # HTA finds the rank by a pattern with a space after the colon. So only the events, not the
         # facts before them, are written without spaces.
         file.write(json.dumps(about)[:-1] + ', "traceEvents": ')
         json.dump(events, file, separators=(",", ":"))
         file.write("}")
-    draft.replace(path)

@@ -152,10 +152,7 @@ def _curve(
     if not smooth or count < 10:
         return [trace(values, 2)]
     means = smoothed(values, window_of(count))
-    return [
-        trace(values, 1, opacity=0.35, showlegend=False),
-        trace(means, 2, hoverinfo="skip"),
-    ]
+    return [trace(values, 1, opacity=0.35, showlegend=False), trace(means, 2, hoverinfo="skip")]
 
 
 def _marks(source: ReportSource, key: str, colour: str) -> list[Trace]:

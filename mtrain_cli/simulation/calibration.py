@@ -20,13 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli import resource_dir
-from mtrain_cli.config.documents import is_number, read_json, reason
+from mtrain_cli.config.documents import is_number, reason
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.suggest import no_such
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.recording import INDEX
-from mtrain_cli.records.shipped_profiles import find_shipped
 from mtrain_cli.simulation.actions import FloatArray
+from mtrain_cli.simulation.calibration_files import (
+    NON_ATTENTION_FILE,
+    calibration_files,
+    read_calibration,
+    shipped_files,
+)
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
 
@@ -40,8 +44,6 @@ DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "di
 # `profiling.non_attention_benchmark` measures these parts of a step: FORWARD and BACKWARD of a
 # layer without attention, INDEX (estimating an index), and LOSS (LM head, loss and embedding).
 LOSS = "loss"
-NON_ATTENTION_FILE = "non_attention"
-KINDS_OF_FILES = ("kernels", "worker_calls", NON_ATTENTION_FILE)
 LOW, VALUE, HIGH = "low", "value", "high"
 # Bounds of a kernel's time on a GPU that was not measured, as factors on the expected time.
 UNKNOWN = (1 / 1.6, 2.0)
@@ -203,11 +205,8 @@ class NonAttentionTimes:
 
         Only points of ``part`` count.
         """
-        found: dict[float, list[float]] = {}
-        for point in self.points:
-            if point.part == part:
-                found.setdefault(at(point), []).append(of(point))
-        return {place: statistics.median(found[place]) for place in sorted(found)}
+        found = grouped((point for point in self.points if point.part == part), at)
+        return {place: statistics.median(map(of, found[place])) for place in sorted(found)}
 
     def share(
         self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]
@@ -277,7 +276,7 @@ def load_calibration(*paths: Path) -> Calibration:
     dense_only: set[str] = set()  # kernels that also compute the pairs that an index leaves out
     devices: list[str] = []
     for path in paths:
-        document = _document(path)
+        document = read_calibration(path)
         _add_same(path, devices, str(document["device"]), "GPU")
         try:
             if document["kind"] == NON_ATTENTION_FILE:
@@ -338,12 +337,7 @@ def load_user_calibration(files: str | None) -> Calibration | None:
     Raises:
         ConfigError: see `load_calibration`.
     """
-    if files is None:
-        return None
-    paths = [file.strip() for file in files.split(",")]
-    if not all(paths):
-        raise ConfigError(f"--calibration {files!r}: empty item; give FILE or FILE,FILE")
-    return load_calibration(*(find_shipped(Path(path)) for path in paths))
+    return None if files is None else load_calibration(*calibration_files(files))
 
 
 def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
@@ -399,44 +393,10 @@ def _group_by_kernels(
     return [((kernel, direction), forms) for (kernel, direction, _), forms in groups.items()]
 
 
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        document = read_json(path)
-    except FileNotFoundError:
-        names = [file.stem for files in _shipped_files().values() for file in files]
-        why = no_such(
-            "calibration", str(path), names, "a file that `mtrain profile kernels --out FILE` wrote"
-        )
-        raise ConfigError(f"--calibration {path}: {why}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--calibration {path}: not readable as JSON ({reason(error)})"
-        ) from error
-    known = isinstance(document, dict) and document.get("kind") in KINDS_OF_FILES
-    if not (known and document.get("times") and "device" in document):
-        raise ConfigError(
-            f"--calibration {path}: holds no times; `mtrain profile kernels` and `mtrain profile "
-            "non-attention` write such files with --out FILE"
-        )
-    return document
-
-
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Calibration, ...]:
     """Load the calibrations that ship with mtrain, one per measured device."""
-    return tuple(load_calibration(*paths) for paths in _shipped_files().values())
-
-
-def _shipped_files() -> dict[str, list[Path]]:
-    """Find the calibration files that ship with mtrain, by measured device."""
-    by_device: dict[str, list[Path]] = {}
-    for path in sorted(resource_dir("profiles").glob("*.json")):
-        try:
-            document = _document(path)
-        except ConfigError:
-            continue
-        by_device.setdefault(str(document["device"]), []).append(path)
-    return by_device
+    return tuple(load_calibration(*paths) for paths in shipped_files().values())
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from mtrain_cli.attention.index import VerticalSlash
+if TYPE_CHECKING:
+    from mtrain_cli.attention.index import VerticalSlash
 
 _RUN = 16  # slashes in a run
 _NEAR = 0.25  # in `clustered`, share of the slashes that lie next to the main diagonal
@@ -57,6 +58,11 @@ class IndexFamily:
 
     def index(self, layer: int, seq: int, heads: int) -> VerticalSlash:
         """Draw the index of a layer for ``seq`` tokens. Padding completes the last block."""
+        # Imported late: it takes seconds, and commands check names of families before.
+        import torch
+
+        from mtrain_cli.attention.index import VerticalSlash
+
         blocks = -(-seq // self.block)
         area = blocks - np.arange(blocks)
         on = np.zeros((1, heads, blocks), bool)

@@ -23,6 +23,7 @@ from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import parse_label
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
@@ -140,13 +141,7 @@ def replay(
     try:
         work, kernel = _workload(run, case), str(facts["kernel"])
         prediction = predict(
-            cluster,
-            work,
-            setup,
-            kernel=kernel,
-            calibration=calibration,
-            number=number,
-            rows=True,
+            cluster, work, setup, kernel=kernel, calibration=calibration, number=number, rows=True
         )
     except InvalidSetup as error:
         raise ConfigError(f"RUN {run.folder}: {case.label}: {error}") from None
@@ -190,22 +185,24 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
 def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     made, facts, pattern = run.indices.setup, case.facts, str(case.facts["pattern"])
     seq, batch = int(facts["seq"]), int(facts["micro_batch"])
-    columns, model = made.columns.get(pattern, -1), str(facts.get("model", ""))
+    workload = partial(
+        AttentionWorkload,
+        pattern=pattern,
+        columns=made.columns.get(pattern, -1),
+        model=str(facts.get("model", "")),
+    )
     if seq == made.seq and pattern in run.indices.patterns:
         indices, layers = run.indices, set(run.indices.layers(pattern)) & set(case.layers)
         if not layers:
             raise ConfigError(
                 f"RUN {run.folder}: {record_files.INDEX} has no index of any layer of {case.label}"
             )
-        return AttentionWorkload(
+        return workload(
             made=made,
             masks=indices.masks,
             layers=tuple(sorted(layers)),
             index=partial(index_of, indices, pattern),
-            pattern=pattern,
-            columns=columns,
             estimated=pattern not in (_DENSE, _FIXED),
-            model=model,
         )
     # The file has indices for one length. Dense and fixed cases of other lengths do not need it.
     config = _config(run, case)
@@ -219,15 +216,12 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
             f"before the measurement, as {own or '--prediction DIR'}, or measure one length per run"
         )
     made = replace(made, seq=seq, columns={}, iteration=0)
-    return AttentionWorkload(
+    return workload(
         made=made,
         masks=(MaskRule.of(config.data)(None, seq, seq),) * batch,
         layers=tuple(case.layers),
         index=PairSource(pattern).problem(config).index,
-        pattern=pattern,
-        columns=columns,
         estimated=False,
-        model=model,
     )
 
 
@@ -565,12 +559,9 @@ def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
     errors = np.array([case.error for case in cases])
     every = [(name, p) for case in cases for name, p in case.passes.items()]
     degrees = np.abs([p - m for _, one_pass in every for m, p in one_pass.degrees.values()])
-    groups: dict[Key, list[CaseComparison]] = {}
-    for case in cases:
-        groups.setdefault(case.group, []).append(case)
     times = {
         group: [np.array([getattr(c, of) for c in members]) for of in ("measured", "predicted")]
-        for group, members in groups.items()
+        for group, members in grouped(cases, lambda case: case.group).items()
         if len(members) >= _LEAST_RANKED
     }
     common = float(np.median(errors + 1))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.lowering import SHARDS, Traits, lower
-from mtrain_cli.parallel.program import Compute, ComputeColumns, Program, ShardSizes, pool_bytes
+from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.index_memory import IndexShape
@@ -46,7 +46,13 @@ class AttentionMemory:
             sequences=sequences,
         )
         gathered = self.index is not None and self.index.gathered
-        self._program = exchange.name, exchange.options(layout.workers), gathered
+        traits = Traits(
+            columns=gathered,
+            # PyTorch's kernel copies its inputs; the other kernels take views.
+            copies_parts=kernel == "sdpa",
+            zigzag=layout.name == "zigzag",
+        )
+        self._program = exchange.name, exchange.options(layout.workers), traits
 
     @property
     def pool(self) -> int:
@@ -74,62 +80,45 @@ class AttentionMemory:
         At the peak, backward holds the exchange's pool, the gradients of q, k and v, the KV of
         other workers, and the kernel's buffers.
         """
-        exchange, sizes, n = self.exchange, self.sizes, self.exchange.chunks
-        groups = self.layout.workers // exchange.heads
-        tokens, e = sizes.tokens * exchange.heads, sizes.dtype_bytes
-        rows = sizes.tokens * sizes.heads * sizes.head_dim
-        circulates = exchange.circulates_among(self.layout.workers)
+        exchange, sizes, workers = self.exchange, self.sizes, self.layout.workers
+        ranks = exchange.heads if exchange.circulates_among(workers) else workers
         # FlashAttention-4 computes the two rectangles of a zigzag worker in turn and sums their
         # dk and dv in float32.
-        zigzag = groups > 1 and self.layout.name == "zigzag"
-        keys, pieces = tokens if circulates else tokens * groups, zigzag and self.index is None
-        kernel = kernel_backward(self.kernel, self.model, sizes.tokens, keys, e, pieces, self.index)
-        # PyTorch's kernel copies out, dout and lse of one part of the heads. If queries circulate,
-        # it allocates a placeholder for out.
-        copied = 0
-        if self.kernel == "sdpa":
-            copied = (2 * e * rows + 4 * sizes.tokens * sizes.heads) // n if n > 1 else 0
-            copied += e * rows if exchange.queries_travel and circulates else 0
-        # dk and dv are brought into rank order before they are cut into shards. Striped and
-        # contiguous layouts do both in one copy, unless ranks share heads.
-        kv_heads = max(1, sizes.kv_heads // exchange.heads)
-        kv = 2 * tokens * groups * kv_heads * sizes.head_dim
-        ordered = 3 * kernel.made * kv // (4 * n) if zigzag else 0
-        if exchange.heads > 1:
-            ordered = kernel.made * kv // (2 * n)
-        gathered = self.index is not None and self.index.gathered
-        scratch = (
-            (Compute.__name__, (kernel.blocks if gathered else kernel.call) // n + copied),
-            (ComputeColumns.__name__, kernel.columns),
-            (SHARDS, ordered),
+        zigzag = workers > exchange.heads and self.layout.name == "zigzag"
+        kernel = kernel_backward(
+            self.kernel,
+            self.model,
+            sizes.tokens,
+            sizes.tokens * ranks,
+            sizes.dtype_bytes,
+            pieces=zigzag and self.index is None,
+            index=self.index,
         )
+        gathered = self.index is not None and self.index.gathered
+        call = (kernel.blocks if gathered else kernel.call) // exchange.chunks
         sizes = replace(sizes, made_bytes=kernel.made)
-        return self.pool + _peak_of_backward(*self._program, sizes, scratch)
+        return self.pool + _peak_of_backward(*self._program, sizes, call, kernel.columns)
 
 
 @cache
-def _programs(exchange: str, options: ScheduleOptions, columns: bool) -> tuple[Program, Program]:
-    """Return rank 0's program of the forward pass and its program of the backward pass.
-
-    Args:
-        columns: whether a ring gathers the columns once.
-    """
-    schedule, traits = make_schedule(exchange, options), Traits(columns=columns)
+def _programs(exchange: str, options: ScheduleOptions, traits: Traits) -> tuple[Program, Program]:
+    """Return rank 0's program of the forward pass and its program of the backward pass."""
+    schedule = make_schedule(exchange, options)
     return lower(schedule, 0, traits=traits), lower(schedule, 0, traits=traits, backward=True)
 
 
 # A search for settings that fit asks for the same few programs and sizes thousands of times.
 @cache
-def _pool(exchange: str, options: ScheduleOptions, columns: bool, sizes: ShardSizes) -> int:
-    return pool_bytes(_programs(exchange, options, columns), sizes)
+def _pool(exchange: str, options: ScheduleOptions, traits: Traits, sizes: ShardSizes) -> int:
+    return pool_bytes(_programs(exchange, options, traits), sizes)
 
 
 @cache
 def _saved(
-    exchange: str, options: ScheduleOptions, columns: bool, sizes: ShardSizes
+    exchange: str, options: ScheduleOptions, traits: Traits, sizes: ShardSizes
 ) -> dict[str, int]:
     """Return the size of each buffer that forward saves, by the first word of the buffer's name."""
-    forward, _ = _programs(exchange, options, columns)
+    forward, _ = _programs(exchange, options, traits)
     buffers = {name.partition(" ")[0]: forward.buffers[name] for name in forward.saved}
     return {word: int(b.size.of(sizes, forward.sharing)) for word, b in buffers.items()}
 
@@ -138,17 +127,17 @@ def _saved(
 def _peak_of_backward(
     exchange: str,
     options: ScheduleOptions,
-    columns: bool,
+    traits: Traits,
     sizes: ShardSizes,
-    scratch: tuple[tuple[str, int], ...],
+    call: int,
+    columns: int,
 ) -> int:
     """Return the peak bytes of backward, without the pool.
 
     Args:
-        scratch: pairs of an operation's name and the bytes that the operation allocates, as in
-            `Program.peak_bytes`.
+        call, columns: bytes that the kernel allocates; see `Program.peak_bytes`.
     """
-    return _programs(exchange, options, columns)[1].peak_bytes(sizes, dict(scratch))
+    return _programs(exchange, options, traits)[1].peak_bytes(sizes, call, columns)
 
 
 class KernelBuffers(NamedTuple):

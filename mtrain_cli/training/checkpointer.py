@@ -35,24 +35,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.manifest import FileEntry, Manifest, ManifestError, checksum, committed_steps
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training import checkpoint_files
 from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileError
+from mtrain_cli.training.checkpoint_source import CheckpointError, NoCheckpointError, checkpoints_of
 
 T = TypeVar("T")
 # A rank with a slow disk keeps the other ranks waiting in a collective.
 GROUP_TIMEOUT = timedelta(hours=1)
-
-
-class CheckpointError(RunError):
-    """A checkpoint could not be saved or loaded. Training may continue after a failed save."""
-
-
-class NoCheckpointError(ConfigError, CheckpointError):
-    """There is no intact checkpoint. The message has one line per damaged checkpoint."""
 
 
 class Checkpointer:
@@ -335,23 +326,6 @@ class Checkpointer:
         if isinstance(error, CheckpointException) and error.failures:
             rank, (error, _) = min(error.failures.items())
         return f"rank {rank}: {_one_line(error)}" if self._workers > 1 else _one_line(error)
-
-
-def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the committed checkpoints of a run or of a checkpoints folder, newest first.
-
-    If `path` is any other folder, return a list of only that folder, without reading the folder.
-
-    Raises:
-        NoCheckpointError: the run or the checkpoints folder holds no checkpoint.
-    """
-    folder = Path(path)
-    if (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"
-    found = [folder / f"step-{step}" for step in committed_steps(folder)]
-    if not found and (folder.name == "checkpoints" or (folder / "resolved.yaml").is_file()):
-        raise NoCheckpointError(f"{folder}: holds no checkpoint")
-    return found or [folder]
 
 
 def load_model_state(

@@ -21,14 +21,14 @@ from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.model import huggingface
-from mtrain_cli.model.huggingface_config import config_json
+from mtrain_cli.model.huggingface_config import config_json, require_new_folder
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 from mtrain_cli.training import checkpointer
+from mtrain_cli.training.checkpoint_source import RESOLVED, find_source, run_of
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
-RESOLVED = "resolved.yaml"
 TOKENIZER = "tokenizer"  # in an imported run, the folder with the source's tokenizer files
 
 
@@ -101,9 +101,9 @@ def export_checkpoint(
             model, or `target` cannot be written.
         RunError: the disk of `target` is full or fails.
     """
-    huggingface.require_new_folder(target)
+    require_new_folder(target)
     source = find_source(source)
-    run = _run_of(source)
+    run = run_of(source)
     config = resolved_file.load(run / RESOLVED)
     named = None if tokenizer is None else of_folder(tokenizer)
     files, remark = tokenizer_of_run(config, run) if named is None else (named, "")
@@ -230,34 +230,3 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     target.mkdir()
     files.write(target)
     (target / "config.json").write_text(json.dumps(dict(files.ids)), encoding="utf-8")
-
-
-def find_source(source: Path) -> Path:
-    """Return the folder that `source` of `export_checkpoint` names, without verifying checkpoints.
-
-    Raises:
-        ConfigError: there is no such run, or the run has no checkpoint.
-    """
-    if not source.exists() and (run_dir.RUNS / source).is_dir():
-        source = run_dir.RUNS / source
-    _run_of(source)
-    try:
-        checkpointer.checkpoints_of(source)
-    except checkpointer.CheckpointError as error:
-        raise ConfigError(*str(error).splitlines()) from error
-    return source
-
-
-def _run_of(source: Path) -> Path:
-    """Return the run that `source` belongs to.
-
-    source: folder of a run, its checkpoints folder, or a checkpoint.
-    """
-    resolved = source.resolve()
-    for folder in (resolved, resolved.parent, resolved.parent.parent):
-        if (folder / RESOLVED).is_file():
-            return folder
-    raise ConfigError(
-        f"{source}: not a run or a run's checkpoint (no {RESOLVED} in this folder or above it). "
-        "Give a run, such as runs/latest."
-    )

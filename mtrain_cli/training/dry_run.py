@@ -11,6 +11,7 @@ from rich.text import Text
 
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.console import two_columns
 from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
@@ -166,16 +167,6 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
         dense_steps = plan.config.sparsity.dense_steps
         rows.append(("", f"{name} for the first {dense_steps} steps, which are dense: {reason}"))
     return rows
-
-
-def two_columns(rows: list[tuple[str, str]]) -> Table:
-    """Lay out pairs of a label and a text as two columns. Labels are dim."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in rows:
-        table.add_row(label, Text(text))
-    return table
 
 
 def memory_table(plan: RunPlan) -> RenderableType:

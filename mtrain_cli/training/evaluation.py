@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config import documents
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
 
@@ -152,9 +152,7 @@ class EvaluationWriter:
         self.kept: list[dict[str, Any]] = []
         if self.path.exists():
             self.kept = kept = [row for row in _rows(self.path) if row["step"] <= start_step]
-            draft = self.path.with_suffix(".jsonl.new")
-            draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            os.replace(draft, self.path)
+            replace_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, evaluation: Evaluation) -> str | None:
         """Append a row. Return None, or a warning if the row cannot be written."""

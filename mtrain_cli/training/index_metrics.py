@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mtrain_cli.attention.device_copy import to_device
+from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.context_attention import ContextAttention, IndexRecord
 from mtrain_cli.training.flops import causal_pairs
 
@@ -55,12 +56,9 @@ def local_index_sums(records: list[IndexRecord], layers: int, device: torch.devi
         layers: number of layers of the model.
     """
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
-    by_batch_size: dict[int, list[IndexRecord]] = {}
-    for record in records:
-        by_batch_size.setdefault(len(record.counts.pairs), []).append(record)
     # Integer sums are exact in any order.
     sums = torch.zeros(layers + 2, dtype=torch.int64, device=device)
-    for group in by_batch_size.values():
+    for group in grouped(records, lambda record: len(record.counts.pairs)).values():
         counts = [record.counts for record in group]
         lines = [t for c in counts for t in (c.pairs, c.slashes, c.columns)]
         places = torch.tensor([p for r in group for p in (r.layer, layers, layers + 1)])

@@ -13,7 +13,7 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.transport import Buffers
 
 SEQ = 48
@@ -69,3 +69,22 @@ def test_later_passes_allocate_almost_nothing_and_earlier_gradients_survive(circ
         assert found["kept"], "memory of a gradient that was handed out is not used again"
         # Contiguous shards: a rank sees only its own and earlier ones.
         assert found["calls"] == rank + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "foreign"),
+    [("ring", 1, True), ("ring", 2, True), ("ring", 4, False), ("all_gather", 1, False)],
+)
+def test_only_a_ring_keeps_what_it_received_for_a_recomputation_without_queries(
+    name, heads, foreign
+):
+    group = ContextGroup(1, tuple(range(4)), per_node=4, heads=heads)
+    exchange = make_exchange(name, make_layout("striped", 4, 64, 4), group)
+    saved = _, keys, out, lse, columns = tuple(torch.rand(1, 6, 2, 8) for _ in range(5))
+    more = (keys, columns) if foreign else ()
+    kept = exchange.kept_for_recompute(saved, 0)
+    assert [id(tensor) for tensor in kept] == [id(tensor) for tensor in (out, lse, *more)]
+    late_out, late_lse = exchange.kept_for_recompute(saved, 2)
+    assert late_out.equal(out[:, 2:])
+    assert late_lse.equal(lse[..., 2:])
+    assert late_out.untyped_storage().nbytes() == late_out.nbytes, "no view of the whole tensor"

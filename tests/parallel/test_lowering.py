@@ -7,9 +7,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 from parallel.test_schedule import cases
+from training.allocations import LiveBytes
 
 from mtrain_cli.parallel import schedule
+from mtrain_cli.parallel.layout import Joined, make_layout
 from mtrain_cli.parallel.lowering import ADD_HEADS, CUT, DELTA, JOIN, SHARDS, Traits, lower
 from mtrain_cli.parallel.program import (
     WHOLE_SEQUENCE,
@@ -333,17 +336,44 @@ def test_backward_of_queries_is_charged_for_the_message():
         assert delta.moves.of(FEW) == each * 640
 
 
+@pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize(("chunks", "heads"), [(1, 1), (2, 1), (4, 2)])
-def test_shards_in_node_order_need_a_copy(chunks, heads):
-    """A hierarchical reduce-scatter sorts the float32 gradients of all keys of a part."""
-    options = ScheduleOptions(8, 4, chunks=chunks, heads=heads)
+def test_shards_need_copies_in_another_order(chunks, heads, zigzag):
+    """All keys of a part of the heads are cut into shards.
+
+    A hierarchical reduce-scatter sorts their float32 gradients by node. Otherwise, ranks that share
+    heads sort dk and dv in turn, in the kernel's dtype. So does a zigzag layout, which also copies
+    the half that it reverses.
+    """
+    options, traits = ScheduleOptions(8, 4, chunks=chunks, heads=heads), Traits(zigzag=zigzag)
     flat, tree = (
-        copies(lower(make_schedule(name, options), 0, backward=True), SHARDS)
+        copies(lower(make_schedule(name, options), 0, backward=True, traits=traits), SHARDS)
         for name in ("all_gather", "hierarchical_all_gather")
     )
-    sequence = 4 * 320 * (8 // heads)
-    assert [op.scratch.of(FEW, heads) for op in flat] == [0] * chunks
-    assert [op.scratch.of(FEW, heads) for op in tree] == [sequence / chunks] * chunks
+    keys = 320 * (8 // heads) // chunks
+    share = 1 / 2 if heads > 1 else 3 / 4 * zigzag
+    for made_bytes in (2, 4):
+        sizes = replace(FEW, made_bytes=made_bytes)
+        assert [op.scratch.of(sizes, heads) for op in flat] == [made_bytes * keys * share] * chunks
+        assert [op.scratch.of(sizes, heads) for op in tree] == [4 * keys] * chunks
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+def test_cutting_shards_allocates_the_scratch_of_the_program(name, heads):
+    schedule = make_schedule("all_gather", ScheduleOptions(4, 4, heads=heads))
+    traits = Traits(zigzag=name == "zigzag")
+    (op,) = copies(lower(schedule, 0, backward=True, traits=traits), SHARDS)
+    sizes = ShardSizes(tokens=8, heads=4, kv_heads=4, head_dim=16, dtype_bytes=2)
+    base = make_layout(name, 4, 32, 4)
+    layout = base if heads == 1 else Joined.of(base, heads)
+    kv = torch.zeros(2, 1, 32, 4 // heads, 16, dtype=torch.bfloat16)
+    shards = torch.empty(layout.workers, 2, 1, 8 * heads, 4 // heads, 16)
+    with LiveBytes([kv, shards]) as live:
+        for i in (0, 1):
+            layout.copy_to_shards(kv[i], shards[:, i])
+    # A layout of joined shards keeps the order of its tokens.
+    assert live.peak - live.now() == op.scratch.of(sizes, heads)
 
 
 def test_the_gradients_of_a_kernel_stay_until_the_reduce_scatter_has_started():
@@ -372,3 +402,17 @@ def test_a_kernel_that_copies_parts_is_charged_for_each(workers, chunks, copying
     schedule = make_schedule("all_gather", ScheduleOptions(workers, 4, chunks=chunks))
     program = lower(schedule, 0, backward=True, traits=Traits(copies_parts=copying))
     assert [op.moves.of(FEW) for op in copies(program, CUT)] == moved
+    # out and dout in 2 bytes per element, lse in 4 bytes
+    copied = (4 * 640 + 4 * 80) / chunks if copying and chunks > 1 else 0
+    assert [op.scratch.of(FEW) for op in program.computes] == [copied] * chunks
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(("copying", "bytes_each"), [(False, 0), (True, 2)])
+def test_a_kernel_that_copies_parts_allocates_an_out_for_messages(copying, bytes_each, heads):
+    """A message has no out, even if all ranks share heads and no message leaves its rank."""
+    traits = Traits(copies_parts=copying)
+    for circulates, allocated in (("kv", 0), ("queries", bytes_each * 640)):
+        schedule = make_schedule("ring", ScheduleOptions(4, 4, circulates=circulates, heads=heads))
+        program = lower(schedule, 1, backward=True, traits=traits)
+        assert [op.scratch.of(FEW, heads) for op in program.computes] == [allocated] * (4 // heads)

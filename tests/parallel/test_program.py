@@ -11,7 +11,6 @@ from mtrain_cli.parallel.lowering import (
     FROM_HEADS,
     FROM_TOKENS,
     OWN,
-    SHARDS,
     TO_HEADS,
     TO_TOKENS,
     Traits,
@@ -177,7 +176,7 @@ def test_the_pool_of_ranks_that_share_heads_holds_repeated_heads():
 
 
 def test_temporary_memory_counts_once():
-    """The peak holds the larger of a copy's own scratch and the minimum that is given for it.
+    """A copy's scratch and a kernel's buffers are in memory at different times.
 
     At its peak, the rank cuts the gradients of the whole sequence, four times its own 320 elements:
     it holds dq in bf16 and the kernel's gradients in bf16, and shards and their copy in float32.
@@ -186,6 +185,8 @@ def test_temporary_memory_counts_once():
     backward = lower(schedule, 0, backward=True)
     copy = 4 * 320 * 4
     held = 2 * 640 + 2 * 320 * 4 + copy
-    assert backward.peak_bytes(FEW, {}) == held + copy
-    assert backward.peak_bytes(FEW, {SHARDS: copy}) == held + copy
-    assert backward.peak_bytes(FEW, {SHARDS: 3 * copy}) == held + 3 * copy
+    assert backward.peak_bytes(FEW) == held + copy
+    assert backward.peak_bytes(FEW, call=copy) == held + copy
+    # A call holds the gathered keys in bf16, dq, and dk and dv in bf16.
+    call = 2 * 640 + 2 * 2 * 320 * 4
+    assert backward.peak_bytes(FEW, call=3 * copy) == call + 3 * copy

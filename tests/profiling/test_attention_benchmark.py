@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import gloo
 import numpy as np
 import pytest
 import torch
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.profiling import attention_benchmark
 from mtrain_cli.profiling.attention_benchmark import HEADER, _draw, _medians, _row
+from mtrain_cli.profiling.measurement import ATTENTION_ONLY, MeasurementPlan
+from mtrain_cli.profiling.profile_writer import ProfileWriter
+from mtrain_cli.records.record_files import open_records
 
 CONFIG = compose(["seq=48", "train.micro_batch=2", "train.global_batch=2"])
 
 
-def drawn(layout_name: str, workers: int) -> list[torch.Tensor]:
-    """Return q, k, v and dout of the whole sequence, as all workers draw them."""
+def drawn(layout_name: str, workers: int, groups: int = 1, group: int = 0) -> list[torch.Tensor]:
+    """Return q, k, v and dout of whole sequences, as all workers of one context group draw them."""
     layout = make_layout(layout_name, workers, 48, 4)
     choices = SimpleNamespace(layout=layout, dtype=torch.float32)
     parts = []
     for rank in range(workers):
-        environment = SimpleNamespace(dims=ParallelDims.of(workers, cp=workers), rank=rank)
+        dims = ParallelDims.of(workers * groups, cp=workers)
+        environment = SimpleNamespace(dims=dims, rank=group * workers + rank)
         bench = SimpleNamespace(device=torch.device("cpu"), environment=environment)
-        group = SimpleNamespace(group=SimpleNamespace(rank=rank))
-        case = SimpleNamespace(choices=choices, config=CONFIG, exchange=group)
+        exchange = SimpleNamespace(group=SimpleNamespace(rank=rank))
+        case = SimpleNamespace(choices=choices, config=CONFIG, exchange=exchange)
         parts.append(list(_draw(case, bench)))  # type: ignore[arg-type]
     whole = [layout.to_sequence(torch.stack(of)) for of in zip(*parts, strict=True)]
     return [tensor[:, :48] for tensor in whole]
@@ -41,14 +50,47 @@ def test_all_layouts_compute_the_same_sequences(layout, workers):
     assert not alone[0][0].equal(alone[0][1]), "sequences of a micro-batch differ"
 
 
+def test_context_groups_compute_different_sequences():
+    first, second = (drawn("striped", 2, 2, group) for group in (0, 1))
+    for tensor, other in zip(first, second, strict=True):
+        assert not tensor.equal(other)
+    for tensor, alone in zip(first, drawn("striped", 2), strict=True):
+        assert tensor.equal(alone)
+
+
 def test_medians_and_spread_are_of_the_slowest_worker():
-    """Seconds (forward, backward) of the slowest worker: 1 + 2, 2 + 4 and 3 + 3."""
-    slowest = np.array([[1.0, 2.0], [2.0, 4.0], [3.0, 3.0]])
+    """Seconds (forward, backward) of the slowest worker: 1 + 2, 2 + 4 and 9 + 3."""
+    slowest = np.array([[1.0, 2.0], [2.0, 4.0], [9.0, 3.0]])
     found = _medians(SimpleNamespace(slowest=lambda _: slowest), [])  # type: ignore[arg-type]
-    assert found == {"forward_ms": 2000.0, "backward_ms": 3000.0, "spread": pytest.approx(3 / 6)}
+    assert found == {"forward_ms": 2000.0, "backward_ms": 3000.0, "spread": pytest.approx(9 / 6)}
 
 
 def test_a_row_stands_under_the_header():
     row = _row("a case", 0.125, {"forward_ms": 1.5, "backward_ms": 3.25, "spread": 0.5})
     assert len(row) == len(HEADER)
     assert row.split() == ["a", "case", "12.50%", "1.50", "3.25", "4.75", "50.0%"]
+
+
+def two_lengths(rank: int, world: int, folder: str) -> list[Any]:
+    """Measure two lengths. Return (file of rows, completed samples) after each sample."""
+    cases = [(f"{seq} tokens", compose([f"seq={seq}"])) for seq in (48, 96)]
+    plan = MeasurementPlan(ATTENTION_ONLY, cases, samples=2, quiet=True)
+    run_dir = RunDir(Path(folder))
+    plan.save(run_dir)
+    calls: list[Any] = []
+
+    class Watched(ProfileWriter):
+        def sampled(self, number, samples):
+            calls.append((number, samples))
+            super().sampled(number, samples)
+
+    attention_benchmark.ProfileWriter = Watched
+    environment = gloo.environment(rank, world)
+    assert not attention_benchmark.run(cases[0][1], run_dir, environment, False)
+    return calls
+
+
+def test_each_sample_of_each_length_has_its_file_and_counts_once_all_lengths_have_it(tmp_path):
+    assert gloo.run(1, two_lengths, str(tmp_path)) == [[(1, 0), (2, 0), (3, 1), (4, 2)]]
+    frame = open_records(tmp_path).frame()
+    assert set(zip(frame.case, frame.iteration, strict=True)) == {(0, 1), (0, 2), (1, 1), (1, 2)}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.profiling import kernel_benchmark
 from mtrain_cli.profiling.kernel_benchmark import (
     KernelBench,
@@ -55,6 +58,44 @@ def test_a_case_and_its_dense_attention_are_counted_and_saved(tmp_path):
     document = json.loads(path.read_text())
     assert (document["command"], document["dtype"], document["seed"]) == ("a command", "float32", 3)
     assert load_calibration(path).device == document["device"]
+
+
+class Watching(SimpleNamespace):
+    """A kernel that keeps what its calls get. tiles: of each call; delta: of each backward call."""
+
+    def forward(self, q, *rest):
+        self.tiles.append(rest[2])
+        return q, torch.zeros(q.shape[:-1]).transpose(1, 2)
+
+    def backward(self, *arguments):
+        *_, delta, tiles, _ = arguments
+        self.tiles.append(tiles)
+        self.delta.append(delta)
+
+
+def test_dense_attention_is_timed_once_and_sparse_calls_get_the_index(monkeypatch):
+    kernel = Watching(name="watching", skips=True, needs_out=False, tiles=[], delta=[])
+    monkeypatch.setattr(KernelBench, "kernels", lambda *_: iter([kernel]))
+    other = replace(CASE, density=0.25)
+    times = list(profile_kernels(KernelBench([], torch.float32, "cpu", 1), [CASE, other]))
+    assert [t.case for t in times] == [CASE.dense, CASE, other]
+    pairs = list(dict.fromkeys(int(t.seen().expand(1, 4, -1, -1).sum()) for t in kernel.tiles))
+    assert pairs == [t.pairs for t in times]
+
+
+@pytest.mark.parametrize(
+    ("needs_out", "with_delta", "given"),
+    [(False, True, True), (False, False, False), (True, True, False), (True, False, False)],
+)
+def test_delta_is_computed_before_the_timed_calls_unless_the_kernel_derives_it(
+    needs_out, with_delta, given
+):
+    kernel = Watching(needs_out=needs_out, tiles=[], delta=[])
+    bench, whole = KernelBench([], torch.float32, "cpu", 1), np.arange(CASE.seq)
+    tiles = bench.tiles(SequenceMask.causal(CASE.seq, CASE.seq), whole, whole, CASE.dense)
+    inputs = bench.inputs(CASE, CASE.seq, CASE.seq)
+    bench.time_passes(kernel, CASE, tiles, inputs, with_delta=with_delta)  # type: ignore[arg-type]
+    assert {delta is not None for delta in kernel.delta} == {given}
 
 
 def test_every_call_draws_the_same_index():

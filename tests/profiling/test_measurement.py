@@ -9,6 +9,8 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
+from mtrain_cli.profiling import measurement
 from mtrain_cli.profiling.measurement import (
     Bench,
     MeasurementPlan,
@@ -43,6 +45,43 @@ def bench_of(gathered: list[Any]) -> Bench:
 def test_the_slowest_worker_sets_the_time_of_each_part():
     found = bench_of([[(1.0, 5.0), (2.0, 2.0)], [(3.0, 4.0), (1.0, 9.0)]]).slowest([])
     assert found.tolist() == [[3.0, 5.0], [2.0, 9.0]]
+
+
+def test_all_workers_get_what_the_first_worker_made():
+    made = []
+
+    def make() -> str:
+        made.append(1)
+        return "plan"
+
+    first = bench_of(["plan", None])
+    assert first.share(make) == "plan"
+    other = bench_of(["plan", None])
+    other.first = False
+    assert other.share(make) == "plan"
+    assert made == [1]
+
+
+def test_cases_with_equal_communicators_share_a_group(monkeypatch):
+    """A label shows what `auto` chose."""
+    choices = [
+        ExchangeChoice("ring", "", per_node=4, heads=heads, channels=channels)
+        for heads, channels in ((1, ("context",)), (2, ("context",)), (2, ()), (1, ("context",)))
+    ]
+    made: list[Any] = []
+    bench = bench_of([])
+    bench._groups, bench.environment = {}, None  # type: ignore[assignment]
+    bench.context_group = lambda **options: made.append(options) or options  # type: ignore
+    monkeypatch.setattr(
+        measurement, "resolve_run", lambda choice, _: SimpleNamespace(exchange=choice, layout=None)
+    )
+    monkeypatch.setattr(measurement, "make_chosen_exchange", lambda *of: of[2])
+    plan = SimpleNamespace(cases=[("dense auto", choice) for choice in choices])
+    cases = bench.cases(plan)  # type: ignore[arg-type]
+    expected = [{"per_node": 4, "heads": c.heads, "channels": c.channels} for c in choices]
+    assert [case.exchange for case in cases] == expected
+    assert made == expected[:3]
+    assert [case.label for case in cases] == [f"dense {c.label}" for c in choices]
 
 
 @pytest.mark.parametrize(("gathered", "stops"), [([False, True], True), ([False, False], False)])

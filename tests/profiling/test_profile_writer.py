@@ -12,6 +12,8 @@ import torch
 
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.profiling import profile_writer
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TRAINING, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter, _in_parts
 from mtrain_cli.records.record_files import ROW, SUMMARY, WORDS
@@ -78,3 +80,41 @@ def test_the_cost_of_recording_is_the_median_over_iterations_of_the_slowest_work
 def test_an_index_with_the_rows_of_one_worker_is_gathered(rows, in_parts):
     bits, held = torch.ones(1, 1, rows, 4, dtype=torch.bool), torch.arange(rows)
     assert _in_parts(BlockBitmap(16, 4, bits, held)) is in_parts
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(0, True), (1, True), (2, False)])
+def test_only_the_first_context_group_saves_its_index(tmp_path, rank, kept):
+    """Two context groups of two workers estimate indices of different sequences."""
+    writer = writer_of(tmp_path)
+    whole = BlockBitmap(16, 4, torch.ones(1, 1, 4, 4, dtype=torch.bool), torch.arange(4))
+    dims = ParallelDims.of(4, cp=2)
+    writer.bench.environment = SimpleNamespace(dims=dims, rank=rank)  # type: ignore[assignment]
+    writer._last = {0: [((), {0: whole})]}
+    found = list(writer._parts_of_indices(writer.cases[:1]))
+    assert found == ([(CONFIG.sparsity.pattern, 0, whole)] if kept else [])
+
+
+def test_the_first_case_of_each_pattern_and_of_the_first_length_is_saved(tmp_path, monkeypatch):
+    sparse = compose([f"seq={SEQ}", "sparsity=vertical_slash"])
+    longer = compose([f"seq={2 * SEQ}", "sparsity=moba"])
+    writer = writer_of(tmp_path)
+    writer.cases = [
+        SimpleNamespace(
+            number=number,
+            config=config,
+            choices=SimpleNamespace(dtype=torch.float32, kernel=SimpleNamespace(needs_out=False)),
+            exchange=SimpleNamespace(schedule=SimpleNamespace(per_node=4, exchange="ring")),
+        )
+        for number, config in enumerate([CONFIG, CONFIG, sparse, sparse, longer])
+    ]  # type: ignore[assignment]
+    writer.bench.environment.dims.cp = 4  # type: ignore[misc]
+    writer._last = {case.number: [(f"masks {case.number}", None)] for case in writer.cases}  # type: ignore[misc]
+    saved: list[Any] = []
+    monkeypatch.setattr(profile_writer, "save_indices", lambda *of: saved.append(of[1:3]))
+    monkeypatch.setattr(writer, "_parts_of_indices", lambda cases: saved.append(cases) or [])
+    writer.save_indices()
+    chosen, (setup, masks) = saved
+    assert [case.number for case in chosen] == [0, 2]
+    assert masks == "masks 0"
+    assert (setup.seq, setup.workers, setup.dtype_bytes) == (SEQ, 4, 4)
+    assert list(setup.columns) == [sparse.sparsity.pattern]

@@ -47,9 +47,10 @@ def test_several_runs_are_compared_by_means_over_their_ranks():
     assert [view.labels for view in parts.views[1:]] == [("<a>",), ("b",)]
 
 
-def test_ranks_are_thinned_evenly():
-    ((view,), _) = (figure.views for figure in step_figures([("run", step(3 * RANKS))]))
-    assert list(view.data[0]["y"]) == [f"rank {3 * n}" for n in range(RANKS)]
+@pytest.mark.parametrize(("ranks", "every"), [(RANKS, 1), (RANKS + 1, 2), (3 * RANKS, 3)])
+def test_ranks_are_thinned_evenly(ranks, every):
+    ((view,), _) = (figure.views for figure in step_figures([("run", step(ranks))]))
+    assert list(view.data[0]["y"]) == [f"rank {n}" for n in range(0, ranks, every)]
 
 
 def rows(pattern: str, at: int) -> list[dict[str, Any]]:

@@ -1,0 +1,66 @@
+"""Find the checkpoint that a path names. This module does not import torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import run_dir
+from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.manifest import committed_steps
+
+RESOLVED = "resolved.yaml"
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be saved or loaded. Training may continue after a failed save."""
+
+
+class NoCheckpointError(ConfigError, CheckpointError):
+    """There is no intact checkpoint. The message has one line per damaged checkpoint."""
+
+
+def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
+    """Return the committed checkpoints of a run or of a checkpoints folder, newest first.
+
+    If `path` is any other folder, return a list of only that folder, without reading the folder.
+
+    Raises:
+        NoCheckpointError: the run or the checkpoints folder holds no checkpoint.
+    """
+    folder = Path(path)
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    found = [folder / f"step-{step}" for step in committed_steps(folder)]
+    if not found and (folder.name == "checkpoints" or (folder / "resolved.yaml").is_file()):
+        raise NoCheckpointError(f"{folder}: holds no checkpoint")
+    return found or [folder]
+
+
+def find_source(source: Path) -> Path:
+    """Return the folder that `source` of `export_checkpoint` names, without verifying checkpoints.
+
+    Raises:
+        ConfigError: there is no such run, or the run has no checkpoint.
+    """
+    if not source.exists() and (run_dir.RUNS / source).is_dir():
+        source = run_dir.RUNS / source
+    run_of(source)
+    checkpoints_of(source)
+    return source
+
+
+def run_of(source: Path) -> Path:
+    """Return the run that `source` belongs to.
+
+    source: folder of a run, its checkpoints folder, or a checkpoint.
+    """
+    resolved = source.resolve()
+    for folder in (resolved, resolved.parent, resolved.parent.parent):
+        if (folder / RESOLVED).is_file():
+            return folder
+    raise ConfigError(
+        f"{source}: not a run or a run's checkpoint (no {RESOLVED} in this folder or above it). "
+        "Give a run, such as runs/latest."
+    )

@@ -1,0 +1,23 @@
+"""Do once what every process of `gloo.run` would do for itself: import, and compose a config.
+
+The server from which the processes are forked imports this module. Test modules import pytest, and
+optimizers import torch._dynamo.
+"""
+
+import atexit
+import gc
+import os
+
+import pytest  # noqa: F401
+import torch._dynamo
+import torch.distributed.fsdp  # noqa: F401
+
+import mtrain_cli.training.loop  # noqa: F401
+from mtrain_cli.composition.compose import compose
+
+compose([])
+# A process need not visit the objects of the server in each of its garbage collections.
+gc.collect()
+gc.freeze()
+# Exit without finalization, in which Triton's library would print what it leaks.
+atexit.register(os._exit, 0)
