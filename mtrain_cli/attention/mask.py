@@ -92,10 +92,16 @@ class SequenceMask:
 
         query_positions, key_positions: int64 [queries] and [keys], global positions, ascending.
         """
+        return KeySpans(*self.bounds(query_positions), self.padded).restrict(key_positions)
+
+    def bounds(self, query_positions: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the positions low and high: each query sees the keys ``low <= position < high``.
+
+        query_positions: int64 [queries]. A query in the padding has equal bounds.
+        """
         is_token = query_positions < self.length
         low = np.where(is_token, self.first[query_positions], 0)
-        high = np.where(is_token, query_positions + 1, 0)
-        return KeySpans(low, high, self.padded).restrict(key_positions)
+        return low, np.where(is_token, query_positions + 1, 0)
 
 
 @dataclass(frozen=True)

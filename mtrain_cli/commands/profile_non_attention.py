@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 from mtrain_cli.commands.options import (
@@ -59,14 +58,17 @@ def non_attention(
     from mtrain_cli.config.sizes import parse_size
     from mtrain_cli.console import Console
     from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
+
+    words = list(overrides or ())
+    config = _single_worker(words, 1024)
+    # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling.non_attention_benchmark import (
         profile_non_attention,
         save_non_attention,
     )
-    from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
 
-    words = list(overrides or ())
-    device = resolve_environment(_single_worker(words, 1024)).device
+    device = resolve_environment(config).device
     warn_of_unused_settings(words)
     usual = "1k,4k,16k,64k" if device == "cuda" else "256,1k,4k"
     lengths = parse_items("--seq", usual if seq == "auto" else seq, parse_size, "32k,128k")
@@ -93,7 +95,6 @@ def _single_worker(words: list[str], length: int) -> Config:
         ConfigError: a setting asks for several workers or sequences.
     """
     from mtrain_cli.composition.compose import compose
-    from mtrain_cli.profiling.non_attention_benchmark import LAYERS
 
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
@@ -108,12 +109,10 @@ def _single_worker(words: list[str], length: int) -> Config:
             "train.memory=auto: the result of auto depends on the number of workers; use "
             "train.memory=manual, and set the memory keys to time"
         )
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, num_layers=min(config.model.num_layers, LAYERS)),
-    )
+    return config.changed(model={"num_layers": min(config.model.num_layers, _LAYERS)})
 
 
+_LAYERS = 3  # As in a model, the host queues the second and later layers ahead of the GPU.
 # Settings of several workers or sequences.
 _FIXED = (
     "seq",

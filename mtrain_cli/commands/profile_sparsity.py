@@ -63,8 +63,6 @@ def sparsity(
             measurements/, which `mtrain report` can show.
     """
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.pattern_quality import profile_sparsity
-    from mtrain_cli.sparsity.pattern import display_name
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
@@ -72,6 +70,10 @@ def sparsity(
     config, patterns = _patterns(words, pattern)
     warn_of_unused_settings(words)
     replaced = check_output(out, _is_sparsity_file, "sparsity profile")
+    # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.profiling.pattern_quality import profile_sparsity
+    from mtrain_cli.sparsity.pattern import display_name
+
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
 
@@ -138,7 +140,6 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     """
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.config.pattern_settings import PATTERNS
-    from mtrain_cli.sparsity.pattern_registry import make_pattern
 
     wanted = parse_names("--pattern", names, [name for name in PATTERNS if name != "dense"])
     trained = next(
@@ -158,9 +159,12 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     def compose_with(name: str) -> Config:
         return compose([*rest, f"sparsity={name}", "topology.workers=1", *keys_for(name, keys)])
 
+    configs = [compose_with(name) for name in wanted]
+    # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.sparsity.pattern_registry import make_pattern
+
     patterns = []
-    for name in wanted:
-        config = compose_with(name)
+    for config in configs:
         built = make_pattern(config.sparsity, config.seed)
         assert built is not None
         patterns.append(built)

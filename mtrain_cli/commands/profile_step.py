@@ -17,7 +17,7 @@ from mtrain_cli.commands.options import (
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app
-from mtrain_cli.commands.train import require_kernel
+from mtrain_cli.commands.train import require_data, require_kernel
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ def step(
         trace: Save the trace of every rank, for Perfetto and chrome://tracing.
     """
     from mtrain_cli.composition.compose import compose
-    from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
@@ -65,7 +64,7 @@ def step(
     words = list(overrides or ())
     config = with_measurement_folder(compose(words), "step")
     warmup, dense = _warmup(config, warmup, steps)
-    require_manifest(config.data)
+    require_data(config)
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     warn_of_unused_settings(words, config, device=environment.device)

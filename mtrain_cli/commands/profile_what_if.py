@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mtrain_cli.records.index_file import RecordedIndices
-    from mtrain_cli.simulation.what_if import ReplayedSetup, ReplaySetup
+    from mtrain_cli.simulation.what_if import ReplayedSetup
 
 _MOST_WORKERS = 512  # a schedule holds a step for every pair of workers
 _BAR = 32  # characters
@@ -79,7 +79,7 @@ def what_if(
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
     from mtrain_cli.reporting.terminal_width import print_table, say
-    from mtrain_cli.simulation.what_if import setups_of
+    from mtrain_cli.simulation.what_if import InvalidSetup, replay, setups_of
 
     layouts = parse_names("--layout", layout, LAYOUTS)
     exchanges = parse_names("--exchange", exchange, EXCHANGES)
@@ -95,7 +95,16 @@ def what_if(
         setups_of(layouts, exchanges, counts or [made.workers], per_node or made.per_node)
     )
     numbers = list(dict.fromkeys(wanted)) or None
-    replays = {name: _replay(recorded, name, setups, numbers) for name in patterns}
+    try:
+        replays = {name: replay(recorded, name, setups, numbers) for name in patterns}
+    except InvalidSetup as error:
+        name = error.about.replace("_", "-")
+        if error.about == "per_node" and per_node is None:
+            raise ConfigError(
+                f"--workers {workers}: the recorded number of workers per node, {error.value}, "
+                f"{str(error).replace('allowed:', 'add --per-node, one of')}"
+            ) from None
+        raise ConfigError(f"--{name} {error.value}: {error}") from None
     if as_json:
         typer.echo(json.dumps(_document(recorded, replays), indent=1))
         return
@@ -160,21 +169,6 @@ def _index_file(run: Path) -> Path:
         f"RUN {run}: holds no {INDEX}; `mtrain profile imbalance` and "
         "`mtrain train profile.every=N` write one next to their records"
     )
-
-
-def _replay(
-    recorded: RecordedIndices,
-    pattern: str,
-    setups: Sequence[ReplaySetup],
-    layers: Sequence[int] | None,
-) -> list[ReplayedSetup]:
-    from mtrain_cli.simulation.what_if import InvalidSetup, replay
-
-    try:
-        return replay(recorded, pattern, setups, layers)
-    except InvalidSetup as error:
-        option = "--" + error.about.replace("_", "-")
-        raise ConfigError(f"{option} {error.value}: {error}") from None
 
 
 def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup]) -> Table:

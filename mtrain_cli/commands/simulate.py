@@ -138,8 +138,8 @@ class SimulateOptions:
 
     overrides: As in `mtrain train`, such as model= and seq=.
     workers: Number of GPUs in total; by default all of the cluster.
-    exchange: Exchanges to compare. By default ring and all_gather, and hierarchical_ring
-        between nodes.
+    exchange: Exchanges to compare. By default ring and all_gather, and their hierarchical
+        forms between nodes; in a sweep, only hierarchical_ring between nodes.
     index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
         dense, or a synthetic family (local, clustered, uniform, drifting). By default the pairs of
         sparsity=; with --density or --columns, the family clustered.
@@ -183,9 +183,9 @@ class SimulateOptions:
 
 @dataclass(frozen=True)
 class RecommendOptions(SimulateOptions):
-    """The options of `recommend`, which compares all exchanges by default.
+    """The options of `recommend`, which compares all exchanges but group casts by default.
 
-    exchange: Exchanges to compare; all by default.
+    exchange: Exchanges to compare; by default all but group casts.
     """
 
     exchange: Annotated[str | None, name_list(complete_exchanges)] = None
@@ -206,7 +206,7 @@ def simulate() -> None:
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8 --density 5%[/cyan]
-          Compare two layouts and three exchanges on 32 GPUs, with a sparse index
+          Compare two layouts and four exchanges on 32 GPUs, with a sparse index
       [cyan]mtrain simulate recommend model=qwen3b --cluster h100_4x8[/cyan]
           Recommend a configuration
     """
@@ -224,7 +224,7 @@ def run(
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate run model=qwen3b seq=512k --cluster a100_4x8[/cyan]
-          Compare two layouts and three exchanges on 32 GPUs, dense
+          Compare two layouts and four exchanges on 32 GPUs, dense
       [cyan]mtrain simulate run model=qwen3b seq=512k --cluster a100_4x8 --density 5%[/cyan]
           Use a synthetic sparse index
       [cyan]mtrain simulate run seq=256k train.global_batch=4 topology.context_parallel=8[/cyan]
@@ -277,7 +277,7 @@ def sweep(typed: SimulateOptions) -> None:
       [cyan]mtrain simulate sweep model=qwen3b seq=512k density=2%,20% --columns 512[/cyan]
           Predict how time depends on density
     """
-    from mtrain_cli.simulation.sweep_axes import axes, is_axis
+    from mtrain_cli.simulation.sweep_axes import OWN, axes, is_axis
 
     words = typed.overrides or []
     settings = [word for word in words if not is_axis(word)]
@@ -285,6 +285,9 @@ def sweep(typed: SimulateOptions) -> None:
     values = axes(swept, settings)
     job = parse_job(replace(typed, overrides=settings), swept)
     job.require_gpus(False, "use `mtrain simulate run --attention-only`")
+    first = (f"{name}={points[0]}" for name, points in values.items() if name not in OWN)
+    job.request.compose([*job.request.words, *first])
+    # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.commands.simulate_actions import predict_sweep
 
     predict_sweep(job, values, typed.workers)

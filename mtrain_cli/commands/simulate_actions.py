@@ -35,6 +35,7 @@ from mtrain_cli.simulation.scenario import (
 from mtrain_cli.simulation.sweep import Sweep, points, row_of, shared_remarks, with_cost
 from mtrain_cli.simulation.sweep_axes import NODES, OWN, WORKERS
 
+_IDENTITY = ("point", "workers", "layout", "exchange")  # entries that tell rows of a sweep apart
 _SHOWN = 8  # configurations in the table of a recommendation
 
 
@@ -54,7 +55,7 @@ def predict_steps(job: SimulateJob) -> None:
             rows=job.typed.files,
         )
 
-    outcomes = job.each(predict)
+    outcomes, automatic = job.each(predict, lambda outcome: outcome.plan.exchange.label)
     predictions = [outcome.attention for outcome in outcomes]
     rows = [with_cost(row_of(outcome), job.tokens, job.price) for outcome in outcomes]
     entries = files.prediction_entries(scenario.problem, predictions, rows)
@@ -70,6 +71,7 @@ def predict_steps(job: SimulateJob) -> None:
             output.print_lines(console, [output.best_line(outcomes)])
         main = output.main_outcome(outcomes)
         output.print_lines(console, output.step_lines(main, job.tokens, job.price))
+        output.print_notes(console, output.automatic_remarks(automatic))
         output.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
 
     files.deliver(job, folder, content, predictions, show)
@@ -105,7 +107,7 @@ def predict_attention(job: SimulateJob, recompute: bool) -> None:
             rows=job.typed.files,
         )
 
-    predictions = job.each(predict)
+    predictions, automatic = job.each(predict, lambda prediction: prediction.facts["exchange"])
     content = files.document(job.cluster, own, **files.prediction_entries(workload, predictions))
 
     def show(console: Console) -> None:
@@ -114,6 +116,7 @@ def predict_attention(job: SimulateJob, recompute: bool) -> None:
         table = output.attention_table(job.cluster, workload, predictions)
         print_table(console, table, output.SPARE_OF_ATTENTION)
         say(console, output.LEGEND)
+        output.print_notes(console, output.automatic_remarks(automatic))
         output.print_notes(console, (remark for p in predictions for remark in p.remarks))
 
     files.deliver(job, folder, content, predictions, show)
@@ -210,6 +213,12 @@ def predict_sweep(
     sweep = Sweep(todo, job.cluster_with, job.request.scenario, workers, about)
     with writing(folder), _progress() as progress:
         rows = list(sweep.rows(journal, lambda done: progress(done, len(todo))))
+    automatic = [
+        row["exchange"]
+        for point, row in zip(todo, rows, strict=True)
+        if point.exchange == "auto" and "cannot" not in row
+    ]
+    rows = list({str([row[k] for k in _IDENTITY]): row for row in reversed(rows)}.values())[::-1]
     if all("cannot" in row for row in rows):
         typed = " ".join(f"{name}={','.join(values)}" for name, values in swept.items())
         raise ConfigError(f"{typed}: {rows[0]['cannot']}")
@@ -228,7 +237,7 @@ def predict_sweep(
         output.print_lines(console, (f"not    {why}" for why in sweeps.why_not(rows)))
         of_rows = len({remark for row in rows for remark in row.get("remarks", ())})
         more = [f"{of_rows} more remarks on single rows: see --json"] if of_rows else []
-        output.print_notes(console, [*remarks, *more])
+        output.print_notes(console, [*output.automatic_remarks(automatic), *remarks, *more])
 
     files.deliver(job, folder, content, [], show)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mtrain_cli.commands.options import parse_names, parse_share_option, warn_of_unused_settings
 from mtrain_cli.commands.simulate_request import SimulateRequest, setting_of
-from mtrain_cli.config.exchanges import flat_name
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, flat_name
 from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CLUSTER = "h200_1x8"
 DEFAULT_LAYOUTS = "zigzag,striped"
-_EXCHANGES = "ring,hierarchical_ring,all_gather"
+_EXCHANGES = ("ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather")
+_SWEPT = 3  # exchanges that a sweep compares by default; each one more takes a third more time
 _MOST_WORKERS = 4096
 # Options that a user may type as a setting. Those that a sweep takes as settings are not listed.
 _OPTIONS = (
@@ -97,15 +98,28 @@ class SimulateJob:
                 f"GPUs only; {remedy}"
             )
 
-    def each(self, predict: Callable[[int, str, str], T]) -> list[T]:
-        """Call ``predict(number, layout, exchange)`` for every layout and exchange to compare."""
-        predicted = []
-        for number, (layout, exchange) in enumerate(
-            itertools.product(self.layouts, self.exchanges)
-        ):
+    def each(
+        self, predict: Callable[[int, str, str], T], label: Callable[[T], str]
+    ) -> tuple[list[T], list[str]]:
+        """Call ``predict(number, layout, exchange)`` for every layout and exchange to compare.
+
+        Keep one of the predictions that are equal because ``auto`` chose the exchange of another.
+
+        Args:
+            label: returns the label of the exchange that a prediction is for.
+
+        Returns:
+            The predictions, and the labels of the exchanges that ``auto`` chose.
+        """
+        predicted: dict[tuple[str, str], T] = {}
+        automatic = []
+        for layout, exchange in itertools.product(self.layouts, self.exchanges):
             with self.errors_by_option(exchange):
-                predicted.append(predict(number, layout, exchange))
-        return predicted
+                found = predict(len(predicted), layout, exchange)
+            predicted.setdefault((layout, label(found)), found)
+            if exchange == "auto":
+                automatic.append(label(found))
+        return list(predicted.values()), automatic
 
     @contextmanager
     def errors_by_option(self, exchange: str) -> Iterator[None]:
@@ -145,7 +159,12 @@ def parse_job(
     _refuse_options(words)
     layout = _compared("layout", typed.layout, words)
     exchange = _compared("exchange", typed.exchange, words)
-    usual = [e for e in EXCHANGES if e != "auto"] if every_exchange else _EXCHANGES.split(",")
+    usual = (
+        # Each sequence is one document, so group casts would move most rows.
+        [name for name, traits in EXCHANGE_TRAITS.items() if not traits.by_mask] + [*HEAD_SHARING]
+        if every_exchange
+        else list(_EXCHANGES[: _SWEPT if swept else None])
+    )
     layouts = parse_names("--layout", DEFAULT_LAYOUTS if layout is None else layout, LAYOUTS)
     exchanges = usual if exchange is None else parse_names("--exchange", exchange, EXCHANGES)
     if len(parse_names("--kernel", typed.kernel, KERNELS)) > 1:

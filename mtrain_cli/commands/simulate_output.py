@@ -380,6 +380,12 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
             say(console, line, _LABEL)
 
 
+def automatic_remarks(chosen: Sequence[str]) -> list[str]:
+    """Return a remark on the exchanges that ``--exchange auto`` chose; none without ``auto``."""
+    labels = " or ".join(dict.fromkeys(chosen))
+    return [f"--exchange auto chooses {labels} here"] if labels else []
+
+
 def print_notes(console: Console, remarks: Iterable[str]) -> None:
     """Print each remark once."""
     for remark in dict.fromkeys(remarks):

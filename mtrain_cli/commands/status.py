@@ -87,18 +87,12 @@ def status(
         _watch(read, every)
     else:
         from mtrain_cli.console import Console
+        from mtrain_cli.reporting.terminal_width import limit
 
         console = Console(highlight=False)
-        width = _width(console)
-        if width is None:
+        if limit(console) is None:
             console.width = _PIPED  # unknown width: cut nothing
-        console.print(_render(read(), every, width))
-
-
-def _width(console: Console) -> int | None:
-    from mtrain_cli.reporting.terminal_width import limit
-
-    return limit(console)
+        console.print(_render(read(), every, console))
 
 
 def _print_json(read: Any, watch: bool) -> None:
@@ -130,20 +124,20 @@ def _watch(read: Any, every: bool) -> None:
     console = Console(highlight=False)
     runs = read()
     try:
-        with Live(
-            _render(runs, every, _width(console)), console=console, auto_refresh=False
-        ) as live:
+        with Live(_render(runs, every, console), console=console, auto_refresh=False) as live:
             while any(run.alive for run in runs):
                 time.sleep(WATCH_S)
                 runs = read()
-                live.update(_render(runs, every, _width(console)), refresh=True)
+                live.update(_render(runs, every, console), refresh=True)
     finally:
         if not console.is_terminal:  # Live ends its last line only on a terminal
             console.line()
 
 
-def _render(runs: list[RunStatus], every: bool, width: int | None) -> RenderableType:
-    return _run_table(runs, width) if every else _sheet(runs[0])
+def _render(runs: list[RunStatus], every: bool, console: Console) -> RenderableType:
+    from mtrain_cli.reporting.terminal_width import limit
+
+    return _run_table(runs, limit(console)) if every else _sheet(runs[0])
 
 
 _COLUMNS = ("run", "state", "step", "loss", "tokens/s/worker", "left", "saved")

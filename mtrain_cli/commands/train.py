@@ -167,6 +167,16 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
         raise typer.Exit(1)
 
 
+def require_data(config: Config) -> None:
+    """Raise ConfigError if the data are missing or of another kind, before workers start."""
+    from mtrain_cli.config.validate import require_manifest
+    from mtrain_cli.data.text_files import open_corpus
+
+    require_manifest(config.data)
+    if config.data.kind == "text" and config.data.mix is None:
+        open_corpus(config.data)
+
+
 def require_kernel(config: Config, device: str) -> None:
     """Raise ConfigError if a CPU cannot run ``train.kernel``, before workers start.
 
@@ -200,13 +210,22 @@ def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
     from mtrain_cli.config import resolved_file
-    from mtrain_cli.config.validate import require_manifest
 
-    require_manifest(config.data)  # before anything heavy is imported
+    require_data(config)  # before anything heavy is imported
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import launch
+    from mtrain_cli.launch.run_state import nothing_left
 
+    steps = config.train.steps
+    if run_path is not None and nothing_left(finished := run_dir.RunDir(run_path), steps):
+        if not job_rank():
+            print(
+                f"nothing left to train: step {steps} has reached train.steps={steps}. Set a "
+                f"larger train.steps to continue: {finished.resume_command} train.steps={2 * steps}"
+            )
+        return 0
     # Before the run folder is created: a mistake must leave no folder behind.
     environment = resolve_environment(config, no_gpu=_no_gpu(config, overrides))
     require_kernel(config, environment.device)
@@ -214,7 +233,7 @@ def _launch(
     if run_path is None:
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)
     run = run_dir.open(run_path)
-    run.require_steps_left(config.train.steps)
+    run.require_steps_left(steps)
     if overrides and config != resolved_file.load(run.resolved):
         run = run.rewrite(config, overrides)
     return launch(run, environment, resume=True, config=config)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import resource_dir
-from mtrain_cli.config.documents import read_yaml, reason
+from mtrain_cli.config.documents import is_number, read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean, no_such
 
@@ -523,17 +523,13 @@ def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     given = _GPU_DEFAULTS | dict(gpu)
     peak = gpu.get("peak_tflops")
     value: Any = peak.get("value") if isinstance(peak, Mapping) else None
-    if "gemm_tflops" not in given and _is_number(value) and value > 0:
+    if "gemm_tflops" not in given and is_number(value) and value > 0:
         note = "not in the file; an H200 reaches this share of its peak"
         low, likely, high = (share * value for share in _GEMM_SHARES)
         given["gemm_tflops"] = _guess(likely, note, low, high)
     return given
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _form(value: Any) -> str:
-    number = value if _is_number(value) else "N"
+    number = value if is_number(value) else "N"
     return f"{{value: {number}, source: {'|'.join(SOURCES)}, note: ...}}"

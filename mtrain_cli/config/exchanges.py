@@ -5,7 +5,7 @@ Code that depends on the kind of an exchange reads these traits and never compar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -15,15 +15,19 @@ class ExchangeTraits:
     gathers: whether a rank gathers all keys before its kernel runs. If not, shards of keys and
         values circulate in rings.
     hierarchical: whether messages inside a node and messages between nodes use separate channels.
+    by_mask: whether a rank gathers only the rows of keys that its queries see under the masks.
     """
 
     gathers: bool
     hierarchical: bool
+    by_mask: bool = False
 
 
 EXCHANGE_TRAITS = {
     "all_gather": ExchangeTraits(gathers=True, hierarchical=False),
     "hierarchical_all_gather": ExchangeTraits(gathers=True, hierarchical=True),
+    "group_cast": ExchangeTraits(gathers=True, hierarchical=False, by_mask=True),
+    "hierarchical_group_cast": ExchangeTraits(gathers=True, hierarchical=True, by_mask=True),
     "ring": ExchangeTraits(gathers=False, hierarchical=False),
     "hierarchical_ring": ExchangeTraits(gathers=False, hierarchical=True),
 }
@@ -31,14 +35,13 @@ ULYSSES = "ulysses"
 # {value of topology.exchange that splits the heads among all workers of a sequence: the exchange
 # that runs then}
 HEAD_SHARING = {ULYSSES: "all_gather"}
-# The exchanges that `topology.exchange=auto` chooses from. Others may have the same traits.
-_AUTOMATIC = ("all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring")
-_CHOSEN = {EXCHANGE_TRAITS[name]: name for name in _AUTOMATIC}
+# The first exchange with given traits stands for them. Others may have the same traits.
+_FIRST = {traits: name for name, traits in reversed(EXCHANGE_TRAITS.items())}
 
 
 def exchange_name(*, gathers: bool, hierarchical: bool) -> str:
     """Return the name of the exchange that ``topology.exchange=auto`` chooses for these traits."""
-    return _CHOSEN[ExchangeTraits(gathers, hierarchical)]
+    return _FIRST[ExchangeTraits(gathers, hierarchical)]
 
 
 def flat_name(name: str) -> str:
@@ -49,4 +52,4 @@ def flat_name(name: str) -> str:
     traits = EXCHANGE_TRAITS.get(name)
     if traits is None or not traits.hierarchical:
         return name
-    return exchange_name(gathers=traits.gathers, hierarchical=False)
+    return _FIRST[replace(traits, hierarchical=False)]

@@ -160,9 +160,9 @@ class TopologyConfig:
     exchange: how keys and values reach the queries; auto = chosen by bytes, links and memory
     ulysses: number of workers in a group that trades tokens for heads (all-to-all); the groups then
         exchange keys and values; auto = all workers with exchange=ulysses, else 1
-    chunks: all_gather: number of groups of heads; each group is gathered while the previous group
-        is computed (a single worker computes the groups in turn, to save memory); auto = chosen by
-        size and memory
+    chunks: all_gather and group_cast: number of groups of heads; each group is gathered while the
+        previous group is computed (a single worker computes the groups in turn, to save memory);
+        auto = chosen by size and memory
     prefetch: ring: number of hops that run ahead of the computation
     circulates: ring: what circulates in the backward pass: keys and values, or queries; auto =
         whichever needs fewer bytes

@@ -109,11 +109,6 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
         if isinstance(workers, int) and isinstance(value, int) and workers % value:
             line = f"topology.{name}={value}: does not divide topology.workers={workers}"
             yield f"{line}; allowed: auto, {_divisors(workers)}"
-    if isinstance(context, int) and isinstance(node, int) and context % node and node % context:
-        yield (
-            f"topology.context_parallel={context}: must divide topology.gpus_per_node={node} or be "
-            "a multiple of it, so that a context group shares a node evenly or fills whole nodes"
-        )
 
 
 def _blocks(config: Config) -> Iterator[str]:
@@ -217,18 +212,23 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
 
 
 def require_manifest(data: DataConfig) -> None:
-    """Check that the folder of token ids holds its meta.json or index.json.
+    """Check that data.path is a folder of token ids with its meta.json or index.json, or an array.
 
     Call this function before a run starts, but not for a plan, which needs no data. Opening the
     dataset checks the content of the file.
 
     Raises:
-        ConfigError: the file is missing.
+        ConfigError: the file is missing, or data.path is a file of another kind.
     """
     name = _MANIFESTS.get(data.kind)
     folder = Path(data.path or "").expanduser()
     if name is None or data.path is None or data.mix is not None:
         return
+    arrays = (".npy", ".bin") if data.kind == "tokens" else ()
+    if folder.is_file() and folder.suffix not in arrays:
+        raise ConfigError(
+            f"data.path={data.path}: is another kind of file; give {_INPUTS[data.kind]}"
+        )
     if not folder.is_dir() or (folder / name).is_file():
         return
     line = f"data.path={data.path}: no {name} in it; give {_INPUTS[data.kind]}"

@@ -94,6 +94,16 @@ def resolve_environment(
     workers_per_node = _parse_divisor(
         "topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems
     )
+    if cp % workers_per_node and workers_per_node % cp:
+        allowed = [
+            str(n)
+            for n in range(1, workers + 1)
+            if workers % n == 0 and (n % workers_per_node == 0 or workers_per_node % n == 0)
+        ]
+        problems.append(
+            f"topology.context_parallel={cp}: must divide the {workers_per_node} workers of a node "
+            f"or fill whole nodes. Use auto or one of {', '.join(allowed)}."
+        )
     dims = ParallelDims.of(workers, cp=cp)
 
     per_pass = dims.dp * config.train.micro_batch

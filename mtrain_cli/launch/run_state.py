@@ -91,6 +91,13 @@ def read_state(run: RunDir) -> RunState | None:
         return None
 
 
+def nothing_left(run: RunDir, steps: int) -> bool:
+    """Return whether a run finished after ``steps`` steps and still has the last checkpoint."""
+    state = read_state(run)
+    finished = state is not None and (state.phase, state.step) == ("finished", steps)
+    return finished and run.last_step() == steps
+
+
 def write_state(run: RunDir, state: RunState) -> None:
     """Write the state atomically. If the disk is full, the previous state stays."""
     with contextlib.suppress(OSError):

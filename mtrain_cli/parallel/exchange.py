@@ -6,6 +6,7 @@ programs (`lowering.lower`) once. The `Executor` runs a program with any kernel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
 from mtrain_cli.parallel.executor import Executor
 from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.lowering import Traits, lower
@@ -35,16 +38,18 @@ class ShardTiles:
 
     tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (query shard, key
         shard). They are made once per batch, and all layers share them.
+    rows: the rows of keys that group casts move; None for other exchanges.
     index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None for dense
         attention.
     """
 
     tiles: dict[tuple[Shards, Shards], Tiles]
+    rows: CastRows | None = None
     index: Index | None = None
     _narrow: dict[tuple, Tiles] = field(default_factory=dict, repr=False, compare=False)
 
     def under(self, index: Index | None) -> ShardTiles:
-        return ShardTiles(self.tiles, index)
+        return ShardTiles(self.tiles, self.rows, index)
 
     def for_pair(
         self, queries: Shards, keys: Shards, part: Part = (0, 1), *, columns: bool = True
@@ -138,6 +143,17 @@ class Exchange:
         early: number of queries to recompute, counted from this rank's first; None for all.
         """
         return Recompute.of(early, self.schedule.heads)
+
+    def cast_rows(self, masks: Sequence[SequenceMask], block: int | None) -> CastRows | None:
+        """Return the rows that this rank's group casts move; None if it has no group cast.
+
+        masks: one per sequence of the batch.
+        block: number of tokens per block of a dynamic index; None for dense attention.
+        """
+        peers = cast_peers(self.program(backward=False))
+        if not peers:
+            return None
+        return CastRows.make(self.inside, masks, self.own[0], peers, block)
 
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False

@@ -129,6 +129,10 @@ class ExchangeNeeds:
         """Number of tokens of a worker, over all sequences of a micro-batch."""
         return self.tokens // self.workers
 
+    def sizes(self, tokens: int) -> ShardSizes:
+        """Return the sizes of shards that hold this number of tokens."""
+        return ShardSizes(tokens, self.heads, self.kv_heads, self.head_dim, self.dtype_bytes)
+
 
 _LABEL = re.compile(
     r"(?:ulysses over (?P<heads>\d+))?(?:, then )?"
@@ -173,8 +177,7 @@ def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int
     chunks: number of equal parts of the heads, gathered one after the other. With more than one
         part, the KV of two parts is in memory at a time.
     """
-    one_token = ShardSizes(1, needs.heads, needs.kv_heads, needs.head_dim, needs.dtype_bytes)
-    size = _gathered(needs.workers, heads, chunks).of(one_token, heads)
+    size = _gathered(needs.workers, heads, chunks).of(needs.sizes(tokens=1), heads)
     return int(size * needs.tokens // needs.workers)
 
 
@@ -196,8 +199,7 @@ def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
 
     circulates: KV or QUERIES.
     """
-    sizes = ShardSizes(needs.shard, needs.heads, needs.kv_heads, needs.head_dim, needs.dtype_bytes)
-    return int(_backward_of_two(circulates, needs.needs_out).sent(sizes))
+    return int(_backward_of_two(circulates, needs.needs_out).sent(needs.sizes(needs.shard)))
 
 
 @cache
@@ -341,9 +343,8 @@ def _chunks(
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
         raise ConfigError(
-            f"topology.chunks={topology.chunks}: works only with all_gather and "
-            f"hierarchical_all_gather, not with {_user_exchange(topology, name)}. Set "
-            "topology.chunks=auto"
+            f"topology.chunks={topology.chunks}: works only with {_names(gathers=True)}, not with "
+            f"{_user_exchange(topology, name)}. Set topology.chunks=auto"
         )
     if kv_heads % topology.chunks:
         allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
@@ -352,6 +353,12 @@ def _chunks(
             f"of a worker; allowed: {allowed}"
         )
     return topology.chunks
+
+
+def _names(*, gathers: bool) -> str:
+    """Return the names of the exchanges that gather keys, or of those that circulate them."""
+    *names, last = (name for name, traits in EXCHANGE_TRAITS.items() if traits.gathers == gathers)
+    return f"{', '.join(names)} and {last}"
 
 
 def _user_exchange(topology: TopologyConfig, name: str) -> str:
@@ -365,7 +372,7 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
         raise ConfigError(
-            "topology.circulates=queries: works only with ring and hierarchical_ring, not with "
+            f"topology.circulates=queries: works only with {_names(gathers=False)}, not with "
             f"{_user_exchange(topology, name)}. Set topology.circulates=auto"
         )
     if topology.circulates != "auto":

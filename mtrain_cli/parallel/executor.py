@@ -39,11 +39,12 @@ from mtrain_cli.parallel.program import (
 from mtrain_cli.parallel.query_message import QueryMessage
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, MERGE
 from mtrain_cli.parallel.running_attention import RunningAttention
-from mtrain_cli.parallel.schedule import SUM
+from mtrain_cli.parallel.schedule import GROUP_CAST, GROUP_REDUCE, SUM
 from mtrain_cli.parallel.transport import Transport
 from mtrain_cli.parallel.wide_copy import contiguous
 
 if TYPE_CHECKING:
+    from mtrain_cli.parallel.cast_rows import CastRows
     from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 
 
@@ -95,6 +96,9 @@ class Executor:
 
     def _post(self, op: Post) -> None:
         transfer, tensor = op.transfer, self.tensors[op.reads[0]]
+        if transfer.kind in (GROUP_CAST, GROUP_REDUCE):
+            self._post_rows(op)
+            return
         if transfer.kind == SUM:
             self.transport.start_all_reduce(transfer, tensor)
             return
@@ -110,6 +114,33 @@ class Executor:
         else:
             arriving = self.transport.all_to_all(transfer, tensor)
         self.tensors[op.writes[0]] = arriving
+
+    def _post_rows(self, op: Post) -> None:
+        """Send rows of keys to the ranks that need them, or rows of gradients to their owners."""
+        sources = self._read(op)
+        sent, received = self.rows.casts[op.cast].sent, self.rows.casts[op.cast].received
+        if op.transfer.kind == GROUP_REDUCE:
+            sent, received = received, sent
+
+        def leaving() -> torch.Tensor:
+            if op.transfer.kind == GROUP_CAST:
+                own = part_of_heads(sources[0], op.piece, 3)
+                return self.rows.picked(op.cast, own, sources[1:])
+            if len(sources) > 1:
+                # The earlier transfer returned rows of the cast that follows this transfer's cast.
+                self.rows.add_returned(op.cast + 1, *sources)
+            return sources[0][self.rows.arriving(op.cast)]
+
+        row = sources[0][:, :, 0] if op.transfer.kind == GROUP_CAST else sources[0][0]
+        sending, arriving = self.transport.start_rows(
+            op.transfer, leaving, row.nbytes // op.piece[1], sent, received
+        )
+        self.tensors.update(zip(op.writes, (arriving, sending), strict=False))
+
+    @property
+    def rows(self) -> CastRows:
+        assert self.tiles.rows is not None, "a group cast needs a plan of its rows"
+        return self.tiles.rows
 
     def _compute(self, op: Compute) -> None:
         tiles = self.tiles.for_pair(op.queries, op.keys, op.part, columns=op.with_columns)
@@ -179,8 +210,11 @@ class Executor:
             _add(key_sums[1], keys[1], keys_begin)
 
     def _reduce(self, op: Reduce) -> None:
-        total = self.tensors[op.writes[0]]
-        total += self.tensors[op.reads[0]]
+        total, arrived = self.tensors[op.writes[0]], self.tensors[op.reads[0]]
+        if op.cast is None:
+            total += arrived
+        else:
+            self.rows.add_returned(op.cast, total, arrived)
 
     def _arrange(self, op: Arrange) -> None:
         with self._arrange_span(op):
@@ -248,6 +282,18 @@ class Executor:
             # [ranks of the node, nodes, ...] -> [ranks in order, ...]
             shards = shards.transpose(0, 1).flatten(0, 1)
         return ([self.exchange.inside.to_sequence(shards[:, i]) for i in (0, 1)],)
+
+    def _merge_rows(self, op: Arrange) -> Sequence[Any]:
+        packed, *arrived = self._read(op)
+        return (self.rows.merged(part_of_heads(packed, op.piece, 3), arrived),)
+
+    def _split_rows(self, op: Arrange) -> Sequence[Any]:
+        ((dk, dv),) = self._read(op)
+        return (self.rows.split(dk, dv, self._high),)
+
+    def _own_rows(self, op: Arrange) -> Sequence[Any]:
+        (total,) = self._read(op)
+        return (total[: self.rows.own].permute(1, 2, 0, 3, 4).contiguous(),)
 
     def _cut(self, op: Arrange) -> Sequence[Any]:
         (lse,) = self._read(op)
@@ -361,6 +407,9 @@ _ARRANGE: dict[str, Callable[[Executor, Arrange], Sequence[Any]]] = {
     lowering.CUT: Executor._cut,
     lowering.PLACE: Executor._place,
     lowering.SHARDS: Executor._shards,
+    lowering.MERGE_ROWS: Executor._merge_rows,
+    lowering.SPLIT_ROWS: Executor._split_rows,
+    lowering.OWN_ROWS: Executor._own_rows,
     lowering.OWN: Executor._own,
     lowering.JOIN: Executor._join,
     lowering.JOIN_OUT: Executor._join_out,

@@ -25,7 +25,9 @@ from mtrain_cli.parallel.program import (
     MADE,
     NOTHING,
     OWN_KEYS,
+    RECEIVED,
     ROWS,
+    SENT,
     STATS,
     WHOLE_SEQUENCE,
     WIDE_COLUMNS,
@@ -52,6 +54,8 @@ from mtrain_cli.parallel.schedule import (
     CONTEXT,
     DKV,
     DQ,
+    GROUP_CAST,
+    GROUP_REDUCE,
     HEADS,
     KV,
     QUERIES,
@@ -77,6 +81,9 @@ JOIN_OUT = "join_out"  # concatenate out over all parts of the heads
 CUT = "cut"  # copy one part of the heads from lse
 PLACE = "place"  # write one part's gradients into the whole tensor
 SHARDS = "shards"  # cut key gradients into the ranks' shards
+MERGE_ROWS = "merge_rows"  # bring own keys and those of a group cast into sequence order
+SPLIT_ROWS = "split_rows"  # bring key gradients into the order in which the rows arrived
+OWN_ROWS = "own_rows"  # take this rank's rows out of the summed gradients
 OWN = "own"  # concatenate the key gradients that returned
 JOIN = "join"  # concatenate dq over all parts of the heads
 TO_HEADS, FROM_TOKENS = "to_heads", "from_tokens"  # before and after tokens are traded for heads
@@ -87,7 +94,6 @@ ADD_HEADS = "add_heads"  # concatenate heads, and add the gradients of repeated 
 # copies a result into the sum, or the sum into a result.
 _ADDED, _COPIED = 2 * high(ROWS) + low(ROWS), high(ROWS) + low(ROWS)
 _KEYS_ADDED, _KEYS_COPIED = 2 * high(KEYS) + low(KEYS), high(KEYS) + low(KEYS)
-_MADE_KEYS = Size(((Fraction(1), KEYS, MADE),))  # the dk and dv that a kernel returns
 # By payload of a gradient: the first word of its buffers, and the bytes that adding it moves.
 _GRADIENTS = {DKV: ("dkv", 3 * high(KEYS)), DQ: ("dqueries", 3 * high(ROWS))}
 
@@ -259,8 +265,13 @@ def _gather_backward(b: _Builder, steps: Steps) -> None:
         dq.append(made[0])
         # The previous part is sent from a buffer of the same size as the next one. Free it first.
         b.wait(step.collect)
-        sums.append(b.scatter_gradients(at, step, made[1], cut))
+        if b.schedule.traits.by_mask:
+            b.add_returned_rows(at - 1)
+            sums.append(b.return_rows(at, step, made[1]))
+        else:
+            sums.append(b.scatter_gradients(at, step, made[1], cut))
     b.wait(b.under_way)
+    b.add_returned_rows(parts - 1)
     b.arrange(OWN, (own, *(sums or ["dkv"])), ("dk", "dv"), timed=False, renames=not sums)
     # Under Ulysses the last operation, ADD_HEADS, carries this charge.
     moves = NOTHING if b.sharing > 1 else _joined(parts)
@@ -296,6 +307,11 @@ def _trade_heads(b: _Builder, steps: Steps, inside: _Lowering, *, backward: bool
     b.hold("traded tokens")
 
 
+def _made(unit: str) -> Size:
+    """Return the size of one ``unit`` in the dtype of a kernel's dk and dv."""
+    return Size(((Fraction(1), unit, MADE),))
+
+
 class _Builder:
     """Collect the operations of one rank.
 
@@ -312,6 +328,7 @@ class _Builder:
         self._step = -1
         self._transfers: dict[int, Post] = {}
         self._in_flight: dict[int, Post] = {}
+        self._returned: dict[int, str] = {}  # step -> the gradients that a group reduce returns
         self._held: dict[str, int] = {}  # buffer -> the operation up to which it must live
         self._pooled: set[str] = set()
         self._inside = slice(None)
@@ -414,6 +431,8 @@ class _Builder:
         Return the name of the buffer with the ordered keys.
         """
         own, keys = f"kv {self.own}", f"keys {at}"
+        if self.schedule.traits.by_mask and step.wait:
+            return self._cast_keys(at, step)
         for t in step.post:
             source, piece, leaving = f"gathered {t.after}", (0, 1), []
             if not self._forwards(t):
@@ -452,6 +471,70 @@ class _Builder:
         self.hold(made)
         return name
 
+    def _cast_keys(self, at: int, step: ScheduleStep) -> str:
+        """Post the group casts of a step, and put the step's keys in order of position.
+
+        Return the name of the buffer with the ordered keys.
+        """
+        own, keys = f"kv {self.own}", f"keys {at}"
+        for t in step.post:
+            sources: tuple[str, ...] = (own,)
+            cast = 0
+            if self._forwards(t):
+                sources, cast = (own, f"gathered {t.after}"), 1
+            payload, arrives = low(SENT[cast]) / self.piece(t.part)[1], f"gathered {t.number}"
+            # The rows leave from a copy.
+            writes = arrives, f"leaving {t.number}"
+            self._post(t, sources, writes, payload, self.piece(t.part), cast)
+        self.wait(step.wait)
+        last = self._transfers[step.wait[-1]].transfer
+        arrived: tuple[str, ...] = (f"gathered {last.number}",)
+        if self._forwards(last):
+            assert last.after is not None
+            self.wait((last.after,))
+            arrived = f"gathered {last.after}", *arrived
+        piece = self.piece(step.part)
+        moves = 2 * self._cast_size(low) / piece[1]
+        self.arrange(MERGE_ROWS, (own, *arrived), (keys,), moves, piece=piece)
+        return keys
+
+    def return_rows(self, at: int, step: ScheduleStep, made: str) -> str:
+        """Return the gradients of received rows to the rows' owners.
+
+        Return the name of the buffer with the sum for this rank's own rows, which
+        `add_returned_rows` makes.
+
+        made: name of the buffer with the dk and dv that the kernel returned.
+        """
+        rows, parts = f"rows {at}", self.piece(step.part)[1]
+        moves = (self._cast_size(low) + self._cast_size(high)) / parts
+        scratch = self._cast_size(_made) / (2 * parts)
+        self.arrange(SPLIT_ROWS, (made,), (rows,), moves, scratch=scratch)
+        sources: tuple[str, ...] = (rows,)
+        for cast, t in zip(reversed(range(len(step.send))), step.send, strict=True):
+            returned = f"returned {t.number}"
+            self._post(t, sources, (returned,), high(RECEIVED[cast]) / parts, cast=cast)
+            sources = rows, returned
+        self._returned[at] = returned
+        return f"own rows {at}"
+
+    def add_returned_rows(self, at: int) -> None:
+        """Add the gradients that other ranks returned to those of this rank's own rows."""
+        if at not in self._returned:
+            return
+        returned, rows = self._returned[at], f"rows {at}"
+        post = self._transfers[int(returned.split()[1])]
+        parts = self.piece(post.transfer.part)[1]
+        moves = 3 * high(SENT[post.cast]) / parts
+        self.emit(Reduce, (returned,), (rows,), moves=moves, cast=post.cast)
+        self.arrange(OWN_ROWS, (rows,), (f"own rows {at}",), 2 * high(KEYS) / parts)
+
+    def _cast_size(self, width: Callable[[str], Size]) -> Size:
+        """Return the size of the keys with which a rank computes after the group casts."""
+        posts = (op for op in self._operations if isinstance(op, Post))
+        casts = {op.cast for op in posts if op.transfer.kind == GROUP_CAST}
+        return sum((width(RECEIVED[cast]) for cast in sorted(casts)), width(KEYS))
+
     def _scratch_of_shards(self, among: int) -> Size:
         """Return the memory of the copies that cut a rank's share of gradients into shards.
 
@@ -463,8 +546,8 @@ class _Builder:
         if among:
             return high(KEYS)
         if self.sharing > 1:
-            return _MADE_KEYS / 2
-        return 3 * _MADE_KEYS / 4 if self.traits.zigzag else NOTHING
+            return _made(KEYS) / 2
+        return 3 * _made(KEYS) / 4 if self.traits.zigzag else NOTHING
 
     def exchange_gradients(self, step: ScheduleStep) -> None:
         """Add the gradients that arrived, then send the gradients that this step completes."""
@@ -574,6 +657,7 @@ class _Builder:
         writes: tuple[str, ...],
         payload: Size,
         piece: Part = (0, 1),
+        cast: int = 0,
     ) -> None:
         post = Post(
             step=self._step,
@@ -582,6 +666,7 @@ class _Builder:
             transfer=transfer,
             payload=payload,
             piece=piece,
+            cast=cast,
         )
         self._operations.append(post)
         self._in_flight[transfer.number] = self._transfers[transfer.number] = post
@@ -592,14 +677,20 @@ class _Builder:
         sizes: the result of `_sizes`. The keys are the first words of buffer names.
         """
         word, _, number = name.partition(" ")
-        if word in ("gathered", "leaving", "sum"):
+        if word in ("gathered", "leaving", "sum", "returned"):
             post = self._transfers[int(number)]
             t = post.transfer
+            if t.kind in (GROUP_CAST, GROUP_REDUCE):
+                parts = self.piece(t.part)[1]
+                arrives = low(RECEIVED[post.cast]) if word == "gathered" else high(SENT[post.cast])
+                return post.payload if word == "leaving" else arrives / parts
             if word == "leaving":
                 return post.payload * len(t.sends)
             return post.payload * (len(t.receives) + (len(t.sends) if word == "gathered" else 0))
         if name.endswith(" by rank"):
             return NOTHING  # a view
+        if word == "own" and number.startswith("rows"):
+            return sizes["own rows"]
         if word == "own":
             return low(OWN_KEYS) / 2 if number in ("k", "v", "dk", "dv") else sizes[number]
         if word in ("heads", "traded", "tokens"):
@@ -612,7 +703,10 @@ class _Builder:
         n = max(op.piece[1] for op in self._operations if isinstance(op, Compute))
         rows, keys, stats = low(ROWS), low(KEYS), high(STATS)
         # A part of lse is a view. So are the keys of one rank that computes all heads at once.
-        whole_keys = keys * groups / n if groups > 1 or n > 1 else NOTHING
+        by_mask = self.schedule.traits.by_mask
+        gathered, made = (
+            self._cast_size(width) if by_mask else width(KEYS) * groups for width in (low, _made)
+        )
         return {
             "q": rows, "k": keys / 2, "v": keys / 2, "out": rows, "dout": rows, "lse": stats,
             "dq": rows, "dk": keys / 2, "dv": keys / 2, "delta": stats, "kv": keys,
@@ -620,8 +714,9 @@ class _Builder:
             "queries": query_message(self.traits), "total": high(ROWS) + stats,
             "dq_sum": high(ROWS), "dqueries": high(ROWS),
             "dkv": keys if gathers else high(KEYS),
-            "dkeys": _MADE_KEYS * groups / n if gathers else _MADE_KEYS,
-            "keys": whole_keys,
+            "dkeys": made / n if gathers else _made(KEYS),
+            "keys": gathered / n if groups > 1 or n > 1 else NOTHING,
+            "rows": self._cast_size(high) / n, "own rows": high(KEYS) / n,
             "shards": high(KEYS) * groups / n,
             "columns": low(WIDE_COLUMNS), "dcolumns": high(WIDE_COLUMNS),
         }  # fmt: skip

@@ -90,17 +90,20 @@ class Plan:
             masked = MaskedPositions.make(masks, block, shards, rank, bitmap=request.bitmap)
             tables = masked.tables
         early = early_queries(exchange.num_queries, keep, block)
+        moved = exchange.cast_rows(masks, block)
 
         def tiles(rows: int | None) -> ShardTiles:
             needed = exchange.needed_tiles(indexed=block is not None, forward_only=rows is not None)
             positions = {s: positions_of(layout, s) for pair in needed for s in pair}
+            if moved is not None:
+                positions[WHOLE_SEQUENCE] = moved.positions
             made = {
                 (q, k): Tiles.between(masks, positions[q][:rows], positions[k], tables)
                 for q, k in sorted(needed)
             }
             if tables is None:  # find the rectangles here, not in the first call of a kernel
                 _ = [pair.slices for pair in made.values()]
-            return ShardTiles(made)
+            return ShardTiles(made, moved)
 
         forward, whole = exchange.program(backward=False), tiles(None)
         recomputes_all = early == exchange.num_queries
@@ -154,7 +157,10 @@ class Plan:
             *(f"sequence of {mask.length:,} tokens: {mask.pairs:,} pairs" for mask in self.masks),
         ]
         for op in self.forward.computes:
-            keys = "all keys" if op.keys == WHOLE_SEQUENCE else f"keys of shard {op.keys[0]}"
+            keys = f"keys of shard {op.keys[0]}"
+            if op.keys == WHOLE_SEQUENCE:
+                rows = self.tiles.rows
+                keys = "all keys" if rows is None else f"{len(rows.positions):,} keys"
             part, parts = op.part
             heads = f", part {part + 1} of {parts} of the heads" if parts > 1 else ""
             pairs = self.tiles.tiles[op.queries, op.keys].pairs

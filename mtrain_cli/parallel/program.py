@@ -23,7 +23,8 @@ from mtrain_cli.parallel.schedule import Transfer
 Part = tuple[int, int]  # (i, n): the i-th of n equal parts
 Shards = tuple[int, ...]
 Shape = tuple[tuple[Fraction, str, int], ...]  # (count, unit, bytes per element) of a buffer
-WHOLE_SEQUENCE: Shards = (-1,)  # stands for all key shards, in sequence order
+# Stands for all key shards, in sequence order. After a group cast, only for the rows that arrived.
+WHOLE_SEQUENCE: Shards = (-1,)
 
 # Units of a size. Each stands for a count of tensor elements:
 #   ROWS: a rank's queries.
@@ -33,8 +34,10 @@ WHOLE_SEQUENCE: Shards = (-1,)  # stands for all key shards, in sequence order
 #   STATS: one element per query and head, such as lse.
 #   COLUMNS: keys and values of single columns.
 #   WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
+#   SENT[i], RECEIVED[i]: keys and values of the rows that group cast number i moves.
 ROWS, KEYS, OWN_KEYS, STATS = "rows", "keys", "own_keys", "stats"
 COLUMNS, WIDE_COLUMNS = "columns", "wide_columns"
+SENT, RECEIVED = ("sent 0", "sent 1"), ("received 0", "received 1")
 # Precisions. LOW: the compute dtype. HIGH: float32, for sums. MADE: the dtype of a kernel's dk, dv.
 LOW, HIGH, MADE = "low", "high", "made"
 _SUM_BYTES = 4
@@ -52,6 +55,8 @@ class ShardSizes:
     column_width: `columns`, rounded up to whole tiles.
     sequences: number of sequences in a micro-batch.
     made_bytes: bytes per element of the dk and dv that a kernel returns; 0 means `dtype_bytes`.
+    casts: for each group cast, the rows that a rank sends and receives, divided by the rows of its
+        shard.
     """
 
     tokens: int
@@ -63,6 +68,7 @@ class ShardSizes:
     column_width: int = 0
     sequences: int = 1
     made_bytes: int = 0
+    casts: tuple[tuple[Fraction, Fraction], ...] = ()
 
     def width(self, precision: str) -> int:
         """Return the number of bytes per element. precision: LOW, HIGH or MADE."""
@@ -78,6 +84,9 @@ class ShardSizes:
         if unit in (KEYS, OWN_KEYS):
             kv_heads = self.kv_heads if unit == OWN_KEYS else max(self.kv_heads, sharing)
             return 2 * self.tokens * kv_heads * self.head_dim
+        if unit in (*SENT, *RECEIVED):
+            word, at = unit.split()
+            return self.casts[int(at)][word == "received"] * self.count(KEYS, sharing)
         if unit == ROWS:
             return self.tokens * self.heads * self.head_dim
         if unit == STATS:
@@ -199,11 +208,14 @@ class Post(Operation):
 
     payload: size of one shard, or of the whole tensor if the tensor does not consist of shards.
     piece: (i, n): send the i-th of n equal parts of this rank's heads.
+    cast: number of the group cast whose rows the transfer moves (`cast_rows.CastRows.casts`). If
+        the transfer reads gradients that an earlier transfer returned, it first adds them up.
     """
 
     transfer: Transfer
     payload: Size
     piece: Part = (0, 1)
+    cast: int = 0
 
     @property
     def sends(self) -> Size:
@@ -266,9 +278,13 @@ class Merge(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce(Operation):
-    """Add a received gradient to this rank's own part of that gradient."""
+    """Add a received gradient to this rank's own part of that gradient.
+
+    cast: number of the group cast whose rows the gradient belongs to; None for a whole shard.
+    """
 
     moves: Size = NOTHING
+    cast: int | None = None
 
 
 @dataclass(frozen=True)

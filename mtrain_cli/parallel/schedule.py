@@ -46,6 +46,9 @@ KV, DKV, QUERIES, DQ, HEADS = "kv", "dkv", "queries", "dq", "heads"
 GRADIENTS = (DKV, DQ)
 COLUMNS = "columns"  # single columns of an index, summed over all ranks outside the schedule
 SUM = "all_reduce"  # kind of the COLUMNS transfer
+# Kinds of the transfers that carry only the rows that the masks of a batch need, and of those that
+# return the gradients of these rows.
+GROUP_CAST, GROUP_REDUCE = "group_cast", "group_reduce"
 UNSCHEDULED = -2  # number of the COLUMNS transfer
 
 
@@ -57,7 +60,8 @@ class Transfer:
         post the communicator's transfers in the order of their numbers. Each channel has one
         communicator for data and one for gradients.
     kind: ``p2p`` (send to one rank and receive the same payload from another), ``all_gather``,
-        ``reduce_scatter`` or ``all_to_all``.
+        ``reduce_scatter``, ``all_to_all``, ``group_cast`` or ``group_reduce``. The last two send
+        some rows of the shards to each peer. `cast_rows.CastRows` names these rows.
     payload: ``kv``; ``queries`` (query messages, from which another worker computes gradients);
         the gradients ``dkv`` and ``dq``; or ``heads`` (the all-to-alls of Ulysses).
     channel: ``context``, ``inner``, ``outer`` or ``heads``.
@@ -84,7 +88,7 @@ class Transfer:
     @property
     def shards(self) -> int:
         """Number of shards in the posted tensor; 1 if the tensor does not consist of shards."""
-        if self.kind in (SUM, "all_to_all"):
+        if self.kind in (SUM, "all_to_all", GROUP_CAST, GROUP_REDUCE):
             return 1
         return len(self.sends) + (len(self.receives) if self.kind == "reduce_scatter" else 0)
 
@@ -94,9 +98,10 @@ class Transfer:
 
         A rank receives the same number of bytes. For a collective of n ranks the number is a lower
         bound. A gather sends the tensor to n - 1 peers. A reduce-scatter and an all-to-all send one
-        n-th of the tensor to each peer. An all-reduce sends one n-th to each peer twice.
+        n-th of the tensor to each peer. An all-reduce sends one n-th to each peer twice. The tensor
+        of a group cast has only rows for other ranks.
         """
-        if self.kind == "p2p":
+        if self.kind in ("p2p", GROUP_CAST, GROUP_REDUCE):
             return Fraction(1)
         n = len(self.peers)
         return {"all_gather": n, SUM: 2}.get(self.kind, 1) * Fraction(n - 1, n)
@@ -280,6 +285,23 @@ def hierarchical_all_gather(options: ScheduleOptions) -> Schedule:
     return _gather("hierarchical_all_gather", options)
 
 
+def group_cast(options: ScheduleOptions) -> Schedule:
+    """Gather the rows of KV that a rank's queries see, with one collective per part of the heads.
+
+    The schedule is that of `all_gather`. The rows depend on the masks of a batch (MagiAttention,
+    section 4.2).
+    """
+    return _gather("group_cast", options)
+
+
+def hierarchical_group_cast(options: ScheduleOptions) -> Schedule:
+    """Cast rows across nodes among ranks with the same local rank, then inside each node.
+
+    A row enters each other node at most once.
+    """
+    return _gather("hierarchical_group_cast", options)
+
+
 def _gather(name: str, options: ScheduleOptions) -> Schedule:
     workers, chunks, traits = options.workers, options.chunks, EXCHANGE_TRAITS[name]
     nodes = -(-workers // options.per_node) if traits.hierarchical else 1
@@ -288,7 +310,7 @@ def _gather(name: str, options: ScheduleOptions) -> Schedule:
     def steps(rank: int, backward: bool) -> Steps:
         if workers == 1:
             return tuple(ScheduleStep((0,), (0,), (c, chunks)) for c in range(chunks))
-        make = partial(_collectives, rank, workers, nodes, count())
+        make = partial(_collectives, rank, workers, nodes, count(), traits.by_mask)
         result: list[ScheduleStep] = []
         before: tuple[Transfer, ...] = ()
         # The first part has nothing to overlap with: step 0 posts it and waits for it. Every other
@@ -316,7 +338,13 @@ def _gather(name: str, options: ScheduleOptions) -> Schedule:
 
 
 def _collectives(
-    rank: int, workers: int, nodes: int, number: count[int], payload: str, part: tuple[int, int]
+    rank: int,
+    workers: int,
+    nodes: int,
+    number: count[int],
+    by_mask: bool,
+    payload: str,
+    part: tuple[int, int],
 ) -> tuple[Transfer, ...]:
     """Return one rank's transfers that gather keys, or that reduce-scatter their gradients.
 
@@ -324,18 +352,18 @@ def _collectives(
     inside each node; gradients take the reverse way. Otherwise there is one collective among all
     ranks.
 
+    by_mask: whether the collectives carry only the rows that the masks need.
     payload: KV or DKV.
     part: (i, n), the i-th of n equal parts of the heads.
     """
     everyone = tuple(range(workers))
     gathers = payload == KV
+    gather, reduce = (GROUP_CAST, GROUP_REDUCE) if by_mask else ("all_gather", "reduce_scatter")
 
     def collective(peers, holds, channel, after=None) -> Transfer:
         group_shards = everyone if channel != OUTER else peers
         others = tuple(s for s in group_shards if s not in holds)
-        kind, sends, receives = (
-            ("all_gather", holds, others) if gathers else ("reduce_scatter", others, holds)
-        )
+        kind, sends, receives = (gather, holds, others) if gathers else (reduce, others, holds)
         route = channel, sends, receives
         return Transfer(next(number), kind, payload, *route, peers=peers, after=after, part=part)
 
@@ -639,6 +667,8 @@ def _trade_around(steps: Steps, group: int, place: int, heads: int) -> Steps:
 _EXCHANGES: dict[str, Callable[[ScheduleOptions], Schedule]] = {
     "all_gather": all_gather,
     "hierarchical_all_gather": hierarchical_all_gather,
+    "group_cast": group_cast,
+    "hierarchical_group_cast": hierarchical_group_cast,
     "ring": ring,
     "hierarchical_ring": hierarchical_ring,
 }

@@ -12,7 +12,7 @@ send and its receive as one batch, so a ring in which all ranks send cannot dead
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -139,7 +139,7 @@ class Transport:
         """Start to send one tensor and to receive another. Keep both until `wait`."""
         assert transfer.to is not None
         assert transfer.source is not None
-        with self._posting(transfer, leaving) as group:
+        with self._posting(transfer, leaving.nbytes) as group:
             self._works[transfer.number] = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, leaving, self.group.ranks[transfer.to], group),
@@ -149,23 +149,49 @@ class Transport:
 
     def start_gather(self, transfer: Transfer, own: torch.Tensor) -> torch.Tensor:
         """Start an all-gather of a contiguous tensor. Return [peers, ...], valid after `wait`."""
-        with self._posting(transfer, own) as group:
+        with self._posting(transfer, own.nbytes) as group:
             gathered, work = start_all_gather(own, len(transfer.peers), group)
             self._works[transfer.number], self._inputs[transfer.number] = [work], own
         return gathered
 
     def start_scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
         """Start a reduce-scatter of [peers, ...]. Return this rank's sum, valid after `wait`."""
-        with self._posting(transfer, shards) as group:
+        with self._posting(transfer, shards.nbytes) as group:
             own, work = start_reduce_scatter(shards, group)
             self._works[transfer.number], self._inputs[transfer.number] = [work], shards
         return own
+
+    def start_rows(
+        self,
+        transfer: Transfer,
+        leaving: Callable[[], torch.Tensor],
+        row_bytes: int,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Start to send each peer its rows. Return what leaves, and what `wait` completes.
+
+        Args:
+            leaving: makes the contiguous tensor to send, [rows, ...], by peer. It runs behind the
+                transfer ``transfer.after``, whose tensors it may read.
+            row_bytes: number of bytes per row.
+            sent, received: number of rows for and from each peer, in the order of the peers.
+        """
+        with self._posting(transfer, row_bytes * sum(sent)) as group:
+            rows = leaving()
+            arrived = rows.new_empty(sum(received), *rows.shape[1:])
+            work = dist.all_to_all_single(
+                arrived, rows, list(received), list(sent), group=group, async_op=True
+            )
+            assert work is not None
+            self._works[transfer.number], self._inputs[transfer.number] = [work], rows
+        return rows, arrived
 
     def all_to_all(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
         """Send parts[i] to peer i. Return the received parts, [peers, ...], ready to use."""
         arrived = torch.empty_like(parts)
         with (
-            self._posting(transfer, parts) as group,
+            self._posting(transfer, parts.nbytes) as group,
             self.span(WAIT, self._messages[transfer.number]),
             self._while_receiving(transfer.number),
         ):
@@ -180,7 +206,7 @@ class Transport:
         The all-reduce is not part of the schedule and has its own communicator. At most one may be
         in flight.
         """
-        with self._posting(transfer, tensor) as group:
+        with self._posting(transfer, tensor.nbytes) as group:
             work = dist.all_reduce(tensor, group=group, async_op=True)
             assert work is not None
             self._works[transfer.number] = [work]
@@ -206,9 +232,9 @@ class Transport:
         assert not self._works, "every transfer has been waited for"
         progress_record.note(f"after {self.pass_name}")
 
-    def _message(self, transfer: Transfer, posted: torch.Tensor) -> MessageTag:
+    def _message(self, transfer: Transfer, posted: int) -> MessageTag:
         # A profile counts the tensor of an all-reduce once.
-        moved = posted.nbytes if transfer.kind == SUM else int(posted.nbytes * transfer.share)
+        moved = posted if transfer.kind == SUM else int(posted * transfer.share)
         ranks = self.group.ranks
         shard = leaving = -1
         if transfer.kind == "p2p":
@@ -220,10 +246,11 @@ class Transport:
         return MessageTag(*kind, shard, leaving, to, source, moved, transfer.number, peers)
 
     @contextmanager
-    def _posting(
-        self, transfer: Transfer, posted: torch.Tensor
-    ) -> Iterator[dist.ProcessGroup | None]:
-        """Yield the communicator on which to post a transfer, and record the transfer."""
+    def _posting(self, transfer: Transfer, posted: int) -> Iterator[dist.ProcessGroup | None]:
+        """Yield the communicator on which to post a transfer, and record the transfer.
+
+        posted: number of bytes of the tensor to post.
+        """
         number = transfer.number
         self._transfers[number] = transfer
         failure = f"{transfer.payload} could not be posted"

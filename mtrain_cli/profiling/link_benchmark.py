@@ -83,8 +83,10 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
     load = _Load(bench.device)
     rounds = plan.repeats + 1 + plan.loaded_repeats
     with MeasurementProgress(bench, plan, len(operations) * rounds) as progress:
-        for operation in operations:
+        for number, operation in enumerate(operations, 1):
             progress.now(f"{operation.link} {operation.what}")
+            what = f"measuring {operation.link} {operation.what},"
+            progress.sampled(number, len(operations), what)
             measured = _measured(operation, plan, bench, load, progress)
             if stopped := measured is None:
                 break

@@ -296,10 +296,10 @@ class MeasurementProgress:
     def done(self) -> None:
         self._bar.advance(self._task)
 
-    def sampled(self, done: int, of: int) -> None:
-        """Print how many samples are done, unless a terminal shows the progress bar."""
+    def sampled(self, done: int, of: int, what: str = "sample") -> None:
+        """Print the number of this sample or of ``what``, unless a terminal shows the bar."""
         if not self._console.is_terminal:
-            self.say(f"sample {done} of {of}")
+            self.say(f"{what} {done} of {of}")
 
     def say(self, line: RenderableType, style: str = "") -> None:
         if self._shown:

@@ -36,7 +36,6 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run
 from mtrain_cli.training.run_plan import plan_resolved
 
-LAYERS = 3  # As in a model, the host queues the second and later layers ahead of the GPU.
 _WARM_UP = 2
 
 

@@ -72,7 +72,7 @@ class PricedMessage:
     size: number of bytes that a rank sends, and also the number that it receives.
     """
 
-    move: SpmdTransfer
+    transfer: SpmdTransfer
     latency: FloatArray
     busy: FloatArray
     outer: NDArray[np.bool_]
@@ -109,7 +109,7 @@ class Prices(ABC):
     def attention(self, step: int) -> FloatArray: ...
 
     @abstractmethod
-    def message(self, move: SpmdTransfer, post: Post) -> PricedMessage:
+    def message(self, transfer: SpmdTransfer, post: Post) -> PricedMessage:
         """Price a transfer. post: rank 0's operation; all ranks send the same number of bytes."""
 
     def work(self, step: int) -> tuple[IntArray | None, IntArray | None]:  # noqa: ARG002
@@ -139,13 +139,13 @@ class Prices(ABC):
         raise NotImplementedError
 
 
-def actions(program: Program, lockstep: SpmdSchedule, prices: Prices) -> Iterator[Action]:
+def actions(program: Program, spmd: SpmdSchedule, prices: Prices) -> Iterator[Action]:
     """Yield the actions of one pass, in order, with prices for all ranks.
 
     program: rank 0's program.
     """
-    everyone = np.ones(lockstep.grid.workers)
-    moves = lockstep.transfers(prices.direction)
+    everyone = np.ones(spmd.grid.workers)
+    transfers = spmd.transfers(prices.direction)
     yield Dispatch(-1, prices.dispatch("begin"))
     if prices.direction == FORWARD:
         yield Spend(INDEX, -1, everyone * prices.index())
@@ -155,8 +155,8 @@ def actions(program: Program, lockstep: SpmdSchedule, prices: Prices) -> Iterato
             case Begin():
                 yield Dispatch(op.step, prices.dispatch("step" if op.computes else "moves"))
             case Post():
-                move = moves.get(op.transfer.number) or lockstep.column_sum(op.transfer)
-                yield PostMessage(op.step, prices.message(move, op))
+                transfer = transfers.get(op.transfer.number) or spmd.column_sum(op.transfer)
+                yield PostMessage(op.step, prices.message(transfer, op))
             case Wait():
                 yield AwaitMessage(op.step, op.number)
             case Compute():

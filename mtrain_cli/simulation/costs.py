@@ -75,7 +75,7 @@ class Costs:
     cluster: Cluster
     kernels: KernelCurves
     sizes: ShardSizes
-    lockstep: SpmdSchedule
+    spmd: SpmdSchedule
     head_dim: int
     sparse: bool = False
     estimated: int = 0
@@ -92,7 +92,7 @@ class Costs:
         return getattr(constant, self.bound)
 
     def bytes_of(self, size: Size) -> int:
-        return int(size.of(self.sizes, self.lockstep.grid.heads))
+        return int(size.of(self.sizes, self.spmd.grid.heads))
 
     def copied(self, size: float) -> float:
         """Return the time to read and write ``size`` bytes in memory, in microseconds.
@@ -104,39 +104,41 @@ class Costs:
         return max(size / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, LEAST_COPY_US)
 
     def copy_us(self, size: Size) -> float:
-        return self.copied(size.of(self.sizes, self.lockstep.grid.heads))
+        return self.copied(size.of(self.sizes, self.spmd.grid.heads))
 
-    def crosses(self, move: SpmdTransfer) -> np.ndarray:
+    def crosses(self, transfer: SpmdTransfer) -> np.ndarray:
         """Return whether the message that each rank receives crosses nodes, bool [workers]."""
-        per_node, ranks = self.cluster.gpus_per_node, np.arange(self.lockstep.grid.workers)
-        if move.source is not None:
-            return move.source // per_node != ranks // per_node
-        return np.full(len(ranks), len({peer // per_node for peer in move.first.peers}) > 1)
+        per_node, ranks = self.cluster.gpus_per_node, np.arange(self.spmd.grid.workers)
+        if transfer.source is not None:
+            return transfer.source // per_node != ranks // per_node
+        return np.full(len(ranks), len({peer // per_node for peer in transfer.first.peers}) > 1)
 
     @cached_property
     def _cards(self) -> IntArray:
         """Return the number of each rank's network card, [workers]."""
         shared = 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
-        ranks, per_node = np.arange(self.lockstep.grid.workers), self.cluster.gpus_per_node
+        ranks, per_node = np.arange(self.spmd.grid.workers), self.cluster.gpus_per_node
         return ranks // per_node * per_node + ranks % per_node // shared
 
-    def message(self, move: SpmdTransfer, size: int, recorded: int | None = None) -> PricedMessage:
+    def message(
+        self, transfer: SpmdTransfer, size: int, recorded: int | None = None
+    ) -> PricedMessage:
         """Price a transfer.
 
         size: number of bytes that each rank sends.
         recorded: number of bytes that a profile records; None if it is ``size``.
         """
-        t = move.first
-        key = t.channel, t.payload, t.kind, size, id(move.to), id(move.peers)
+        t = transfer.first
+        key = t.channel, t.payload, t.kind, size, id(transfer.to), id(transfer.peers)
         if key not in self._messages:
-            price = self._collective if move.to is None else self._between_two
-            self._messages[key] = price(move, size)
-        return PricedMessage(move, *self._messages[key], size if recorded is None else recorded)
+            price = self._collective if transfer.to is None else self._between_two
+            self._messages[key] = price(transfer, size)
+        return PricedMessage(transfer, *self._messages[key], size if recorded is None else recorded)
 
-    def _between_two(self, move: SpmdTransfer, size: int) -> LinkPrice:
-        assert move.to is not None
-        assert move.source is not None
-        outer = self.crosses(move)
+    def _between_two(self, transfer: SpmdTransfer, size: int) -> LinkPrice:
+        assert transfer.to is not None
+        assert transfer.source is not None
+        outer = self.crosses(transfer)
         alone, busy, share = (np.zeros(len(outer)) for _ in range(3))
         for crossing in (False, True):
             if not (outer == crossing).any():
@@ -144,7 +146,7 @@ class Costs:
             link = self.cluster.link(outer=crossing)
             mine = outer == crossing
             # A network card is full duplex, so the direction with more messages counts.
-            ways = (move.source, np.arange(len(mine))) if crossing else ()
+            ways = (transfer.source, np.arange(len(mine))) if crossing else ()
             sharing = np.max([np.ones(len(mine)), *(self._sharing(w, mine) for w in ways)], axis=0)
             per_us = self.rate(link.bandwidth_gbps) * 1e3
             capacity = max(self.rate(link.capacity_gbps) * 1e3, per_us)
@@ -153,7 +155,7 @@ class Costs:
             busy += np.where(mine, size * sharing / capacity, 0.0)
             share[mine] = self.burden(link.gpu_share)
         # A rank sends and receives at once; it loses the larger of the two shares.
-        return alone - busy, busy, outer, np.maximum(share, share[move.to])
+        return alone - busy, busy, outer, np.maximum(share, share[transfer.to])
 
     def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
         """Return how many messages between nodes use each rank's network card, [workers].
@@ -165,9 +167,9 @@ class Costs:
         messages = np.bincount(cards[crossing], minlength=len(cards))[cards]
         return np.maximum(messages, 1).astype(np.float64)
 
-    def _collective(self, move: SpmdTransfer, size: int) -> LinkPrice:
-        peers, outer = move.first.peers, self.crosses(move)
-        to_all, members = move.first.payload == HEADS, self._members(peers)
+    def _collective(self, transfer: SpmdTransfer, size: int) -> LinkPrice:
+        peers, outer = transfer.first.peers, self.crosses(transfer)
+        to_all, members = transfer.first.payload == HEADS, self._members(peers)
         us, busy = self.collective(to_all, len(peers), members, size)
         share = self.burden(self.cluster.link(outer=bool(outer[0])).gpu_share)
         latencies, busies, shares = (np.full(len(outer), v) for v in (us - busy, busy, share))
@@ -221,7 +223,7 @@ class Costs:
     def index_us(self) -> float:
         if not self.estimated:
             return 0.0
-        workers = self.lockstep.grid.workers
+        workers = self.spmd.grid.workers
         heads, gpu = self.sizes.heads, self.cluster.gpu
         tokens, each = self.estimated / workers, INDEX_PER_TOKEN_US * index_scale(gpu, heads)
         times = self.kernels.non_attention
@@ -287,10 +289,10 @@ class LayerPrices(Prices):
     def work(self, step: int) -> tuple[IntArray, IntArray]:
         return self.counts.pairs[:, step], self.counts.blocks[:, step]
 
-    def message(self, move: SpmdTransfer, post: Post) -> PricedMessage:
+    def message(self, transfer: SpmdTransfer, post: Post) -> PricedMessage:
         # A profile records the payload of an all-reduce, which sends more bytes than that.
-        recorded = self.costs.bytes_of(post.payload) if move.first.kind == SUM else None
-        return self.costs.message(move, self.costs.bytes_of(post.sends), recorded)
+        recorded = self.costs.bytes_of(post.payload) if transfer.first.kind == SUM else None
+        return self.costs.message(transfer, self.costs.bytes_of(post.sends), recorded)
 
     def copy(self, op: Copy) -> float:
         if op.moves not in self._copies:

@@ -117,6 +117,44 @@ class HostTraffic:
     unit: float
     leave: bool
 
+    @staticmethod
+    def of(plan: RunPlan, states: StateMemory) -> HostTraffic:
+        optim, e = plan.config.optim, plan.dtype_bytes
+        layers = layers_on_host(plan.config.train.offload_activations, plan.config.model.num_layers)
+        away = states.shard if optim.offload else 0
+        unit = (e if optim.offload_gradients else 4 + e) * max(
+            states.layer_shard, states.root_shard
+        )
+        return HostTraffic(
+            layers=layers,
+            kept=(plan.memory.host - states.host) / layers if layers else 0.0,
+            down=4.0 * away,
+            up=float(e * away),
+            stepped=float((_ADAMW + e) * away),
+            unit=float(unit) if away else 0.0,
+            leave=optim.offload_gradients,
+        )
+
+
+def _loss_cost(plan: RunPlan, tokens: int) -> ComputeCost:
+    model, train, e = plan.config.model, plan.config.train, plan.dtype_bytes
+    logits_again = train.loss_gradients == "recompute"
+    logits, head = tokens * model.vocab_size, model.vocab_size * model.hidden_size
+    chunks = -(-4 * logits // (train.loss_chunk_mib * MIB))
+    return ComputeCost(
+        (8.0 if logits_again else 6.0) * head * tokens,
+        # - The logits.
+        # - The LM head's float32 gradient: every chunk reads and writes it.
+        # - One cast of this gradient.
+        # - The embedding in both directions, and the last norm. If the embedding is tied, its
+        #   gradient is added to that of the LM head.
+        (_LOGITS + e + (_LOGITS_AGAIN if logits_again else 0)) * logits
+        + 8 * head * chunks
+        + (4 + e) * head
+        + e * (3 * head + 6 * tokens * model.hidden_size),
+        (15.0 if logits_again else 10.0) * chunks,
+    )
+
 
 @dataclass(frozen=True)
 class NonAttentionCost:
@@ -169,7 +207,7 @@ class NonAttentionCost:
     @staticmethod
     def of(plan: RunPlan) -> NonAttentionCost:
         config, model, train = plan.config, plan.config.model, plan.config.train
-        optim, e = config.optim, 2 if plan.dtype == "bfloat16" else 4
+        optim, e = config.optim, plan.dtype_bytes
         workers = plan.dims.workers
         tokens = plan.layout.tokens_per_worker * train.micro_batch
         hidden, wide = model.hidden_size, model.intermediate_size
@@ -190,19 +228,13 @@ class NonAttentionCost:
         # With several tiles the weight gradients accumulate in float32.
         of_tiles = hidden * (3 * wide + model.num_heads * model.head_dim)
         sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
-        logits_again = train.loss_gradients == "recompute"
-        logits, head = tokens * model.vocab_size, model.vocab_size * hidden
-        chunks = -(-4 * logits // (train.loss_chunk_mib * MIB))
         launches = LAUNCHES.value
         # Weights are cast, gathered and copied out; gradients are copied in and added to the shard.
         out, out_of_shard = 2 * e, e + (e if optim.offload else 4)
         back, to_shard = r + e, 8 + r
         added = (8 + e) * layer if train.shard == "optimizer" and plan.micro_batches > 1 else 0
-        on_host = layers_on_host(train.offload_activations, model.num_layers)
-        away = shard if optim.offload else 0
-        largest = max(states.layer_shard, states.root_shard)
-        unit = (e if optim.offload_gradients else 4 + e) * largest
         clipped = shard * (4 + (8 if optim.clip_norm else 0))
+        stepped = 0 if optim.offload else _ADAMW * shard
         share = (workers - 1) / workers
         return NonAttentionCost(
             forward=ComputeCost(
@@ -220,34 +252,14 @@ class NonAttentionCost:
                 eager * e * tokens * (15 * hidden + rotated + 5 * wide) + sums,
                 2 * launches + (tiles - 1) * _TILE_LAUNCHES[1],
             ),
-            loss=ComputeCost(
-                (8.0 if logits_again else 6.0) * head * tokens,
-                # - The logits.
-                # - The LM head's float32 gradient: every chunk reads and writes it.
-                # - One cast of this gradient.
-                # - The embedding in both directions, and the last norm. If the embedding is tied,
-                #   its gradient is added to that of the LM head.
-                (_LOGITS + e + (_LOGITS_AGAIN if logits_again else 0)) * logits
-                + 8 * head * chunks
-                + (4 + e) * head
-                + e * (3 * head + 6 * tokens * hidden),
-                (15.0 if logits_again else 10.0) * chunks,
-            ),
+            loss=_loss_cost(plan, tokens),
             gathered=ComputeCost(moved=out * layer + out_of_shard * layer / workers),
             reduced=ComputeCost(moved=back * layer + to_shard * layer / workers),
             root_gathered=ComputeCost(moved=out * root + out_of_shard * root / workers),
             root_reduced=ComputeCost(moved=back * root + to_shard * root / workers),
             added=ComputeCost(moved=added),
-            optimizer=ComputeCost(moved=float(clipped + _ADAMW * (shard - away)), launches=50.0),
-            host=HostTraffic(
-                layers=on_host,
-                kept=(plan.memory.host - states.host) / on_host if on_host else 0.0,
-                down=4.0 * away,
-                up=float(e * away),
-                stepped=float((_ADAMW + e) * away),
-                unit=float(unit) if away else 0.0,
-                leave=optim.offload_gradients,
-            ),
+            optimizer=ComputeCost(moved=float(clipped + stepped), launches=50.0),
+            host=HostTraffic.of(plan, states),
             gather=e * layer * share,
             reduce=r * layer * share,
             root_gather=e * root * share,

@@ -199,10 +199,10 @@ def predict(
     # Predict for a backward that takes delta instead of out. Every kernel supports it.
     problem = replace(problem, made=replace(problem.made, needs_out=False))
     case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
-    lockstep = SpmdSchedule.of(case.schedule)
+    spmd = SpmdSchedule.of(case.schedule)
     kernels = _kernels(cluster, name, first, case, calibration)
     player = _CasePlayer(
-        cluster, problem, case, lockstep, kernels, conditions or Disturbances(), recompute
+        cluster, problem, case, spmd, kernels, conditions or Disturbances(), recompute
     )
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
     remarks = [*kernels.remarks, *_uncertain(cluster), *_index_remarks(cluster, problem, first)]
@@ -210,27 +210,24 @@ def predict(
         remarks.append(
             f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case"
         )
-    predicted: dict[str, list[dict[str, PassTimes]]] = {name: [] for name in player.directions}
-    works, played, width = [], [], 0
-    for layer in problem.layers:
-        index = problem.index(layer)
-        width = max(width, case.sizes_under(index).column_width)
-        work = case.counter.count(None if index is None else resized(index, case.counter.blocks))
-        works.append(work)
-        for direction in player.directions:
-            times = {
-                bound: player.play(
-                    work, index, layer, direction, bound, rows=fits and bound == VALUE
-                )
-                for bound in (BOUNDS if bounds else (VALUE,))
-            }
-            predicted[direction].append(times)
-            played.append((layer, direction, times[VALUE]))
+    layers = [
+        player.play_layer(layer, BOUNDS if bounds else (VALUE,), rows=fits)
+        for layer in problem.layers
+    ]
     passes = {
-        name: _summary(by_layer, [w[FORWARD if name == RECOMPUTE else name] for w in works])
-        for name, by_layer in predicted.items()
+        direction: _summary(
+            [layer.times[direction] for layer in layers],
+            [layer.work[FORWARD if direction == RECOMPUTE else direction] for layer in layers],
+        )
+        for direction in player.directions
     }
-    facts = _facts(cluster, problem, case, name, works, width)
+    width = max(layer.column_width for layer in layers)
+    facts = _facts(cluster, problem, case, name, [layer.work for layer in layers], width)
+    played = [
+        (layer.number, direction, times[VALUE])
+        for layer in layers
+        for direction, times in layer.times.items()
+    ]
     table = _rows(played, problem.made.head_dim, number) if fits else None
     return Prediction(
         setup, case.choice.label, name, passes, facts, tuple(remarks), table, player.costs
@@ -296,6 +293,16 @@ def _measured(cluster: Cluster, first: Index) -> bool:
     return isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, cluster.gpu.name)
 
 
+@dataclass(frozen=True)
+class _PlayedLayer:
+    """The work of one layer by pass, and its simulated times by pass and bound."""
+
+    number: int
+    work: dict[str, StepWork]
+    column_width: int
+    times: dict[str, dict[str, PassTimes]]
+
+
 class _CasePlayer:
     """Simulates the passes of one case, for each bound of the prices."""
 
@@ -304,20 +311,20 @@ class _CasePlayer:
         cluster: Cluster,
         problem: AttentionWorkload,
         case: ReplayCase,
-        lockstep: SpmdSchedule,
+        spmd: SpmdSchedule,
         kernels: KernelCurves,
         conditions: Disturbances,
         recompute: Recompute,
     ) -> None:
         self.problem, self.case = problem, case
-        self.lockstep, self.conditions = lockstep, conditions
+        self.spmd, self.conditions = spmd, conditions
         self.recompute = recompute
         again = (RECOMPUTE,) if recompute is not Recompute.NOTHING else ()
         self.directions = (FORWARD, *again, BACKWARD)
         first = problem.index(problem.layers[0])
         measured = first is None or _measured(cluster, first)
         head_dim = problem.made.head_dim
-        costs = Costs(cluster, kernels, case.sizes, lockstep, head_dim, measured=measured)
+        costs = Costs(cluster, kernels, case.sizes, spmd, head_dim, measured=measured)
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
         # Kernels that do not skip the pairs that an index leaves out compute all pairs of the mask.
@@ -325,9 +332,22 @@ class _CasePlayer:
 
     @property
     def rows_of_layer(self) -> int:
-        beats = [beat for direction in self.directions for beat in self.lockstep.beats(direction)]
-        each = sum(4 + 3 * (len(beat.post) + len(beat.send)) for beat in beats)
+        steps = [step for direction in self.directions for step in self.spmd.steps(direction)]
+        each = sum(4 + 3 * (len(step.post) + len(step.send)) for step in steps)
         return each * self.case.setup.workers
+
+    def play_layer(self, layer: int, bounds: Iterable[str], *, rows: bool) -> _PlayedLayer:
+        """Simulate all passes of a layer. rows: whether to keep the records of `VALUE`."""
+        index, counter = self.problem.index(layer), self.case.counter
+        work = counter.count(None if index is None else resized(index, counter.blocks))
+        times = {
+            direction: {
+                bound: self.play(work, index, layer, direction, bound, rows=rows and bound == VALUE)
+                for bound in bounds
+            }
+            for direction in self.directions
+        }
+        return _PlayedLayer(layer, work, self.case.sizes_under(index).column_width, times)
 
     def play(
         self,
@@ -355,11 +375,11 @@ class _CasePlayer:
         if direction == RECOMPUTE:
             program = program.recomputed(self.recompute)
         return play(
-            actions(program, self.lockstep, prices),
+            actions(program, self.spmd, prices),
             direction,
             self.case.setup.workers,
-            len(self.lockstep.beats(direction)),
-            grid=self.lockstep.grid,
+            len(self.spmd.steps(direction)),
+            grid=self.spmd.grid,
             conditions=self.conditions,
             rows=rows,
             stream=3 * layer + self.directions.index(direction),

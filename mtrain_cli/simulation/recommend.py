@@ -249,6 +249,7 @@ class _Candidates:
     tight: the plan that recomputes the most, for each group without a plan that fits.
     rejected: impossible groups, for tables.
     mistakes: the error of each impossible group.
+    seen: exchange, layout and context size of each group.
     """
 
     fitting: list[list[RunPlan]] = field(default_factory=list)
@@ -256,6 +257,7 @@ class _Candidates:
     tight: list[RunPlan] = field(default_factory=list)
     rejected: list[RejectedSetup] = field(default_factory=list)
     mistakes: list[Exception] = field(default_factory=list)
+    seen: set[tuple[str, str, int]] = field(default_factory=set)
 
     def add(self, space: _Space, context: int) -> None:
         """Add the plans with context groups of ``context`` workers."""
@@ -277,6 +279,10 @@ class _Candidates:
                 what = f"{layout} {exchange} over {context} workers"
                 self._reject(what, _why(error, exchange), error)
                 continue
+            where = plans[0].exchange.label, layout, context
+            if where in self.seen:
+                continue  # `auto` chose an exchange that is also compared by its name
+            self.seen.add(where)
             good = [plan for plan in plans if plan.fits]
             if good:
                 self.fitting.append(good)

@@ -172,6 +172,12 @@ class PredictedScenario:
             f"steps: {source}; every sequence is one document; loading data and writing "
             "checkpoints take no time",
         ]
+        if self.dense and self.plan.config.data.document_mask:
+            remarks.append(
+                "a sequence of mtrain train may hold several documents (data.document_mask=true), "
+                "whose uneven work topology.layout=auto balances with striped; if your sequences "
+                "are single documents, set topology.layout"
+            )
         if pattern in FAMILIES:
             remarks.append(
                 f"the computed pairs are drawn at random ({pattern}), and the balance between "

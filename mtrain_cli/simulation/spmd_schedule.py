@@ -137,25 +137,25 @@ class SpmdSchedule:
         assert grid.workers == schedule.workers
         maker = _SpmdStepMaker(grid)
         forward, backward = (
-            tuple(map(maker.beat, steps)) for steps in (schedule.forward[0], schedule.backward[0])
+            tuple(map(maker.step, steps)) for steps in (schedule.forward[0], schedule.backward[0])
         )
         found = SpmdSchedule(schedule, grid, forward, backward)
         for rank in {1, schedule.workers // 2, schedule.workers - 1} - {0, schedule.workers}:
             found.compare(rank)
         return found
 
-    def beats(self, direction: str) -> tuple[SpmdStep, ...]:
+    def steps(self, direction: str) -> tuple[SpmdStep, ...]:
         return self.backward if direction == "backward" else self.forward
 
     def transfers(self, direction: str) -> dict[int, SpmdTransfer]:
         """Return the transfers of a pass by their number."""
-        beats = self.beats(direction)
-        return {move.number: move for beat in beats for move in (*beat.post, *beat.send)}
+        steps = self.steps(direction)
+        return {sent.number: sent for step in steps for sent in (*step.post, *step.send)}
 
-    def parts_of(self, beat: SpmdStep) -> IntArray:
+    def parts_of(self, step: SpmdStep) -> IntArray:
         """Return the number of the part of the heads that each rank computes, [workers]."""
-        own = beat.part[1] // self.grid.heads
-        return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
+        own = step.part[1] // self.grid.heads
+        return np.arange(self.grid.workers) % self.grid.heads * own + step.part[0]
 
     def column_sum(self, first: Transfer) -> SpmdTransfer:
         """Return the all-reduce of gathered columns, which is not part of the schedule.
@@ -166,41 +166,41 @@ class SpmdSchedule:
 
     def compare(self, rank: int) -> None:
         """Raise AssertionError if a rank's schedule differs from rank 0's shifted schedule."""
-        for beats, steps in (
+        for steps, of_rank in (
             (self.forward, self.schedule.forward[rank]),
             (self.backward, self.schedule.backward[rank]),
         ):
-            assert len(beats) == len(steps), "all ranks have the same number of steps"
-            for beat, step in zip(beats, steps, strict=True):
-                self._compare(rank, beat, step)
+            assert len(steps) == len(of_rank), "all ranks have the same number of steps"
+            for step, own in zip(steps, of_rank, strict=True):
+                self._compare(rank, step, own)
 
-    def _compare(self, rank: int, beat: SpmdStep, step: ScheduleStep) -> None:
+    def _compare(self, rank: int, step: SpmdStep, own: ScheduleStep) -> None:
         heads = self.grid.heads
-        assert (beat.wait, beat.collect) == (step.wait, step.collect)
-        assert beat.computes == bool(step.queries)
-        if beat.computes:
-            assert beat.queries is not None
-            assert beat.keys is not None
-            assert (self.parts_of(beat)[rank], beat.part[1]) == step.part
-            assert self.grid.groups_of(beat.queries)[rank] == step.queries[0] // heads
-            whole = beat.keys == EVERYTHING
-            assert whole == (len(step.keys) == self.schedule.workers)
-            assert whole or self.grid.groups_of(beat.keys)[rank] == step.keys[0] // heads
-        for moves, transfers in ((beat.post, step.post), (beat.send, step.send)):
-            assert len(moves) == len(transfers)
-            for move, transfer in zip(moves, transfers, strict=True):
+        assert (step.wait, step.collect) == (own.wait, own.collect)
+        assert step.computes == bool(own.queries)
+        if step.computes:
+            assert step.queries is not None
+            assert step.keys is not None
+            assert (self.parts_of(step)[rank], step.part[1]) == own.part
+            assert self.grid.groups_of(step.queries)[rank] == own.queries[0] // heads
+            whole = step.keys == EVERYTHING
+            assert whole == (len(own.keys) == self.schedule.workers)
+            assert whole or self.grid.groups_of(step.keys)[rank] == own.keys[0] // heads
+        for transfers, of_rank in ((step.post, own.post), (step.send, own.send)):
+            assert len(transfers) == len(of_rank)
+            for transfer, t in zip(transfers, of_rank, strict=True):
                 for name in ("number", "kind", "payload", "channel", "after"):
-                    assert getattr(move.first, name) == getattr(transfer, name), name
-                assert len(move.first.sends) == len(transfer.sends)
-                assert len(move.first.receives) == len(transfer.receives)
-                if move.to is not None and move.source is not None:
-                    assert (move.to[rank], move.source[rank]) == (transfer.to, transfer.source)
-                    places = [p for p in (move.arriving, move.leaving) if p is not None]
+                    assert getattr(transfer.first, name) == getattr(t, name), name
+                assert len(transfer.first.sends) == len(t.sends)
+                assert len(transfer.first.receives) == len(t.receives)
+                if transfer.to is not None and transfer.source is not None:
+                    assert (transfer.to[rank], transfer.source[rank]) == (t.to, t.source)
+                    places = [p for p in (transfer.arriving, transfer.leaving) if p is not None]
                     shards = [self.grid.groups_of(place)[rank] for place in places]
-                    assert shards == [transfer.receives[0] // heads, transfer.sends[0] // heads]
-                if move.peers is not None:
-                    assert move.peers[rank] == min(transfer.peers)
-                    assert len(move.first.peers) == len(transfer.peers)
+                    assert shards == [t.receives[0] // heads, t.sends[0] // heads]
+                if transfer.peers is not None:
+                    assert transfer.peers[rank] == min(t.peers)
+                    assert len(transfer.first.peers) == len(t.peers)
 
 
 class _SpmdStepMaker:
@@ -214,15 +214,15 @@ class _SpmdStepMaker:
         self._ranks: dict[int, IntArray] = {}
         self._peers: dict[tuple[bool, tuple[int, ...]], IntArray] = {}
 
-    def beat(self, step: ScheduleStep) -> SpmdStep:
+    def step(self, step: ScheduleStep) -> SpmdStep:
         heads = self.grid.heads
         queries = step.queries[0] // heads if step.queries else None
         everything = len(step.keys) == self.grid.workers
         keys = None if not step.keys else EVERYTHING if everything else step.keys[0] // heads
-        post, send = (tuple(map(self._move, transfers)) for transfers in (step.post, step.send))
+        post, send = (tuple(map(self._transfer, transfers)) for transfers in (step.post, step.send))
         return SpmdStep(queries, keys, step.part, post, step.wait, step.collect, send)
 
-    def _move(self, t: Transfer) -> SpmdTransfer:
+    def _transfer(self, t: Transfer) -> SpmdTransfer:
         if t.kind == "p2p":
             assert t.to is not None
             assert t.source is not None

@@ -256,20 +256,20 @@ class _Player:
 
     def _post(self, action: PostMessage) -> None:
         message = action.message
-        ready = np.maximum(self.now, self.queues.get(message.move.queue, self.now))
-        if message.move.first.after is not None:
-            ready = np.maximum(ready, self.ended[message.move.first.after])
+        ready = np.maximum(self.now, self.queues.get(message.transfer.queue, self.now))
+        if message.transfer.first.after is not None:
+            ready = np.maximum(ready, self.ended[message.transfer.first.after])
         latency, busy = message.latency, message.busy
         if self.jitter:
             factor = np.exp(self.random.normal(0.0, self.jitter, len(self.now)))
-            if message.move.peers is not None:
-                factor = self._groups(message.move.peers).first(factor)
+            if message.transfer.peers is not None:
+                factor = self._groups(message.transfer.peers).first(factor)
             latency, busy = latency * factor, busy * factor
         self.carried[message.outer.astype(np.intp), self.ranks] += busy
-        play = self._between_two if message.move.peers is None else self._among
+        play = self._between_two if message.transfer.peers is None else self._among
         ended = play(message, ready, latency, busy)
-        self.queues[message.move.queue] = ended
-        number = message.move.number
+        self.queues[message.transfer.queue] = ended
+        number = message.transfer.number
         self.messages[number], self.posted[number], self.ended[number] = message, self.now, ended
         if message.share.any():
             self.active.append((ready, ended, message.share))
@@ -280,7 +280,7 @@ class _Player:
     def _between_two(
         self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
     ) -> FloatArray:
-        to, source = message.move.to, message.move.source
+        to, source = message.transfer.to, message.transfer.source
         assert to is not None
         assert source is not None
         outer = message.outer.astype(np.intp)
@@ -293,9 +293,9 @@ class _Player:
     def _among(
         self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
     ) -> FloatArray:
-        assert message.move.peers is not None
+        assert message.transfer.peers is not None
         link = int(message.outer.any())
-        groups = self._groups(message.move.peers)
+        groups = self._groups(message.transfer.peers)
         begin = groups.most(np.maximum(ready, self.arriving[link]))
         through = begin + busy
         self.arriving[link] = through
@@ -309,21 +309,21 @@ class _Player:
     def _wait(self, action: AwaitMessage) -> None:
         message, posted = self.messages.pop(action.number), self.posted.pop(action.number)
         us = np.maximum(self.ended[action.number] - self.now, 0.0)
-        if message.move.peers is None:
-            assert message.move.to is not None
-            assert message.move.source is not None
-            by_source, by_to = posted[message.move.source], posted[message.move.to]
-            peer = np.where(by_to > by_source, message.move.to, message.move.source)
+        if message.transfer.peers is None:
+            assert message.transfer.to is not None
+            assert message.transfer.source is not None
+            by_source, by_to = posted[message.transfer.source], posted[message.transfer.to]
+            peer = np.where(by_to > by_source, message.transfer.to, message.transfer.source)
             last = np.maximum(by_source, by_to)
         else:
-            groups = self._groups(message.move.peers)
+            groups = self._groups(message.transfer.peers)
             last, peer = groups.most(posted), groups.latest(posted)
             peer = np.where(peer == self.ranks, -1, peer)
         late = np.clip(last - self.now, 0.0, us)
         self.late[action.step + 1] += late
-        if message.move.first.channel not in self.exposed:
-            self.exposed[message.move.first.channel] = np.zeros_like(self.late)
-        self.exposed[message.move.first.channel][action.step + 1] += us - late
+        if message.transfer.first.channel not in self.exposed:
+            self.exposed[message.transfer.first.channel] = np.zeros_like(self.late)
+        self.exposed[message.transfer.first.channel][action.step + 1] += us - late
         if self.rows is not None:
             self.rows.add(
                 recording.WAIT, action.step, self.now, us, message=message, late=late, peer=peer
@@ -394,12 +394,13 @@ class _Rows:
             if (counts := getattr(work, name, None)) is not None:
                 rows[name] = counts
         if message is not None:
-            move, rows["bytes"] = message.move, message.size
-            rows["link"], rows["payload"] = _LINK[move.first.channel], _PAYLOAD[move.first.payload]
-            ranks = move.to if kind == recording.SEND else move.source
+            transfer, rows["bytes"] = message.transfer, message.size
+            t = transfer.first
+            rows["link"], rows["payload"] = _LINK[t.channel], _PAYLOAD[t.payload]
+            ranks = transfer.to if kind == recording.SEND else transfer.source
             if ranks is not None:
                 rows["peer"] = ranks
-            place = move.leaving if kind == recording.SEND else move.arriving
+            place = transfer.leaving if kind == recording.SEND else transfer.arriving
             if place is not None and self.grid is not None:
                 rows["shard"] = self.grid.groups_of(place)
         if late is not None and peer is not None:

@@ -17,6 +17,7 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
 from mtrain_cli.config.cluster import divisors
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
+from mtrain_cli.parallel.cast_rows import largest_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.lowering import Traits, lower
@@ -264,8 +265,9 @@ def make_case(
     counter = WorkCounter.make(
         schedule, layout, masks, recorded.heads, block, shared_columns=choice.shared_columns
     )
-    shape = recorded.heads, recorded.kv_heads, recorded.head_dim, recorded.dtype_bytes
-    sizes = ShardSizes(layout.tokens_per_worker * len(masks), *shape, sequences=len(masks))
+    casts = largest_shares(schedule, layout, masks, block)
+    sizes = needs.sizes(layout.tokens_per_worker * len(masks))
+    sizes = replace(sizes, sequences=len(masks), casts=casts)
     return ReplayCase(setup, layout, choice, schedule, counter, sizes, recorded.needs_out)
 
 

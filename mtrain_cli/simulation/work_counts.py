@@ -184,18 +184,18 @@ class WorkCounter:
         rank computes the i-th of n equal parts of the heads. The key group is ``groups`` if the
         step computes all keys.
         """
-        lockstep = SpmdSchedule.of(self.schedule)
+        spmd = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
         found = {}
         for name in (FORWARD, BACKWARD):
             rows = []
-            for at, beat in enumerate(lockstep.beats(name)):
-                if beat.queries is None or beat.keys is None:
+            for at, step in enumerate(spmd.steps(name)):
+                if step.queries is None or step.keys is None:
                     continue
-                queries, keys = lockstep.grid.groups_of(beat.queries), np.array(self.groups)
-                if beat.keys != EVERYTHING:
-                    keys = lockstep.grid.groups_of(beat.keys)
-                columns = ranks, at, lockstep.parts_of(beat), beat.part[1], queries, keys
+                queries, keys = spmd.grid.groups_of(step.queries), np.array(self.groups)
+                if step.keys != EVERYTHING:
+                    keys = spmd.grid.groups_of(step.keys)
+                columns = ranks, at, spmd.parts_of(step), step.part[1], queries, keys
                 rows.append(np.stack(np.broadcast_arrays(*columns), 1))
             found[name] = np.concatenate(rows)
         return found

@@ -7,10 +7,13 @@ sizes of the kernel's buffers.
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import Config, ModelConfig
+from mtrain_cli.parallel.cast_rows import largest_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import Traits, lower
@@ -33,18 +36,13 @@ class AttentionMemory:
         self, config: Config, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int
     ) -> None:
         """e: bytes of the compute dtype."""
-        model, sequences = config.model, config.train.micro_batch
-        self.model, self.layout, self.exchange, self.kernel = model, layout, exchange, kernel
+        self.model, self.layout = config.model, layout
+        self.exchange, self.kernel = exchange, kernel
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
-        heads = model.num_heads, model.num_kv_heads, model.head_dim
-        self.sizes = ShardSizes(
-            layout.tokens_per_worker * sequences,
-            *heads,
-            e,
-            column_width=0 if self.index is None else self.index.column_width,
-            sequences=sequences,
-        )
+        self.sizes = shard_sizes(config, layout, exchange, e)
+        if self.index is not None:
+            self.sizes = replace(self.sizes, column_width=self.index.column_width)
         gathered = self.index is not None and self.index.gathered
         traits = Traits(
             columns=gathered,
@@ -81,7 +79,9 @@ class AttentionMemory:
         other workers, and the kernel's buffers.
         """
         exchange, sizes, workers = self.exchange, self.sizes, self.layout.workers
-        ranks = exchange.heads if exchange.circulates_among(workers) else workers
+        ranks: int | Fraction = exchange.heads if exchange.circulates_among(workers) else workers
+        if sizes.casts:
+            ranks = exchange.heads * (1 + sum(received for _, received in sizes.casts))
         # FlashAttention-4 computes the two rectangles of a zigzag worker in turn and sums their
         # dk and dv in float32.
         zigzag = workers > exchange.heads and self.layout.name == "zigzag"
@@ -89,7 +89,7 @@ class AttentionMemory:
             self.kernel,
             self.model,
             sizes.tokens,
-            sizes.tokens * ranks,
+            int(sizes.tokens * ranks),
             sizes.dtype_bytes,
             pieces=zigzag and self.index is None,
             index=self.index,
@@ -100,11 +100,41 @@ class AttentionMemory:
         return self.pool + _peak_of_backward(*self._program, sizes, call, kernel.columns)
 
 
+def shard_sizes(
+    config: Config, layout: Layout, exchange: ExchangeChoice, dtype_bytes: int
+) -> ShardSizes:
+    """Return the sizes of a worker's shards, without the single columns of an index."""
+    model, sequences = config.model, config.train.micro_batch
+    return ShardSizes(
+        tokens=layout.tokens_per_worker * sequences,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype_bytes=dtype_bytes,
+        sequences=sequences,
+        casts=_casts(
+            exchange.name, exchange.options(layout.workers), layout, config.sparsity.block
+        ),
+    )
+
+
 @cache
 def _programs(exchange: str, options: ScheduleOptions, traits: Traits) -> tuple[Program, Program]:
     """Return rank 0's program of the forward pass and its program of the backward pass."""
     schedule = make_schedule(exchange, options)
     return lower(schedule, 0, traits=traits), lower(schedule, 0, traits=traits, backward=True)
+
+
+@cache
+def _casts(
+    exchange: str, options: ScheduleOptions, layout: Layout, block: int | None
+) -> tuple[tuple[Fraction, Fraction], ...]:
+    """Return the largest shares of rows that group casts move under a causal mask.
+
+    Documents can only make them smaller.
+    """
+    mask = SequenceMask.causal(layout.seq, layout.padded_seq)
+    return largest_shares(make_schedule(exchange, options), layout, [mask], block)
 
 
 # A search for settings that fit asks for the same few programs and sizes thousands of times.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -34,6 +35,12 @@ GPU_MEMORY = (
     ("141 GB (H200)", 139.8),
     ("180 GB (B200)", 178.3),
 )
+# What attention does with packed documents, by data.document_mask.
+DOCUMENTS = {
+    True: "a sequence may hold several (data.document_mask=true); FLOP are those of one, as in "
+    "mtrain simulate",
+    False: "attention crosses documents (data.document_mask=false)",
+}
 USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan shows
 
 
@@ -69,6 +76,7 @@ def render(plan: RunPlan) -> RenderableType:
         ("", f"{flop(plan.flops.executed)} executed{sparse_note}; {recomputation}"),
         ("step", describe_step(plan)),
         ("", describe_time(plan)),
+        ("documents", DOCUMENTS[config.data.document_mask]),
         ("workers", describe_workers(plan)),
         ("layout", describe_layout(plan)),
         ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),
@@ -264,9 +272,14 @@ def advice(plan: RunPlan) -> str:
         for kind, total in totals_by_recomputation(plan).items()
         if total * plan.environment.local_workers <= host_memory()
     ][:1]
-    if (seq := _longest_seq(plan)) is not None:
+    config = plan.config
+    seq = _largest_that_fits(
+        plan, config.seq, run_plan.SHORTEST_SEQ, lambda n: dataclasses.replace(config, seq=n)
+    )
+    if seq is not None:
         helps.append(f"seq={format_size(seq)}")
-    if (fewer := _fewer_workers(plan)) is not None:
+    fewer = _largest_that_fits(plan, workers, 1, lambda n: config.changed(topology={"workers": n}))
+    if fewer is not None:
         helps.append(f"topology.workers={fewer}")
     would = f"{' or '.join(helps)} would fit" if helps else "here, only a smaller model would fit"
     given = plan.config.topology.workers
@@ -276,30 +289,17 @@ def advice(plan: RunPlan) -> str:
     return f"{need} {run_plan.needed_here(plan)}; {would}. {elsewhere}."
 
 
-def _fewer_workers(plan: RunPlan) -> int | None:
-    """Return a smaller number of workers that fits this machine, or None if no number fits.
+def _largest_that_fits(
+    plan: RunPlan, number: int, least: int, config_with: Callable[[int], Config]
+) -> int | None:
+    """Halve ``number`` until the configuration with it fits. Return None below ``least``.
 
-    Halve the planned number until the run fits.
+    Skip numbers that the configuration does not allow.
     """
-    workers = plan.dims.workers // 2
-    while workers:
+    while (number := number // 2) >= least:
         with contextlib.suppress(ConfigError):
-            if plan.replan(plan.config.changed(topology={"workers": workers})).fits:
-                return workers
-        workers //= 2
-    return None
-
-
-def _longest_seq(plan: RunPlan) -> int | None:
-    """Return a shorter sequence length that fits this machine, or None if no length fits.
-
-    Halve the planned length until the run fits.
-    """
-    seq = plan.config.seq // 2
-    while seq >= run_plan.SHORTEST_SEQ:
-        if plan.replan(dataclasses.replace(plan.config, seq=seq)).fits:
-            return seq
-        seq //= 2
+            if plan.replan(config_with(number)).fits:
+                return number
     return None
 
 

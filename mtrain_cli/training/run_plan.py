@@ -24,10 +24,11 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import Traits, lower
-from mtrain_cli.parallel.program import Recompute, ShardSizes
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_search, resolution
+from mtrain_cli.training.attention_memory import shard_sizes
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
@@ -160,10 +161,8 @@ class RunPlan:
         `backward` includes the KV that recomputation sends again (`recompute`). The columns that a
         ring gathers once are not counted.
         """
-        model, train, layout = self.config.model, self.config.train, self.layout
-        heads = model.num_heads, model.num_kv_heads, model.head_dim
-        sizes = ShardSizes(layout.tokens_per_worker * train.micro_batch, *heads, self.dtype_bytes)
-        schedule = make_schedule(self.exchange.name, self.exchange.options(layout.workers))
+        sizes = shard_sizes(self.config, self.layout, self.exchange, self.dtype_bytes)
+        schedule = make_schedule(self.exchange.name, self.exchange.options(self.layout.workers))
         traits = Traits(make_kernel(self.kernel).needs_out)
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
         again = forward.recomputed(self.recompute)

@@ -99,6 +99,11 @@ def test_json_matches_the_table(tmp_path):
             ["--workers 6 --per-node 4"],
             "--per-node 4: does not divide 6 workers; allowed: 1, 2, 3, 6",
         ),
+        (
+            ["--workers 5"],
+            "--workers 5: the recorded number of workers per node, 4, does not divide 5 workers; "
+            "add --per-node, one of 1, 5",
+        ),
         (["--per-node 0"], "--per-node=0: must be at least 1"),
         (
             ["--layers 0,4"],

@@ -280,7 +280,7 @@ def test_help_of_exchange_says_what_each_command_compares():
     assert [name for name in texts if "Exchanges to compare; all by default." in texts[name]] == [
         "recommend"
     ]
-    assert [name for name in texts if "hierarchical_ring between nodes." in texts[name]] == [
+    assert [name for name in texts if "only hierarchical_ring between nodes." in texts[name]] == [
         "run",
         "sweep",
     ]

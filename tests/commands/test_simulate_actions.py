@@ -6,11 +6,12 @@ import json
 
 import pytest
 import yaml
-from commands.typed_line import DENSE, STRIPED, document, run
+from commands.typed_line import DENSE, STRIPED, document, run, simulate
 from simulation.recordings import SEQ, record
 
 from mtrain_cli.commands.simulate_output import brief_remark
 from mtrain_cli.config.cluster import shipped
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 
 
 @pytest.fixture(autouse=True)
@@ -224,3 +225,32 @@ def test_missing_measurements_are_reported():
     ]
     assert all(name in guesses for name in own)
     assert f" {len(own)} constants" in guesses
+
+
+TWO_NODES = "model=tiny seq=32k --cluster a100_4x8 --nodes 2 --layout striped"
+
+
+def test_between_nodes_all_exchanges_are_compared_that_auto_chooses_from():
+    cases = document(TWO_NODES)["cases"]
+    assert {case["exchange"].partition(" (")[0] for case in cases} == set(EXCHANGE_TRAITS)
+
+
+@pytest.mark.parametrize("command", ["run", "recommend", "sweep seq=32k,64k"])
+def test_the_exchange_that_auto_chooses_is_listed_once(command):
+    words = TWO_NODES if "sweep" not in command else TWO_NODES.replace("seq=32k ", "")
+    both = document(command, words, "--exchange auto,hierarchical_all_gather")
+    one = document(command, words, "--exchange hierarchical_all_gather")
+    for entry in ("cases", "predicted", "sweep"):
+        assert both.get(entry) == one.get(entry)
+    ranked = [d.get("recommended", {}).get("ranked") for d in (both, one)]
+    assert ranked[0] == ranked[1]
+    if command != "recommend":
+        shown = simulate(command, words, "--exchange auto,ring --no-files")
+        assert "--exchange auto chooses hierarchical_all_gather here" in shown.stdout
+
+
+def test_a_dense_prediction_says_which_documents_it_assumes():
+    said = "a sequence of mtrain train may hold several documents"
+    assert said in simulate(TWO_NODES, "--exchange ring --no-files").stdout
+    for word in ("data.document_mask=false", "--density 0.1"):
+        assert said not in simulate(TWO_NODES, "--exchange ring --no-files", word).stdout

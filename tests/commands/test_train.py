@@ -2,6 +2,7 @@
 
 import os
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.launch import environment, local
 from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_state import RunState, write_state
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,7 @@ def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
     result = run("model=qwen3b", *words)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "Dry run: qwen3b, seq 4k; nothing is trained" in result.stdout
+    assert "FLOP are those of one, as in mtrain simulate" in " ".join(result.stdout.split())
     assert not launched
     result = run("model=llama8b", *words, "topology.gpu_memory_gib=10")
     assert result.exit_code == 1, "it does not fit"
@@ -183,6 +187,36 @@ def test_a_run_on_absent_gpus_is_refused_by_the_typed_word(
     assert not launched
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["data=text", "data.path=a.json"], "cannot read a .json file as text"),
+        (["data=text", "data.path=empty"], "the folder holds no .txt, .md, .py, .jsonl or"),
+        (["data=tokens", "data.path=a.json"], "is another kind of file; give the output of"),
+    ],
+)
+def test_data_of_another_kind_are_refused_before_workers_start(launched, words, problem):
+    Path("a.json").write_text("{}")
+    Path("empty").mkdir()
+    for command in ("train", "profile step"):
+        result = CliRunner().invoke(app, [*command.split(), *words])
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert problem in result.stderr
+    assert not launched
+    assert sorted(path.name for path in Path().iterdir()) == ["a.json", "empty"]
+
+
+def test_a_number_of_workers_that_fills_no_whole_nodes_is_refused_by_its_own_key():
+    result = run(
+        "model=qwen3b", "seq=512k", "topology=a100_4x8", "topology.workers=36", "--dry-run"
+    )
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "mtrain: topology.workers=36: a100_4x8 has nodes of 8 GPUs, and a run on several nodes "
+        "must use all GPUs of each; allowed: 1 to 8, or multiples of 8 such as 32 or 40\n"
+    )
+
+
 @pytest.mark.parametrize("command", [["train"], ["profile", "step"], ["profile", "imbalance"]])
 def test_a_kernel_that_needs_a_gpu_is_refused_before_workers_start(launched, command, monkeypatch):
     monkeypatch.setattr(environment, "_visible_gpus", lambda: 0)
@@ -227,6 +261,27 @@ def test_a_resume_to_fewer_steps_is_refused_and_changes_nothing(launched):
     )
     assert Path("runs/first/resolved.yaml").read_text() == before
     assert len(launched) == 1
+    assert run("--resume", "first", "train.steps=15").exit_code == 7
+
+
+def test_a_resume_of_a_finished_run_starts_no_workers(launched):
+    run("seq=256", "topology.device=cpu", "run.name=first", "train.steps=15")
+    checkpoint = Path("runs/first/checkpoints/step-15")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    state = RunState(phase="finished", time=0.0, began=0.0, step=15, steps=15)
+    write_state(RunDir(Path("runs/first")), state)
+    before = Path("runs/first/resolved.yaml").read_text()
+    result = run("--resume", "first", "optim.lr=1e-5")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == (
+        "nothing left to train: step 15 has reached train.steps=15. Set a larger train.steps to "
+        "continue: mtrain train --resume runs/first train.steps=30\n"
+    )
+    assert Path("runs/first/resolved.yaml").read_text() == before
+    assert len(launched) == 1
+    assert run("--resume", "first", "train.steps=16").exit_code == 7
+    write_state(RunDir(Path("runs/first")), replace(state, phase="failed"))
     assert run("--resume", "first", "train.steps=15").exit_code == 7
 
 

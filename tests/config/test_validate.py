@@ -100,10 +100,6 @@ def test_the_defaults_are_valid(defaults):
             {"topology__workers": 4, "topology__gpus_per_node": 3},
             "topology.gpus_per_node=3: does not divide topology.workers=4",
         ),
-        (
-            {"topology__context_parallel": 4, "topology__gpus_per_node": 6},
-            "must divide topology.gpus_per_node=6 or be a multiple of it",
-        ),
         ({"topology__timeout_s": 0.001}, "topology.timeout_s=0.001: must be at least 1 second"),
         ({"train__steps": 0}, "train.steps=0: must be at least 1"),
         (

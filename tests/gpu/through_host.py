@@ -68,11 +68,15 @@ def install() -> None:
 
     def two_tensors(call: Callable[..., Any]) -> Callable[..., Any]:
         def staged(
-            output: torch.Tensor, given: torch.Tensor, group: Any = None, async_op: bool = False
+            output: torch.Tensor,
+            given: torch.Tensor,
+            *splits: list[int],
+            group: Any = None,
+            async_op: bool = False,
         ) -> Arrival | None:
             arriving, leaving = torch.empty(output.shape, dtype=output.dtype), _to_host(given)
             arrival = _start(
-                call(arriving, leaving, group=group, async_op=True), [(output, arriving)]
+                call(arriving, leaving, *splits, group=group, async_op=True), [(output, arriving)]
             )
             if not async_op:
                 arrival.wait()

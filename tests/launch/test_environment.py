@@ -136,6 +136,12 @@ def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine
             {"workers": 4, "context_parallel": 2, "global_batch": 3},
             "train.global_batch=3: must be a multiple of 2",
         ),
+        (
+            0,
+            {"workers": 40, "context_parallel": 20, "gpus_per_node": 8, "global_batch": 2},
+            "topology.context_parallel=20: must divide the 8 workers of a node or fill whole "
+            "nodes. Use auto or one of 1, 2, 4, 8, 40.",
+        ),
         (0, {"workers": 0}, "topology.workers=0: must be auto or a whole number of at least 1"),
     ],
 )

@@ -88,3 +88,26 @@ def test_only_a_ring_keeps_what_it_received_for_a_recomputation_without_queries(
     assert late_out.equal(out[:, 2:])
     assert late_lse.equal(lse[..., 2:])
     assert late_out.untyped_storage().nbytes() == late_out.nbytes, "no view of the whole tensor"
+
+
+def gradients_of_padding(rank: int, world: int) -> list[list[bool]]:
+    """Return for each exchange whether the gradients of q, k and v are all 0 on this rank.
+
+    The last of four ranks holds only padding.
+    """
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    layout = make_layout("contiguous", world, 40, 16, unit=16)
+    found = []
+    for name, options in (("all_gather", {}), ("all_gather", {"chunks": 2}), ("ring", {})):
+        exchange = make_exchange(name, layout, group, **options)
+        masks = [SequenceMask.causal(40, layout.padded_seq)]
+        attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu")
+        tensors = [torch.randn(1, 16, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+        gradients = torch.autograd.grad(attend(*tensors, 0).sum(), tensors)
+        found.append([bool((gradient == 0).all()) for gradient in gradients])
+    return found
+
+
+def test_a_rank_that_holds_only_padding_takes_part():
+    for rank, found in enumerate(gloo.run(4, gradients_of_padding)):
+        assert found == [[rank == 3] * 3] * 3

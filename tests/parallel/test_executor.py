@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import gloo
@@ -19,7 +21,7 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.executor import _ARRANGE, _RUN, Executor
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import ORDER, SHARDS, Traits, lower
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.program import Arrange, Operation, Post, Recompute, ShardSizes
 from mtrain_cli.parallel.running_attention import RunningAttention
@@ -37,6 +39,9 @@ WAYS: list[tuple[str, int, dict[str, Any]]] = [
     ("hierarchical_all_gather", 1, {"chunks": 2}),
     ("all_gather", 2, {"chunks": 2}),
     ("all_gather", 4, {}),
+    ("group_cast", 1, {"chunks": 2}),
+    ("group_cast", 2, {}),
+    ("hierarchical_group_cast", 1, {"chunks": 2}),
 ]
 
 
@@ -65,7 +70,9 @@ def watched(
             assert set(self.tensors) == left, (op, set(self.tensors) ^ left)
             for buffer in left:
                 found = self.tensors[buffer]
-                size = self.program.buffers[buffer].size.of(sizes, heads)
+                casts = () if self.tiles.rows is None else self.tiles.rows.shares
+                moved = replace(sizes, casts=casts)
+                size = self.program.buffers[buffer].size.of(moved, heads)
                 # A size of 0 stands for a view. The running output starts in the compute dtype.
                 if size and not isinstance(found, RunningAttention):
                     assert nbytes(found) == size, (op, buffer)
@@ -168,3 +175,25 @@ def test_recomputation_sends_what_its_program_sends(name, heads, options):
             again = forward.recomputed(what)
             programs = [forward, *([again] if again.operations else []), backward]
             assert found[keep] == [len(list(program.posts)) for program in programs], keep
+
+
+@pytest.mark.parametrize("among", [0, 2, 3])
+def test_shards_travel_in_the_order_of_nodes_and_return_in_the_order_of_ranks(among):
+    """Six ranks; ``among`` of them share a node. A hierarchical collective has its own order."""
+    layout = make_layout("striped", 6, 96, 4)
+    dk, dv = torch.rand(2, 1, 96, 2, 4)
+    run = object.__new__(Executor)
+    run.exchange, run._high = SimpleNamespace(inside=layout), torch.float32  # type: ignore
+    run.tensors = {"made": (dk, dv)}
+    cut = Arrange(step=0, reads=("made",), writes=("shards",), what=SHARDS, among=among)
+    (shards,) = _ARRANGE[SHARDS](run, cut)
+    for rank in range(6):
+        # [ranks of the node, nodes, ...] if ranks exchange within their nodes first.
+        found = shards[rank % among, rank // among] if among else shards[rank]
+        held = layout.positions(rank)
+        assert found.equal(torch.stack([dk[:, held], dv[:, held]]))
+    run.tensors = {"gathered": shards}
+    order = Arrange(step=0, reads=("gathered",), writes=("keys",), what=ORDER, among=among)
+    (keys,) = _ARRANGE[ORDER](run, order)
+    assert keys[0].equal(dk)
+    assert keys[1].equal(dv)

@@ -93,7 +93,9 @@ def test_pool_and_peak_are_those_of_the_program(
     words = [f"model.{key}={value}" for key, value in {**model, "hidden_size": HEADS * DIM}.items()]
     config = compose(["model=tiny", f"seq={TOKENS * ranks}", "train.dtype=bfloat16", *words])
     monkeypatch.setattr(
-        attention_memory, "kernel_backward", lambda *_: attention_memory.KernelBuffers(4, buffer)
+        attention_memory,
+        "kernel_backward",
+        lambda *_, **__: attention_memory.KernelBuffers(4, buffer),
     )
     choice = ExchangeChoice(
         name, "", min(per_node, ranks), heads=heads, prefetch=prefetch, circulates=circulates

@@ -13,6 +13,7 @@ from mtrain_cli.parallel.schedule import (
     DKV,
     DQ,
     GRADIENTS,
+    GROUP_REDUCE,
     HEADS,
     KV,
     QUERIES,
@@ -110,9 +111,9 @@ class Play:
             for n, t in posted.items()
             if t.payload in GRADIENTS
         } - self.collected
-        assert all(self.posted[r][n].kind == "reduce_scatter" for r, n in unwaited), (
-            "every gradient that arrives by hops is added"
-        )
+        assert all(
+            self.posted[r][n].kind in ("reduce_scatter", GROUP_REDUCE) for r, n in unwaited
+        ), "every gradient that arrives by hops is added"
 
     def program(self, rank: int):
         for step in self.steps[rank]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from mtrain_cli.launch import progress_record
-from mtrain_cli.parallel.transport import ExchangeError, explain_peer_loss
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.recording import MessageTag
+from mtrain_cli.parallel.schedule import Transfer
+from mtrain_cli.parallel.transport import ExchangeError, Transport, explain_peer_loss
 
 WHERE = "ring, layer 3, forward, step 2 of 4"
 
@@ -50,3 +56,33 @@ def test_the_record_of_a_failed_worker_keeps_where_it_waited(tmp_path, monkeypat
     with pytest.raises(ExchangeError), explain_peer_loss(WHERE, "waits for kv from rank 1", "", 1):
         raise RuntimeError("Connection closed by peer")
     assert progress_record.read_activity(tmp_path / "where").waits_for == 1
+
+
+def transport_of(rank: int, heads: int) -> Transport:
+    """Return the transport of a rank of eight, whose global ranks start at 8."""
+    group = ContextGroup(rank, tuple(range(8, 16)), per_node=8, heads=heads)
+    return Transport(group, "ring", "layer 3", "forward", 4)
+
+
+def test_a_message_names_global_ranks_and_the_shards_of_ranks_that_share_heads():
+    hop = Transfer(3, "p2p", "kv", "context", (4, 5), (2, 3), to=6, source=2)
+    posted = torch.zeros(10)
+    assert transport_of(4, 2)._message(hop, posted) == MessageTag(
+        "context", "kv", shard=1, leaving=2, to=14, source=10, size=40, number=3
+    )
+    gather = Transfer(1, "all_gather", "kv", "context", (0,), (2, 4), peers=(0, 2, 4))
+    assert transport_of(0, 2)._message(gather, posted) == MessageTag(
+        "context", "kv", size=80, number=1, peers=(8, 10, 12)
+    )
+
+
+def test_the_tensor_that_a_collective_sends_is_kept_until_the_wait():
+    transport = transport_of(0, 1)
+    transport._transfers[1] = Transfer(1, "all_gather", "kv", "context", (0,), (1,), peers=(0, 1))
+    transport._works[1] = [SimpleNamespace(wait=lambda: None)]  # type: ignore[list-item]
+    transport._inputs[1] = torch.zeros(4)
+    sent = weakref.ref(transport._inputs[1])
+    transport.wait(0)
+    assert sent() is not None
+    transport.wait(1)
+    assert sent() is None

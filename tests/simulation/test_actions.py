@@ -7,8 +7,17 @@ import pytest
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel.lowering import Traits, lower
-from mtrain_cli.parallel.program import Begin, Compute, ComputeColumns, Post, Wait
-from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, INDEX, MERGE
+from mtrain_cli.parallel.program import (
+    AddColumns,
+    Arrange,
+    Begin,
+    Compute,
+    ComputeColumns,
+    Post,
+    Reduce,
+    Wait,
+)
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.simulation.actions import (
     AwaitMessage,
@@ -36,16 +45,16 @@ class Free(Prices):
     def column_times(self):
         return np.ones(WORKERS), None, None
 
-    def message(self, move, post):  # noqa: ARG002
+    def message(self, transfer, post):  # noqa: ARG002
         zero = np.zeros(WORKERS)
-        return PricedMessage(move, zero, zero, zero > 0, zero, 1)
+        return PricedMessage(transfer, zero, zero, zero > 0, zero, 1)
 
 
 def named(action) -> tuple | None:
     """Return what an action says about the program's order; None for copies."""
     match action:
         case PostMessage():
-            return "post", action.step, action.message.move.number
+            return "post", action.step, action.message.transfer.number
         case AwaitMessage():
             return "wait", action.step, action.number
         case Spend(kind=kind) if kind in (ATTENTION, COLUMNS):
@@ -126,3 +135,24 @@ def test_an_index_is_estimated_once_in_forward():
     for direction, times in (("forward", [9.0]), ("recompute", []), ("backward", [])):
         found = [a for a in priced(direction) if isinstance(a, Spend) and a.kind == INDEX]
         assert [float(a.us.max()) for a in found] == times, direction
+
+
+@pytest.mark.parametrize(("exchange", "heads"), [("ring", 1), ("all_gather", 2)])
+def test_only_timed_copies_appear_as_copies(exchange, heads):
+    """A profile shows other copies as gaps, and adds the gradients of columns to the columns."""
+    schedule = make_schedule(exchange, ScheduleOptions(WORKERS, WORKERS, heads=heads))
+    traits = Traits(columns=not schedule.gathers)
+    program = lower(schedule, 0, backward=True, traits=traits)
+    expected = []
+    for op in program.operations:
+        match op:
+            case AddColumns():
+                expected.append(COLUMNS)
+            case Arrange():
+                expected.append(ARRANGE if op.timed else GAP)
+            case Reduce():
+                expected.append(GAP)
+    assert len(set(expected)) > 1
+    found = actions(program, SpmdSchedule.of(schedule), Priced("backward"))
+    copies = [a.kind for a in found if isinstance(a, Spend) and set(a.us) == {5.0}]
+    assert copies == expected

@@ -37,10 +37,8 @@ CURVE = ("flash4", "sparse", "forward", 0.1, 2.0, 4.0, 0.0, 9)
 
 
 def costs(cluster, bound: str = VALUE) -> Costs:
-    lockstep = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(2, 2)))
-    return Costs(
-        cluster, KernelCurves({}, ()), ShardSizes(128, 4, 2, 64, 2), lockstep, 64, bound=bound
-    )
+    spmd = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(2, 2)))
+    return Costs(cluster, KernelCurves({}, ()), ShardSizes(128, 4, 2, 64, 2), spmd, 64, bound=bound)
 
 
 def measured(ranks: int, tmp_path):
@@ -121,8 +119,8 @@ def hop(cluster: Cluster, **options: int):
     """Return the price of 1e6 bytes in the first hop of a ring on all GPUs."""
     workers = cluster.nodes * cluster.gpus_per_node
     ring = make_schedule("ring", ScheduleOptions(workers, cluster.gpus_per_node, **options))
-    priced = replace(costs(cluster), lockstep=SpmdSchedule.of(ring))
-    moves = priced.lockstep.transfers("forward").values()
+    priced = replace(costs(cluster), spmd=SpmdSchedule.of(ring))
+    moves = priced.spmd.transfers("forward").values()
     return priced.message(next(m for m in moves if m.first.payload == KV), 10**6)
 
 
@@ -177,10 +175,10 @@ def test_an_all_to_all_sends_over_the_network_what_other_nodes_receive():
 )
 def test_an_index_takes_launches_and_time_per_token(workers, tokens_each, us):
     cluster = load_cluster("h200_1x8")
-    lockstep = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(workers, 8)))
+    spmd = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(workers, 8)))
     priced = replace(
         costs(cluster),
-        lockstep=lockstep,
+        spmd=spmd,
         sizes=ShardSizes(128, 16, 2, 64, 2),
         estimated=workers * tokens_each,
     )
@@ -194,18 +192,18 @@ def test_a_profile_records_the_payload_of_an_all_reduce():
     priced = replace(
         costs(two_nodes(4)),
         kernels=KernelCurves({"forward": Curve(*CURVE)}, ()),
-        lockstep=SpmdSchedule.of(ring),
+        spmd=SpmdSchedule.of(ring),
         sizes=ShardSizes(100, 4, 2, 64, 2, columns=100, column_width=128),
     )
     none, few = np.zeros((4, 4), np.int64), np.zeros(4, np.int64)
     prices = LayerPrices(priced, {"forward": StepWork("forward", none, none, few, few)}, "forward")
     posts = list(lower(ring, 0, traits=Traits(columns=True)).posts)
     (whole,) = (post for post in posts if post.transfer.number == UNSCHEDULED)
-    found = prices.message(priced.lockstep.column_sum(whole.transfer), whole)
+    found = prices.message(priced.spmd.column_sum(whole.transfer), whole)
     payload = 2 * 4 * 128 * 64 * 2
     assert found.size == payload
     assert (found.latency + found.busy).tolist() == pytest.approx([20 + 1.5 * payload / 5e4] * 4)
     # A hop sends what it records: 100 tokens of two heads.
     kv = next(post for post in posts if post.transfer.payload == KV)
-    move = priced.lockstep.transfers("forward")[kv.transfer.number]
-    assert prices.message(move, kv).size == 2 * 100 * 2 * 64 * 2
+    transfer = priced.spmd.transfers("forward")[kv.transfer.number]
+    assert prices.message(transfer, kv).size == 2 * 100 * 2 * 64 * 2

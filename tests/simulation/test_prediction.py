@@ -70,7 +70,7 @@ def costs(
     **options,
 ) -> Costs:
     workers = workers or cluster.gpus
-    lockstep = SpmdSchedule.of(
+    spmd = SpmdSchedule.of(
         make_schedule(
             exchange, ScheduleOptions(workers, min(workers, cluster.gpus_per_node), **options)
         )
@@ -82,20 +82,20 @@ def costs(
         SPARSE,
         {"NVIDIA H200": 989e12},
     )
-    return Costs(cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound)
+    return Costs(cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), spmd, 128, bound=bound)
 
 
 def first_size(found: Costs) -> int:
     """Bytes of the first message of a forward pass."""
-    return found.bytes_of(next(lower(found.lockstep.schedule, 0).posts).sends)
+    return found.bytes_of(next(lower(found.spmd.schedule, 0).posts).sends)
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth_of_its_link():
     cluster = load_cluster("a100_4x8")
     found = costs(cluster)
-    (move,) = found.lockstep.forward[0].post
+    (transfer,) = found.spmd.forward[0].post
     size = first_size(found)
-    message = found.message(move, size)
+    message = found.message(transfer, size)
     assert size == 2 * (1 << 14) * 2 * 128 * 2  # 16.8 MB: a hop of 512K tokens over 32 workers
     us = message.latency + message.busy
     crossing = np.arange(32) % 8 == 0
@@ -115,9 +115,9 @@ def test_gpus_behind_one_card_share_it_when_they_send_at_once():
     cluster = load_cluster("a100_4x8")
     for exchange, times in (("ring", 1), ("hierarchical_ring", 4)):
         alone, together = costs(cluster, exchange), costs(shared(cluster, 4), exchange)
-        move = alone.lockstep.forward[0].post[0]
+        transfer = alone.spmd.forward[0].post[0]
         size = first_size(alone)
-        before, after = (c.message(move, size) for c in (alone, together))
+        before, after = (c.message(transfer, size) for c in (alone, together))
         assert before.outer[0]
         assert (after.latency + after.busy)[0] == pytest.approx(70 + times * size / 25e3)
         assert (before.latency + before.busy)[0] == pytest.approx(70 + size / 25e3)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from parallel.test_schedule import cases
 
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
+from mtrain_cli.parallel.schedule import (
+    CONTEXT,
+    DKV,
+    KV,
+    SUM,
+    ScheduleOptions,
+    Transfer,
+    make_schedule,
+)
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 
 
 def test_every_rank_of_every_schedule_agrees():
@@ -31,3 +40,37 @@ def test_a_different_schedule_is_detected():
     ):
         with pytest.raises(AssertionError):
             replace(found, schedule=other).compare(5)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7])
+def test_a_schedule_with_a_rank_of_its_own_is_refused(rank):
+    schedule = make_schedule("ring", ScheduleOptions(8, 8))
+    ranks = list(schedule.backward)
+    ranks[rank] = ranks[(rank + 1) % 8]
+    with pytest.raises(AssertionError):
+        SpmdSchedule.of(replace(schedule, backward=tuple(ranks)))
+
+
+def test_each_pass_has_its_own_transfers():
+    found = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(8, 8)))
+    assert found.beats("forward") is found.beats("recompute") is found.forward
+    assert found.beats("backward") is found.backward
+    payloads = [
+        {move.first.payload for move in found.transfers(direction).values()}
+        for direction in ("forward", "backward")
+    ]
+    assert payloads == [{KV}, {KV, DKV}]
+
+
+def test_gradients_and_sums_have_communicators_of_their_own():
+    queues = [
+        SpmdTransfer(Transfer(0, kind, payload, CONTEXT, (), ()), None, None, None).queue
+        for kind, payload in (("p2p", KV), ("p2p", DKV), (SUM, "columns"))
+    ]
+    assert queues == [(CONTEXT, False), (CONTEXT, True), ("whole", False)]
+
+
+def test_columns_are_summed_over_ranks_that_hold_the_same_heads():
+    found = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(8, 8, heads=2)))
+    move = found.column_sum(Transfer(-1, SUM, "columns", CONTEXT, (), ()))
+    np.testing.assert_array_equal(move.peers, [0, 1] * 4)

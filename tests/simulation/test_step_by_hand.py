@@ -236,12 +236,12 @@ def test_weights_cross_nodes_through_all_cards_of_a_node():
 def costs(
     exchange: str, workers: int, cluster: Cluster = H200, bound: str = VALUE, **more
 ) -> Costs:
-    lockstep = SpmdSchedule.of(
+    spmd = SpmdSchedule.of(
         make_schedule(exchange, ScheduleOptions(workers, min(workers, cluster.gpus_per_node)))
     )
     kernels = kernels_for(cluster.gpu.name, 989e12, "triton", SPARSE, {"NVIDIA H200": 989e12})
     return Costs(
-        cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound, **more
+        cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), spmd, 128, bound=bound, **more
     )
 
 
@@ -271,7 +271,7 @@ def test_copies_and_sums_by_hand():
     ring, gather = costs("ring", 8), costs("all_gather", 8)
 
     def merges(backward: bool = False) -> list[float]:
-        operations = lower(ring.lockstep.schedule, 0, backward=backward).operations
+        operations = lower(ring.spmd.schedule, 0, backward=backward).operations
         return [ring.copy_us(op.moves) for op in operations if isinstance(op, Merge)]
 
     # Partial outputs are float32: read, added and written, beside what a kernel wrote in bfloat16.
@@ -284,7 +284,7 @@ def test_copies_and_sums_by_hand():
     # Keys and values of all eight workers are put in order: read and written.
     (order,) = (
         op.moves
-        for op in lower(gather.lockstep.schedule, 0).operations
+        for op in lower(gather.spmd.schedule, 0).operations
         if isinstance(op, Arrange) and op.what == ORDER
     )
     assert gather.copy_us(order) == us(2 * 2 * 8 * kv)
@@ -298,14 +298,14 @@ def test_single_columns_are_summed_over_all_workers():
         sizes = dataclasses.replace(mine.sizes, columns=100, column_width=128)
         mine = dataclasses.replace(mine, sizes=sizes)
         program = lower(
-            mine.lockstep.schedule,
+            mine.spmd.schedule,
             0,
             backward=direction == "backward",
             traits=Traits(columns=True),
         )
         (post,) = (p for p in program.posts if p.transfer.payload == "columns")
-        move = mine.lockstep.column_sum(post.transfer)
-        message = mine.message(move, mine.bytes_of(post.sends))
+        transfer = mine.spmd.column_sum(post.transfer)
+        message = mine.message(transfer, mine.bytes_of(post.sends))
         size = 2 * 16 * 128 * 128 * each
         found[direction] = float((message.latency + message.busy)[0])
         assert found[direction] == pytest.approx(79 + 2 * 7 / 8 * size / 322e3)

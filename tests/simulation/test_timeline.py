@@ -23,7 +23,7 @@ from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, togeth
 class Given(Prices):
     """attention: [workers, steps] us. link: us of a message by channel, all on the link."""
 
-    lockstep: SpmdSchedule
+    spmd: SpmdSchedule
     attention_us: np.ndarray
     link: dict[str, float] = field(default_factory=dict)
     direction: str = "forward"
@@ -50,16 +50,16 @@ class Given(Prices):
         return self.host if what == "step" else 0.0
 
     def column_times(self):
-        return np.full(self.lockstep.grid.workers, self.columns_us), None, None
+        return np.full(self.spmd.grid.workers, self.columns_us), None, None
 
-    def message(self, move: SpmdTransfer, post) -> PricedMessage:  # noqa: ARG002
-        t, workers = move.first, self.lockstep.grid.workers
-        latency, busy, outer, share = self.cost(t.number, t.channel, np.arange(workers), move)
+    def message(self, transfer: SpmdTransfer, post) -> PricedMessage:  # noqa: ARG002
+        t, workers = transfer.first, self.spmd.grid.workers
+        latency, busy, outer, share = self.cost(t.number, t.channel, np.arange(workers), transfer)
         if t.kind == SUM:
             latency, busy = latency + self.sum_us, np.zeros(workers)
-        return PricedMessage(move, latency, busy, outer, share, 10)
+        return PricedMessage(transfer, latency, busy, outer, share, 10)
 
-    def cost(self, number, channel, ranks, move):  # noqa: ARG002
+    def cost(self, number, channel, ranks, transfer):  # noqa: ARG002
         zero = np.zeros(len(ranks))
         return (
             zero,
@@ -72,21 +72,21 @@ class Given(Prices):
 def simulated(
     prices: Given, *, conditions: Disturbances | None = None, rows: bool = False, start=None
 ) -> PassTimes:
-    lockstep = prices.lockstep
-    steps = len(lockstep.beats(prices.direction))
+    spmd = prices.spmd
+    steps = len(spmd.steps(prices.direction))
     program = lower(
-        lockstep.schedule,
+        spmd.schedule,
         0,
         backward=prices.direction == "backward",
         traits=Traits(columns=prices.columns_us > 0),
     )
     return play(
-        actions(program, lockstep, prices),
+        actions(program, spmd, prices),
         prices.direction,
-        lockstep.grid.workers,
+        spmd.grid.workers,
         steps,
         start=start,
-        grid=lockstep.grid,
+        grid=spmd.grid,
         conditions=conditions,
         rows=rows,
     )
@@ -96,8 +96,8 @@ def of(exchange: str, workers: int, per_node: int = 8, **options) -> SpmdSchedul
     return SpmdSchedule.of(make_schedule(exchange, ScheduleOptions(workers, per_node, **options)))
 
 
-def even(lockstep: SpmdSchedule, us: float = 100.0, direction: str = "forward") -> np.ndarray:
-    return np.full((lockstep.grid.workers, len(lockstep.beats(direction))), us)
+def even(spmd: SpmdSchedule, us: float = 100.0, direction: str = "forward") -> np.ndarray:
+    return np.full((spmd.grid.workers, len(spmd.steps(direction))), us)
 
 
 def test_a_ring_that_hides_its_messages_never_waits():
@@ -170,9 +170,9 @@ def test_an_outer_hop_has_a_turn_of_the_inner_ring_to_arrive():
 
 def test_a_flat_ring_waits_for_the_link_between_nodes_everywhere():
     class Across(Given):
-        def cost(self, number, channel, ranks, move):  # noqa: ARG002
-            per_node = self.lockstep.schedule.per_node
-            outer = move.source // per_node != ranks // per_node
+        def cost(self, number, channel, ranks, transfer):  # noqa: ARG002
+            per_node = self.spmd.schedule.per_node
+            outer = transfer.source // per_node != ranks // per_node
             return np.zeros(len(ranks)), np.where(outer, 150.0, 10.0), outer, np.zeros(len(ranks))
 
     ring = of("ring", 4, 2)
@@ -334,23 +334,23 @@ class Random(Given):
         latency, busy = rng.uniform(0, 20), rng.uniform(0, 150)
         return latency, busy, outer, float(self.draw(number, rank).uniform(0, 0.4))
 
-    def cost(self, number, channel, ranks, move):  # noqa: ARG002
+    def cost(self, number, channel, ranks, transfer):  # noqa: ARG002
         found = []
         for rank in ranks:
-            peers = None if move.peers is None else int(move.peers[rank])
+            peers = None if transfer.peers is None else int(transfer.peers[rank])
             found.append(
                 self.one(
-                    number, rank, self.direction, peers, crosses(self.lockstep.schedule, rank, move)
+                    number, rank, self.direction, peers, crosses(self.spmd.schedule, rank, transfer)
                 )
             )
         latency, busy, outer, share = (np.array(values) for values in zip(*found, strict=True))
         return latency, busy, outer, share
 
 
-def crosses(schedule: Schedule, rank: int, move: SpmdTransfer) -> bool:
-    if move.source is not None:
-        return bool(move.source[rank] // schedule.per_node != rank // schedule.per_node)
-    return move.first.channel == OUTER
+def crosses(schedule: Schedule, rank: int, transfer: SpmdTransfer) -> bool:
+    if transfer.source is not None:
+        return bool(transfer.source[rank] // schedule.per_node != rank // schedule.per_node)
+    return transfer.first.channel == OUTER
 
 
 CASES = [
@@ -377,16 +377,16 @@ CASES = [
 @pytest.mark.parametrize(("exchange", "workers", "per_node", "options"), CASES)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_equal_to_an_event_loop(exchange, workers, per_node, options, direction, seed):
-    lockstep = of(exchange, workers, per_node, **options)
-    schedule = lockstep.schedule
+    spmd = of(exchange, workers, per_node, **options)
+    schedule = spmd.schedule
     rng = np.random.default_rng(seed)
-    us = rng.uniform(0, 200, (workers, len(lockstep.beats(direction)))) * (
-        rng.random((workers, len(lockstep.beats(direction)))) < 0.9
+    us = rng.uniform(0, 200, (workers, len(spmd.steps(direction)))) * (
+        rng.random((workers, len(spmd.steps(direction)))) < 0.9
     )
-    prices = Random(lockstep, us, direction=direction, merge_us=7.0)
+    prices = Random(spmd, us, direction=direction, merge_us=7.0)
     prices.seed = seed
     found = simulated(prices, rows=True)
-    moves = {m.number: m for beat in lockstep.beats(direction) for m in (*beat.post, *beat.send)}
+    moves = {m.number: m for step in spmd.steps(direction) for m in (*step.post, *step.send)}
 
     def costs(number: int, rank: int) -> tuple[float, float, bool, float]:
         # Peers and nodes from the rank's own schedule.
@@ -425,10 +425,10 @@ def _bins_fill_the_pass(found: PassTimes) -> None:
 
 
 def test_rows_agree_with_the_tables():
-    lockstep = of("hierarchical_ring", 8, 4)
+    spmd = of("hierarchical_ring", 8, 4)
     us = np.random.default_rng(3).uniform(50, 150, (8, 8))
     prices = Random(
-        lockstep,
+        spmd,
         us,
         direction="forward",
         merge_us=3.0,
@@ -462,7 +462,7 @@ def test_rows_agree_with_the_tables():
         assert (waits["dur_us"] - waits["late_us"]).sum() == pytest.approx(table.sum(), abs=1e-2)
     sent = rows[rows["phase"] == KINDS.index("send")]
     assert len(sent) == 8 * (7 + 1)
-    schedule = lockstep.schedule
+    schedule = spmd.schedule
     for rank in range(8):
         named = [(t.to, t.sends[0]) for step in schedule.forward[rank] for t in step.post]
         own = sent[(sent["rank"] == rank) & (sent["payload"] != 6)]

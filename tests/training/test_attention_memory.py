@@ -22,12 +22,17 @@ SPARSE = ["sparsity=vertical_slash", "sparsity.max_columns=1000"]
 
 
 def memory(
-    name: str, *, sparse: bool = True, kernel: str = "flash4", **choice: object
+    name: str,
+    *,
+    sparse: bool = True,
+    kernel: str = "flash4",
+    layout: str = "striped",
+    **choice: object,
 ) -> AttentionMemory:
     config = compose([*RUN, *(SPARSE if sparse else [])])
-    layout = make_layout("striped", WORKERS, config.seq, 128, unit=128)
+    made = make_layout(layout, WORKERS, config.seq, 128, unit=128)
     exchange = ExchangeChoice(name, "", per_node=WORKERS, **choice)
-    return AttentionMemory(config, layout, exchange, kernel, BYTES)
+    return AttentionMemory(config, made, exchange, kernel, BYTES)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -104,3 +109,46 @@ def test_a_ring_that_gathers_columns_computes_them_before_the_blocks():
     dkv = 4 * 2 * tokens * model.num_kv_heads * model.head_dim
     made = sums // 2 + dkv
     assert apart.in_backward() - apart.pool == sums + delta + made + columns + 2 * delta
+
+
+def test_zigzag_orders_three_quarters_of_the_gradients_before_it_cuts_them_into_shards():
+    """The middle parts of two ranks adjoin, and so do the ends of the sequence."""
+    model = compose(RUN).model
+    gradients = 4 * 2 * 65536 * model.num_kv_heads * model.head_dim
+    dq = BYTES * 65536 // WORKERS * model.num_heads * model.head_dim
+    zigzag = memory("all_gather", sparse=False, kernel="triton", layout="zigzag")
+    # The kernel's gradients, their shards and the reordered copy.
+    assert zigzag.in_backward() - zigzag.pool == dq + 2 * gradients + 3 * gradients // 4
+
+
+def test_flash4_computes_columns_with_another_dq_and_sums_only_grouped_heads():
+    model, index = compose(RUN).model, memory("ring").index
+    queries, keys = 512, 4096
+    rows, statistics = queries * model.num_heads * model.head_dim, 4 * queries * model.num_heads
+    found = kernel_backward("flash4", model, queries, keys, BYTES, False, index)
+    columns = index.columns_in_backward(queries, model.head_dim, BYTES)
+    assert found.columns == columns + statistics + BYTES * rows
+    assert found.call == max(found.blocks, found.columns)
+    sums = 4 * rows + 2 * statistics
+    kv = keys * model.num_kv_heads * model.head_dim
+    assert found.blocks == sums + 8 * kv + 4 * index.listed(queries, keys)
+    every = dataclasses.replace(model, num_kv_heads=model.num_heads)
+    dense = kernel_backward("flash4", every, queries, keys, BYTES, False)
+    assert (dense.call, dense.columns) == (sums, 0)
+    # Two rectangles return their own dq, dk and dv, which are summed in float32.
+    pieces = kernel_backward("flash4", model, queries, keys, BYTES, True)
+    assert pieces.call == sums + 8 * kv + BYTES * (rows + 2 * kv)
+    assert (pieces.made, dense.made) == (4, BYTES)
+
+
+def test_flash4_is_called_once_for_a_zigzag_worker_with_an_index():
+    """Without an index it is called for two rectangles, whose gradients are summed in float32."""
+    model = compose(RUN).model
+    rows = 65536 // WORKERS * model.num_heads * model.head_dim
+    keys = 65536 * model.num_kv_heads * model.head_dim
+    sums = 4 * rows + 2 * 4 * 65536 // WORKERS * model.num_heads + 8 * keys
+    sparse, dense = (
+        memory("all_gather", sparse=sparse, layout="zigzag") for sparse in (True, False)
+    )
+    assert dense.in_backward() >= sums + BYTES * (rows + 2 * keys) + 4 * 2 * keys
+    assert sparse.in_backward() < dense.in_backward()

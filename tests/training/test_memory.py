@@ -13,7 +13,7 @@ from mtrain_cli.config.schema import CHECKPOINTS
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.flops import layer_shapes, parameters, root_shapes
-from mtrain_cli.training.memory import GIB, estimate_memory
+from mtrain_cli.training.memory import GIB, _StepMemory, estimate_memory
 from mtrain_cli.training.state_memory import sharded_numbers
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -189,6 +189,28 @@ def test_more_recomputation_takes_less_memory():
     totals = [estimate(f"train.activation_checkpoint={kind}").total for kind in CHECKPOINTS]
     assert totals == sorted(totals, reverse=True)
     assert len(set(totals)) == len(CHECKPOINTS) == 4
+
+
+def test_the_embedding_and_the_lm_head_each_have_a_gradient_at_the_end():
+    """Gradients that stay whole over several micro-batches are not reduced at that time."""
+    config = compose(["model=qwen3b", "seq=1k", "train.shard=optimizer", "train.global_batch=2"])
+    layout = make_layout(config.layout, 8, config.seq, config.topology.block_size)
+    choice = ExchangeChoice("all_gather", "", per_node=8)
+    step = _StepMemory(config, 8, layout, choice, "flash4", 2)
+    lm_head = config.model.vocab_size * config.model.hidden_size
+    states = step.states
+    assert states.scatter(states.root_shard) == 0
+    working = 2 * states.root_weights + 2 * 2 * lm_head
+    assert working > 4 * states.root_shard
+    assert step.at_root().working_weights == working + states.weights(0, 0)
+
+
+def test_a_chunk_of_logits_has_no_more_rows_than_the_worker_has_tokens():
+    """2,048 tokens: the logits take 1.2 GiB, less than either chunk."""
+    large, larger = (
+        estimate("seq=16k", f"train.loss_chunk_mib={mib}").moments[0].loss for mib in (4096, 8192)
+    )
+    assert large == larger > estimate("seq=16k", "train.loss_chunk_mib=16").moments[0].loss
 
 
 def test_logits_do_not_grow_with_the_sequence():

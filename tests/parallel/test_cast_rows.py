@@ -1,0 +1,236 @@
+"""The rows of group casts, played without processes: each needed row arrives once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.cast_rows import CastRows, cast_peers, largest_shares
+from mtrain_cli.parallel.layout import Joined, Layout, make_layout
+from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+
+SEQ = 1000
+
+
+def batches(padded: int) -> dict[str, list[SequenceMask]]:
+    rng = np.random.default_rng(3)
+    documents = [np.sort(rng.integers(0, n, SEQ)) for n in (40, 3)]
+    return {
+        "causal": [SequenceMask.causal(SEQ, padded)],
+        "documents": [SequenceMask.from_documents(documents[0], padded)],
+        "two sequences": [SequenceMask.from_documents(ids, padded) for ids in documents],
+    }
+
+
+CASES = [
+    (layout, options, heads)
+    for layout, options, heads in product(
+        ("contiguous", "zigzag", "striped"),
+        ((1, 8), (2, 2), (3, 8), (4, 2), (6, 3), (8, 2)),
+        (1, 2),
+    )
+    if options[0] % heads == 0 and (options[1] % heads == 0 or heads % options[1] == 0)
+]
+
+
+def plans(
+    name: str, layout: Layout, options: tuple[int, int], heads: int, masks: list[SequenceMask]
+) -> tuple[Layout, list[tuple[tuple[int, ...], ...]], list[CastRows]]:
+    """The layout of the exchange, and for each of its ranks the peers and the rows."""
+    workers, per_node = options
+    exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
+    schedule = make_schedule(exchange, ScheduleOptions(workers, per_node, heads=heads))
+    inside = layout if heads == 1 else Joined.of(layout, heads)
+    peers = [cast_peers(lower(schedule, rank)) for rank in range(0, workers, heads)]
+    return (
+        inside,
+        peers,
+        [CastRows.make(inside, masks, r, of, 16) for r, of in enumerate(peers)],
+    )
+
+
+def seen_by(layout: Layout, rank: int, masks: list[SequenceMask]) -> set[int]:
+    """The positions that the queries of a rank see, by the definition of the masks."""
+    return {
+        key
+        for mask in masks
+        for query in layout.positions(rank)
+        if query < mask.length
+        for key in range(mask.first[query], query + 1)
+    }
+
+
+def deliver(
+    layout: Layout, peers: list[tuple[tuple[int, ...], ...]], rows: list[CastRows]
+) -> list[list[int]]:
+    """Run the casts of all ranks on positions. Return the pool of each rank."""
+    pools = [list(layout.positions(rank)) for rank in range(layout.workers)]
+    for at in range(len(rows[0].casts)):
+        arriving = []
+        for rank in range(layout.workers):
+            cast, mine = rows[rank].casts[at], []
+            for place, peer in enumerate(peers[rank][at]):
+                theirs = rows[peer].casts[at]
+                to_me = peers[peer][at].index(rank)
+                leaving = theirs.leaving.split(theirs.sent)[to_me].tolist()
+                assert len(leaving) == cast.received[place], "both ends agree on the number of rows"
+                mine += [pools[peer][number] for number in leaving]
+            arriving.append(mine)
+        for pool, mine in zip(pools, arriving, strict=True):
+            pool += mine
+    return pools
+
+
+def check(layout, peers, rows, masks) -> None:
+    pools = deliver(layout, peers, rows)
+    for rank, (pool, of) in enumerate(zip(pools, rows, strict=True)):
+        assert len(set(pool)) == len(pool), "no row arrives twice"
+        np.testing.assert_array_equal(of.positions, np.sort(pool))
+        np.testing.assert_array_equal(of.positions[of.pool], pool)
+        wanted = seen_by(layout, rank, masks)
+        assert wanted <= set(pool), "every row that a query sees arrives"
+        blocks = {key // 16 for key in wanted}
+        # A rank of a hierarchical cast also forwards rows to the other ranks of its node.
+        mates = peers[rank][-1] if len(of.casts) > 1 else ()
+        for mate in mates:
+            blocks |= {key // 16 for key in seen_by(layout, mate, masks)}
+        own = len(layout.positions(rank))
+        assert {key // 16 for key in pool[own:]} <= blocks, "no other block arrives"
+
+
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
+@pytest.mark.parametrize("batch", ["causal", "documents", "two sequences"])
+def test_each_needed_row_arrives_once(name, batch):
+    for layout_name, options, heads in CASES:
+        layout = make_layout(layout_name, options[0], SEQ, 16)
+        masks = batches(layout.padded_seq)[batch]
+        check(*plans(name, layout, options, heads, masks), masks)
+
+
+def test_a_row_crosses_to_each_other_node_at_most_once():
+    layout = make_layout("zigzag", 8, SEQ, 16)
+    masks = batches(layout.padded_seq)["documents"]
+    _, peers, rows = plans("hierarchical", layout, (8, 4), 1, masks)
+    entered: list[set[int]] = [set(), set()]
+    for rank, of in enumerate(rows):
+        assert peers[rank][0] == (rank % 4, rank % 4 + 4), "the first cast crosses nodes"
+        cast, own = of.casts[0], layout.positions(rank)
+        crossing = own[cast.leaving]
+        other = entered[1 - rank // 4]
+        assert not other & set(crossing)
+        other |= set(crossing)
+    for node, crossed in enumerate(entered):
+        mine = range(4 * node, 4 * node + 4)
+        held = set(np.concatenate([layout.positions(r) for r in mine]))
+        needed = set().union(*(seen_by(layout, r, masks) for r in mine)) - held
+        assert needed <= crossed, "every row that a node needs crosses"
+
+
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
+def test_the_player_detects_broken_lists(name):
+    layout = make_layout("zigzag", 4, SEQ, 16)
+    masks = batches(layout.padded_seq)["documents"]
+    inside, peers, rows = plans(name, layout, (4, 2), 1, masks)
+    check(inside, peers, rows, masks)
+    cast = rows[1].casts[-1]
+    full = next(at for at, n in enumerate(cast.sent) if n)
+    fewer = tuple(n - (at == full) for at, n in enumerate(cast.sent))
+    first = sum(cast.sent[:full])
+    kept = torch.cat([cast.leaving[:first], cast.leaving[first + 1 :]])
+    swapped = cast.leaving.clone()
+    swapped[first] = (swapped[first] + 17) % rows[1].own
+    broken_casts = [
+        replace(cast, leaving=kept, sent=fewer),
+        replace(cast, leaving=swapped),
+        replace(cast, sent=fewer[1:] + fewer[:1]),
+    ]
+    for broken in broken_casts:
+        changed = list(rows)
+        changed[1] = replace(rows[1], casts=(*rows[1].casts[:-1], broken))
+        with pytest.raises((AssertionError, RuntimeError)):
+            check(inside, peers, changed, masks)
+    turned = list(rows)
+    turned[2] = replace(rows[2], pool=rows[2].pool.flip(0))
+    with pytest.raises(AssertionError):
+        check(inside, peers, turned, masks)
+
+
+def test_gradients_of_a_row_are_added_for_each_rank_that_received_it():
+    layout = make_layout("zigzag", 4, SEQ, 16)
+    masks = batches(layout.padded_seq)["documents"]
+    inside, peers, rows = plans("flat", layout, (4, 4), 1, masks)
+    pools = deliver(inside, peers, rows)
+    returned = {}
+    for rank, of in enumerate(rows):
+        ones = torch.ones(1, len(of.positions), 1, 1)
+        gradients = of.split(ones, 2 * ones, torch.float64)
+        parts = gradients[of.arriving(0)].split(of.casts[0].received)
+        returned |= {(rank, peer): part for peer, part in enumerate(parts)}
+    for rank, of in enumerate(rows):
+        total = torch.ones(len(of.pool), 2, 1, 1, 1, dtype=torch.float64)
+        of.add_returned(0, total, torch.cat([returned[peer, rank] for peer in range(4)]))
+        holders = [sum(p in pool for pool in pools) for p in inside.positions(rank).tolist()]
+        np.testing.assert_array_equal(total[: of.own, 0].flatten(), holders)
+        np.testing.assert_array_equal(total[: of.own, 1].flatten(), 2 * np.array(holders) - 1)
+
+
+def test_merging_restores_the_order_of_the_sequence():
+    layout = make_layout("striped", 4, SEQ, 16)
+    masks = batches(layout.padded_seq)["documents"]
+    inside, peers, rows = plans("hierarchical", layout, (4, 2), 1, masks)
+    pools = deliver(inside, peers, rows)
+    of, pool = rows[3], torch.tensor(pools[3])
+    numbers = torch.stack([pool, pool + 0.5])[:, None, :, None, None].double()
+    own, first, second = numbers.split([of.own, *(sum(cast.received) for cast in of.casts)], 2)
+    arrived = [part.movedim(2, 0) for part in (first, second)]
+    k, v = of.merged(own, arrived)
+    np.testing.assert_array_equal(k.flatten(), of.positions)
+    np.testing.assert_array_equal(v.flatten(), of.positions + 0.5)
+    picked = of.picked(1, own, arrived[:1])
+    np.testing.assert_array_equal(picked[:, 0].flatten(), pool[of.casts[1].leaving])
+
+
+def test_documents_move_fewer_rows_than_whole_shards():
+    layout = make_layout("contiguous", 4, 8192, 16)
+    schedule = make_schedule("group_cast", ScheduleOptions(4, 4))
+
+    def shares(ids: np.ndarray) -> tuple:
+        return largest_shares(schedule, layout, [SequenceMask.from_documents(ids, 8192)])
+
+    assert shares(np.arange(8192) // 512) == ((0, 0),)
+    assert shares(np.zeros(8192)) == ((3, 3),)
+    assert shares((np.arange(8192) + 256) // 512) == ((Fraction(1, 8), Fraction(1, 8)),)
+
+
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
+def test_the_largest_shares_are_those_of_the_ranks(name):
+    exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
+    for layout_name, options, heads in CASES:
+        layout = make_layout(layout_name, options[0], SEQ, 16)
+        schedule = make_schedule(exchange, ScheduleOptions(*options, heads=heads))
+        for masks in batches(layout.padded_seq).values():
+            _, _, rows = plans(name, layout, options, heads, masks)
+            shares = np.array([of.shares for of in rows])
+            expected = shares.max(0) if shares.size else ()
+            np.testing.assert_array_equal(
+                np.array(largest_shares(schedule, layout, masks, 16)), np.array(expected)
+            )
+
+
+def test_an_index_moves_whole_blocks():
+    layout = make_layout("striped", 4, SEQ, 32, unit=32)
+    masks = batches(layout.padded_seq)["documents"]
+    for rank in range(4):
+        of = CastRows.make(layout, masks, rank, [range(4)], block=32)
+        starts = of.positions[::32]
+        assert (starts % 32 == 0).all()
+        np.testing.assert_array_equal(
+            of.positions, (starts[:, None] + np.arange(32)).reshape(-1)[: len(of.positions)]
+        )
