@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from parallel.mask_samples import documents, local_mask, random_mask, sliding_window
 
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import Intervals, count_traffic
@@ -113,6 +114,30 @@ def test_rows_travel_for_all_sequences_of_a_batch():
     most = np.maximum(alone[0].received, alone[1].received)
     assert (both.traffic.received >= 2 * most).all()
     assert (both.traffic.received <= 2 * (alone[0].received + alone[1].received)).all()
+
+
+@pytest.mark.parametrize(("workers", "per_node"), [(4, 4), (8, 4), (6, 2)])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_group_casts_send_the_rows_that_the_dispatch_counts(workers, per_node, sequences):
+    rng, seq = np.random.default_rng(0), workers * 128 * 24
+    masks = [
+        SequenceMask.from_documents(np.sort(rng.integers(0, 12, seq - 37)), seq)
+        for _ in range(sequences)
+    ]
+    chunk = 3 * 128
+    dispatch = balance([[Intervals.of(m) for m in masks]], workers, chunk, per_node=per_node)
+    sent = {"outer": np.zeros((workers, workers), int), "inner": np.zeros((workers, workers), int)}
+    for rank in range(workers):
+        node = rank // per_node * per_node
+        peers = {"inner": range(node, node + per_node)}
+        if per_node < workers:
+            peers = {"outer": range(rank % per_node, workers, per_node)} | peers
+        rows = CastRows.make(dispatch.layout(), masks, rank, list(peers.values()))
+        for (level, among), cast in zip(peers.items(), rows.casts, strict=True):
+            sent[level][rank, list(among)] = sequences * np.array(cast.sent)
+    assert sent["inner"].tolist() == dispatch.traffic.inner.tolist()
+    assert sent["outer"].tolist() == dispatch.traffic.outer.tolist()
+    assert sent["inner"].any()
 
 
 def test_padding_costs_nothing():
