@@ -185,8 +185,50 @@ class Striped(Layout):
         return blocks.permute(2, 0, 1, *range(3, blocks.ndim))
 
 
+class _Permuted(Layout):
+    """A layout that gathers pieces of the sequence by index."""
+
+    @property
+    @abstractmethod
+    def _piece(self) -> int:
+        """The number of tokens per piece."""
+
+    @cached_property
+    def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The index of each piece in the concatenated shards, and the inverse permutation."""
+        positions = np.concatenate([self.positions(r) for r in range(self.workers)])
+        order = positions[:: self._piece] // self._piece
+        return np.argsort(order), order
+
+    @cached_property
+    def _moved(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `_places` as tensors on a device. Only the first call for a device copies them."""
+        from mtrain_cli.attention.device_copy import to_device
+
+        if device not in self._moved:
+            order, back = (to_device(places, device) for places in self._places)
+            self._moved[device] = order, back
+        return self._moved[device]
+
+    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+        flat = shards.transpose(0, 1).flatten(1, 2)
+        return self._gather(flat, self._on(shards.device)[0])
+
+    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+        flat = self._gather(sequence, self._on(sequence.device)[1])
+        return flat.unflatten(1, (self.workers, -1)).transpose(0, 1)
+
+    def _gather(self, tokens: torch.Tensor, pieces: torch.Tensor) -> torch.Tensor:
+        if self._piece == 1:
+            return tokens.index_select(1, pieces)
+        return tokens.unflatten(1, (-1, self._piece)).index_select(1, pieces).flatten(1, 2)
+
+
 @dataclass(frozen=True)
-class Joined(Layout):
+class Joined(_Permuted):
     """A layout whose shards each combine the shards of neighboring ranks of another layout.
 
     base: the other layout.
@@ -208,36 +250,42 @@ class Joined(Layout):
         assert self.base is not None
         return self.base._multiple
 
+    @property
+    def _piece(self) -> int:
+        return 1
+
     def positions(self, rank: int) -> NDArray[np.int64]:
         assert self.base is not None
         members = range(rank * self.together, (rank + 1) * self.together)
         return np.sort(np.concatenate([self.base.positions(r) for r in members]))
 
-    @cached_property
-    def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The index of each position in the concatenated shards, and the inverse permutation."""
-        order = np.concatenate([self.positions(r) for r in range(self.workers)])
-        return np.argsort(order), order
 
-    @cached_property
-    def _moved(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
-        return {}
+@dataclass(frozen=True)
+class Balanced(_Permuted):
+    """Each rank holds the chunks that a dispatch assigns to it (`mtrain_cli.parallel.dispatch`).
 
-    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_places` as tensors on a device. Only the first call for a device copies them."""
-        from mtrain_cli.attention.device_copy import to_device
+    block_size: number of tokens per chunk.
+    owner: the rank that holds each chunk. All ranks hold the same number of chunks.
+    """
 
-        if device not in self._moved:
-            order, back = (to_device(places, device) for places in self._places)
-            self._moved[device] = order, back
-        return self._moved[device]
+    owner: tuple[int, ...] = ()
+    name = "balanced"
 
-    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
-        return shards.transpose(0, 1).flatten(1, 2).index_select(1, self._on(shards.device)[0])
+    @staticmethod
+    def of(owner: NDArray[np.int64], workers: int, seq: int, chunk: int) -> Balanced:
+        return Balanced(workers, seq, chunk, chunk, tuple(owner.tolist()))
 
-    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        flat = sequence.index_select(1, self._on(sequence.device)[1])
-        return flat.unflatten(1, (self.workers, -1)).transpose(0, 1)
+    @property
+    def _multiple(self) -> int:
+        return len(self.owner) * self.block_size
+
+    @property
+    def _piece(self) -> int:
+        return self.block_size
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        chunks = np.flatnonzero(np.array(self.owner) == rank)
+        return (chunks[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)
 
 
 _LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}

@@ -8,16 +8,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.layout import Balanced, Joined, make_layout
 
 NAMES = ("contiguous", "zigzag", "striped")
-layouts = st.builds(
+named_layouts = st.builds(
     make_layout,
     st.sampled_from(NAMES),
     st.integers(1, 12),
     st.integers(1, 500),
     st.sampled_from([1, 4, 16]),
 )
+
+
+@st.composite
+def balanced_layouts(draw):
+    workers, chunk = draw(st.integers(1, 12)), draw(st.sampled_from([1, 4, 16]))
+    owner = draw(st.permutations([*range(workers)] * draw(st.integers(1, 4))))
+    seq = len(owner) * chunk - draw(st.integers(0, chunk - 1))
+    return Balanced.of(np.array(owner), workers, seq, chunk)
+
+
+@st.composite
+def joined_layouts(draw):
+    together, groups = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    seq = draw(st.integers(1, 500))
+    return Joined.of(make_layout(draw(st.sampled_from(NAMES)), together * groups, seq, 4), together)
+
+
+layouts = named_layouts | balanced_layouts()
 
 
 @settings(max_examples=200, deadline=None)
@@ -34,7 +52,7 @@ def test_positions_are_a_bijection_and_ascend(layout):
 
 
 @settings(max_examples=100, deadline=None)
-@given(layouts)
+@given(layouts | joined_layouts())
 def test_shards_gather_into_sequence_order_and_back(layout):
     shards = torch.stack(
         [torch.from_numpy(layout.positions(rank)) for rank in range(layout.workers)]
@@ -59,6 +77,24 @@ def test_causal_work_is_balanced(name):
     contiguous = make_layout("contiguous", 8, 65536, 128)
     work = [int((contiguous.positions(rank) + 1).sum()) for rank in range(8)]
     assert max(work) / (sum(work) / 8) > 1.8
+
+
+@pytest.mark.parametrize(("workers", "stripe"), [(4, 1), (4, 8), (4, 32), (8, 16), (3, 128)])
+def test_stripes_inside_blocks_balance_every_mask_of_blocks(workers, stripe):
+    """BurstEngine (3.4): each worker holds an equal part of every block of a static mask.
+
+    Then all queries of a block, and so all workers, see the same number of keys. The stripe's size
+    times the number of workers must divide the block.
+    """
+    block = 128 if workers != 3 else 384
+    layout = make_layout("striped", workers, 16 * block, stripe)
+    seen = np.random.default_rng(0).random((16, 16)) < 0.3
+    pairs = []
+    for rank in range(workers):
+        blocks = layout.positions(rank) // block
+        assert (np.bincount(blocks, minlength=16) == block // workers).all()
+        pairs.append(int(seen[blocks].sum()) * block)
+    assert len(set(pairs)) == 1
 
 
 def test_an_unknown_layout_is_named_in_the_error():

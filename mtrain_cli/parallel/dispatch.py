@@ -1,0 +1,192 @@
+"""Dispatch: which rank holds which chunks of a batch, so that no rank works longer than the others.
+
+A static mask, such as packed documents or a sliding window, gives many keys to some queries and few
+to others. `balance` cuts the sequence into equal chunks and gives the same number of them to every
+rank. It minimizes the largest cost of a rank:
+
+    cost(rank) = pairs(rank) + price * rows(rank)
+
+``pairs`` is the number of query-key pairs that the rank computes. ``rows`` is the number of rows of
+keys and values that it receives: its queries see them, and another rank holds them (`traffic`).
+Over several nodes, a row enters a node once. Every rank finds the same dispatch without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.dispatch_search import BlockPrices, ChunkWork, best_assignment
+from mtrain_cli.parallel.layout import Balanced
+from mtrain_cli.parallel.traffic import (
+    ROW_BLOCK,
+    LayerMasks,
+    Nodes,
+    Traffic,
+    needs_of_chunks,
+    padded_length,
+    pairs_per_query,
+    rows_sent,
+    times_of_rows,
+    to_bits,
+)
+
+# Shorter chunks balance better but cut a shard into more pieces.
+_SHORTEST_CHUNK = 512
+_MOST_CHUNKS_PER_WORKER = 32
+_FEWEST_CHUNKS_PER_WORKER = 8
+
+
+class RowPrices(NamedTuple):
+    """The number of pairs that take as long as one received row of keys and values.
+
+    inner: for a row that a rank of the same node sends.
+    outer: for a row that enters the node.
+
+    The defaults hold for 16 query heads and 2 KV heads on H200s: 550 TFLOP/s, and 310 and 52 GB/s
+    received by a rank.
+    """
+
+    inner: int = 250
+    outer: int = 1500
+
+    @staticmethod
+    def of(query_heads: int, kv_heads: int, flops: float, inner: float, outer: float) -> RowPrices:
+        """Return the prices for forward and backward together.
+
+        A pair takes 4 FLOP per query head and dimension forward, and 10 backward. A row has 16
+        bytes per KV head and dimension: keys and values in bfloat16 in both passes, and their
+        gradients in float32.
+
+        flops: FLOP/s of the attention kernel.
+        inner, outer: bytes/s that a rank receives inside its node, and from other nodes.
+        """
+        time_of_pair = 14 * query_heads / flops
+        return RowPrices(*(round(16 * kv_heads / link / time_of_pair) for link in (inner, outer)))
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """An assignment of chunks to ranks. Every rank holds the same number of chunks.
+
+    chunk: number of tokens per chunk.
+    owner: int64 [chunks], the rank that holds each chunk.
+    traffic: what each rank computes, sends and receives.
+    prices: the prices for which the assignment was made.
+    seed: name of the assignment from which the search began.
+    swaps: number of swaps that improved the seed.
+    """
+
+    chunk: int
+    owner: IntArray
+    traffic: Traffic
+    prices: RowPrices
+    seed: str
+    swaps: int
+
+    @property
+    def cost(self) -> IntArray:
+        """Pairs plus priced rows of each rank, int64 [workers]."""
+        return self.traffic.cost(*self.prices)
+
+    def positions(self, worker: int) -> IntArray:
+        """Return the positions that a rank holds, ascending, int64 [tokens of a worker]."""
+        return self.layout().positions(worker)
+
+    def layout(self, seq: int | None = None) -> Balanced:
+        """Return the layout of this assignment.
+
+        seq: number of tokens before padding; None if the sequence has no padding.
+        """
+        length = seq or len(self.owner) * self.chunk
+        return Balanced.of(self.owner, self.traffic.workers, length, self.chunk)
+
+
+def chunk_tokens(seq: int, workers: int, unit: int = ROW_BLOCK) -> int:
+    """Return the number of tokens per chunk that `balance` should use.
+
+    A chunk has 512 tokens, or a 32nd of a worker's tokens if that is more. A short sequence has
+    shorter chunks, so that each worker holds 8. The chunk grows by less than a factor of two if a
+    longer chunk needs less padding. Pad the sequence to a multiple of ``workers * chunk``.
+
+    unit: number of tokens that divides a chunk, such as the index's block size. So do the 128 rows
+        that travel together, unless the sequence is too short.
+    """
+    each = -(-seq // workers)
+    if each >= _FEWEST_CHUNKS_PER_WORKER * ROW_BLOCK:
+        unit = math.lcm(unit, ROW_BLOCK)
+    shortest = min(_SHORTEST_CHUNK, each // _FEWEST_CHUNKS_PER_WORKER)
+    least = max(1, max(shortest, each // _MOST_CHUNKS_PER_WORKER) // unit) * unit
+
+    def padding(chunk: int) -> tuple[int, int, int]:
+        chunks = -(-each // chunk)
+        return chunks * chunk, chunks % 2, chunk  # the zigzag seed takes an even number of chunks
+
+    return min(range(least, 2 * least, unit), key=padding)
+
+
+def balance(
+    masks: LayerMasks,
+    workers: int,
+    chunk: int,
+    *,
+    per_node: int | None = None,
+    prices: RowPrices | None = None,
+    layers: Sequence[int] | None = None,
+    block: int | None = None,
+    most_swaps: int | None = None,
+) -> Dispatch:
+    """Assign the chunks of a batch to ranks so that the most expensive rank costs little.
+
+    The result never costs more than a contiguous, zigzag or striped assignment of the same chunks,
+    or one that deals out the largest pieces first.
+
+    Args:
+        masks: the masks of each kind of layer, one per sequence of the batch, all padded to the
+            same multiple of ``workers * chunk``. If all layers have the same masks, give
+            ``[masks]``.
+        workers: number of ranks of the context group.
+        chunk: number of tokens per chunk; see `chunk_tokens`.
+        per_node: number of ranks that share a node; None if all do.
+        prices: prices of received rows; None for the defaults of `RowPrices`.
+        layers: number of layers of each kind; None for one each.
+        block: number of rows that travel together, a divisor of ``chunk``; None for 128, or the
+            largest power of two below that divides ``chunk``.
+        most_swaps: largest number of swaps; None for 100, or 8 per rank if that is more.
+
+    Raises:
+        ValueError: the ranks cannot hold the same number of chunks, blocks do not divide a chunk,
+            or nodes would have different numbers of ranks.
+    """
+    nodes, padded = Nodes.of(workers, per_node), padded_length(masks)
+    if padded == 0 or padded % (workers * chunk):
+        raise ValueError(
+            f"{padded} positions are not the same number of chunks of {chunk} tokens for each of "
+            f"{workers} workers. Pad the masks to a multiple of {workers * chunk}."
+        )
+    block = block or math.gcd(chunk, ROW_BLOCK)
+    if chunk % block:
+        raise ValueError(f"Blocks of {block} rows do not divide chunks of {chunk} tokens.")
+    prices, times = prices or RowPrices(), times_of_rows(masks, layers)
+    chunks = padded // chunk
+    holds = to_bits(np.repeat(np.eye(chunks, dtype=bool), chunk // block, axis=1))
+    work = ChunkWork(
+        pairs_per_query(masks, layers).reshape(chunks, chunk).sum(1),
+        needs_of_chunks(masks, chunk, block),
+        np.repeat(holds[:, None], len(masks), axis=1),
+        times,
+    )
+    seed, found = best_assignment(
+        work,
+        nodes,
+        BlockPrices(*(block * price for price in prices)),
+        max(100, 8 * workers) if most_swaps is None else most_swaps,
+    )
+    inner, outer = rows_sent(found.needs, found.held(), nodes, times)
+    traffic = Traffic(found.pairs, block * inner, block * outer)
+    return Dispatch(chunk, found.owner, traffic, prices, seed, found.swaps)

@@ -1,0 +1,352 @@
+"""The search for an assignment of chunks to ranks whose most expensive rank costs little.
+
+The cost of a rank is the number of pairs that its queries see, plus prices for the blocks of rows
+that it receives. Costs are integers, and the first of several equals wins. The result is therefore
+the same on every rank.
+
+`best_assignment` makes a few simple assignments, the seeds, and improves them by swaps of two
+chunks. All ranks keep the same number of chunks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.traffic import Bits, Nodes, count_bits
+
+_COUNTED_TOGETHER = 64  # swaps whose blocks are counted in one call
+_LEAST_GAIN = 10_000  # a swap lowers the largest cost by a part of this number, or is not worth it
+
+
+class BlockPrices(NamedTuple):
+    """The number of pairs that cost as much as one received block.
+
+    inner: for a block that a rank of the same node sends.
+    outer: for a block that enters the node.
+    """
+
+    inner: int
+    outer: int
+
+
+@dataclass(frozen=True)
+class ChunkWork:
+    """What the queries of each chunk compute and need.
+
+    pairs: int64 [chunks].
+    needs, holds: [chunks, kinds, words], the blocks that a chunk's queries see, and its own blocks.
+    times: int64 [kinds], the number of times that a block of each kind counts.
+    """
+
+    pairs: IntArray
+    needs: Bits
+    holds: Bits
+    times: IntArray
+
+    def of(self, chunks: IntArray) -> ChunkWork:
+        return ChunkWork(self.pairs[chunks], self.needs[chunks], self.holds[chunks], self.times)
+
+    def merged(self, together: int) -> ChunkWork:
+        """Return the work of chunks that are ``together`` times as long."""
+        starts = np.arange(0, len(self.pairs), together)
+        return ChunkWork(
+            np.add.reduceat(self.pairs, starts),
+            np.bitwise_or.reduceat(self.needs, starts),
+            np.bitwise_or.reduceat(self.holds, starts),
+            self.times,
+        )
+
+
+class Assignment:
+    """An assignment of chunks to ranks and what it costs. `swap` keeps the costs up to date.
+
+    owner: int64 [chunks], the rank of each chunk.
+    pairs: int64 [workers], the pairs that each rank computes.
+    needs: [workers, kinds, words], the blocks that the queries of each rank see.
+    swaps: number of swaps so far.
+
+    A rank *has* a block if no rank of its node has to send it: the rank holds the block, or relays
+    it into the node because the holder, in another node, has the same local number. Swaps stay
+    inside a node. They change which rank relays a block, but not which blocks enter a node.
+    """
+
+    def __init__(self, work: ChunkWork, owner: IntArray, nodes: Nodes, prices: BlockPrices) -> None:
+        self.work, self.nodes, self.prices = work, nodes, prices
+        self.owner, self.swaps = owner.copy(), 0
+        chunks = len(owner)
+        blocks = (nodes.workers, *work.needs.shape[1:])
+        self.needs, self._once, self._has = (np.zeros(blocks, np.uint64) for _ in range(3))
+        self.pairs, self._received, self._relayed = np.zeros((3, nodes.workers), np.int64)
+        # Blocks of each chunk that the queries of a rank, and of a node, see.
+        self._seen_by_rank = np.zeros((nodes.workers, chunks), np.int64)
+        self._seen_by_node = np.zeros((nodes.count, chunks), np.int64)
+        # How many more blocks a rank receives if a chunk leaves it, or joins it.
+        self._if_left = np.zeros(chunks, np.int64)
+        self._if_joined = np.zeros((nodes.workers, chunks), np.int64)
+        self._in_node = [
+            np.flatnonzero(owner // nodes.per_node == node) for node in range(nodes.count)
+        ]
+        self._work_in_node = (
+            [work.of(mine) for mine in self._in_node] if nodes.count > 1 else [work]
+        )
+        for rank in range(nodes.workers):
+            self._update_needs(rank)
+        for node, inside in enumerate(self._work_in_node):
+            seen = _union(inside.needs)
+            self._seen_by_node[node] = self._count(seen & work.holds)
+        for rank in range(nodes.workers):
+            self._update_cost(rank)
+
+    @property
+    def cost(self) -> IntArray:
+        """Pairs and priced blocks of each rank, int64 [workers]."""
+        inner, outer = self.prices
+        return self.pairs + inner * self._received + outer * self._relayed
+
+    def held(self) -> Bits:
+        """Return the blocks that each rank holds, [workers, kinds, words]."""
+        ranks = range(self.nodes.workers)
+        return np.stack([_union(self.work.holds[self.owner == rank]) for rank in ranks])
+
+    def best_swap(self) -> tuple[int, int] | None:
+        """Return two chunks whose swap makes the most expensive rank cheaper.
+
+        Of all such swaps, take the one in which the most expensive of the ranks that change costs
+        least. Return None if no swap makes all of them cheaper than the most expensive rank is now.
+        """
+        cost, per_node = self.cost, self.nodes.per_node
+        top = int(np.argmax(cost))
+        limit = int(cost[top] - cost[top] // _LEAST_GAIN)
+        # The chunks of `top`, and the chunks that it relays into its node.
+        alike = [
+            (mine, self._others(rank))
+            for rank in range(top % per_node, self.nodes.workers, per_node)
+            if len(mine := np.flatnonzero(self.owner == rank))
+        ]
+        bounds, outs, intos = [], [], []
+        for mine, others in alike:
+            bound = self._bound(mine[:, None], others[None], cost)
+            i, j = np.nonzero(bound < limit)
+            bounds.append(bound[i, j])
+            outs.append(mine[i])
+            intos.append(others[j])
+        bound, out, into = (np.concatenate(parts) for parts in (bounds, outs, intos))
+        best, swap = limit, None
+        # Count the most promising swap first. Few of the others promise more than it achieves.
+        tried = np.array([np.argmin(bound)]) if len(bound) else np.array([], np.int64)
+        while len(tried):
+            exact = self.most_after(out[tried], into[tried], cost)
+            at = int(np.argmin(exact))
+            if exact[at] < best:
+                best, swap = int(exact[at]), (int(out[tried[at]]), int(into[tried[at]]))
+            bound[tried] = best
+            left = bound < best
+            bound, out, into = bound[left], out[left], into[left]
+            tried = np.argsort(bound, kind="stable")[:_COUNTED_TOGETHER]
+        return swap
+
+    def _others(self, rank: int) -> IntArray:
+        chunks = self._in_node[rank // self.nodes.per_node]
+        return chunks[self.owner[chunks] != rank]
+
+    def most_after(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
+        """Return the largest cost of a rank that changes if two chunks swap, exactly.
+
+        out, into: int64 [swaps], chunks of two ranks of a node.
+        cost: the costs today.
+        """
+        return self._most(out, into, self._more(out, into), self._more(into, out), cost)
+
+    def _more(self, leaves: IntArray, joins: IntArray) -> IntArray:
+        """Return how many more blocks a rank receives if one chunk leaves and the other joins."""
+        rank, work = self.owner[leaves], self.work
+        needs = self.needs[rank] & ~(work.needs[leaves] & self._once[rank]) | work.needs[joins]
+        has = self._has[rank] & ~work.holds[leaves] | work.holds[joins]
+        return self._count(needs & ~has) - self._received[rank]
+
+    def _bound(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
+        """Return a lower bound of `most_after`, [out, into].
+
+        It adds what changes if a chunk leaves to what changes if the other chunk joins. It leaves
+        out the blocks that the second chunk still needs or no longer has because of the first.
+        """
+        return self._most(
+            out,
+            into,
+            self._if_left[out] + self._if_joined[self.owner[out], into],
+            self._if_left[into] + self._if_joined[self.owner[into], out],
+            cost,
+        )
+
+    def _most(
+        self, out: IntArray, into: IntArray, more_a: IntArray, more_b: IntArray, cost: IntArray
+    ) -> IntArray:
+        """Return the largest cost of a rank that changes.
+
+        more_a, more_b: the change of the blocks that the ranks of ``out`` and ``into`` receive.
+        """
+        inner, outer = self.prices
+        per_node, nodes = self.nodes.per_node, self.nodes.count
+        a, b = self.owner[out], self.owner[into]
+        pairs = self.work.pairs[into] - self.work.pairs[out]
+        most = np.maximum(cost[a] + pairs + inner * more_a, cost[b] - pairs + inner * more_b)
+        for step in range(1, nodes):  # the ranks of other nodes that relay the chunks
+            node = (a // per_node + step) % nodes
+            x, y = node * per_node + a % per_node, node * per_node + b % per_node
+            seen = self._seen_by_node
+            enter = outer * (seen[node, into] - seen[node, out])
+            seen = self._seen_by_rank
+            most = np.maximum(most, cost[x] + enter + inner * (seen[x, out] - seen[x, into]))
+            most = np.maximum(most, cost[y] - enter + inner * (seen[y, into] - seen[y, out]))
+        return most
+
+    def swap(self, out: int, into: int) -> None:
+        """Give each of two chunks to the other's rank, in the same node."""
+        ranks = [int(self.owner[chunk]) for chunk in (out, into)]
+        self.owner[out], self.owner[into] = ranks[::-1]
+        self.swaps += 1
+        for rank in ranks:
+            self._update_needs(rank)
+        for rank in ranks:
+            for alike in range(rank % self.nodes.per_node, self.nodes.workers, self.nodes.per_node):
+                self._update_cost(alike)
+
+    def _update_needs(self, rank: int) -> None:
+        needs = self.work.needs[self.owner == rank]
+        so_far = np.bitwise_or.accumulate(needs, axis=0)
+        self.needs[rank] = so_far[-1]
+        self._once[rank] = so_far[-1] & ~_union(so_far[:-1] & needs[1:])
+        self._seen_by_rank[rank] = self._count(so_far[-1] & self.work.holds)
+
+    def _update_cost(self, rank: int) -> None:
+        """Count what a rank computes and receives, and what each chunk would change."""
+        work, (node, local) = self.work, divmod(rank, self.nodes.per_node)
+        alike = self.owner % self.nodes.per_node == local
+        mine, near = np.flatnonzero(self.owner == rank), self._work_in_node[node]
+        needs, has = self.needs[rank], _union(work.holds[alike])
+        self._has[rank] = has
+        self.pairs[rank] = work.pairs[mine].sum()
+        self._relayed[rank] = self._seen_by_node[node, alike].sum() - (
+            self._seen_by_node[node, mine].sum()
+        )
+        received = self._received[rank] = self._count(needs & ~has)
+        without = needs & ~(work.needs[mine] & self._once[rank])
+        self._if_left[mine] = self._count(without & ~(has & ~work.holds[mine])) - received
+        within = near.needs | needs
+        within &= ~(near.holds | has)
+        self._if_joined[rank, self._in_node[node]] = self._count(within) - received
+
+    def _count(self, bits: Bits) -> IntArray:
+        return count_bits(bits, self.work.times)
+
+
+def _union(sets: Bits) -> Bits:
+    return np.bitwise_or.reduce(sets, axis=0)
+
+
+def seeds(pairs: IntArray, workers: int) -> Iterator[tuple[str, IntArray]]:
+    """Yield the assignments that need no search, each with its name."""
+    chunks = np.arange(len(pairs))
+    each = len(pairs) // workers
+    yield "contiguous", chunks // each
+    if each % 2 == 0:
+        part = chunks // (each // 2)
+        yield "zigzag", np.minimum(part, 2 * workers - 1 - part)
+    yield "striped", chunks % workers
+    for pieces in (8, 16):
+        if each % pieces == 0:
+            together = each // pieces
+            owner = _longest_first(pairs.reshape(-1, together).sum(1), workers)
+            yield f"longest first, {pieces} pieces per worker", np.repeat(owner, together)
+
+
+def _longest_first(pairs: IntArray, workers: int) -> IntArray:
+    """Assign the largest pieces first, each to the rank with room that has the fewest pairs.
+
+    This is the longest-processing-time rule (LPT), with the same number of pieces for each rank.
+    """
+    room = [len(pairs) // workers] * workers
+    ranks = [(0, rank) for rank in range(workers)]
+    owner = np.empty(len(pairs), np.int64)
+    for piece in np.argsort(-pairs, kind="stable").tolist():
+        load, rank = heapq.heappop(ranks)
+        owner[piece] = rank
+        room[rank] -= 1
+        if room[rank]:
+            heapq.heappush(ranks, (load + int(pairs[piece]), rank))
+    return owner
+
+
+def best_assignment(
+    work: ChunkWork, nodes: Nodes, prices: BlockPrices, most_swaps: int
+) -> tuple[str, Assignment]:
+    """Return the best assignment found, with the name of its seed. It costs at most the best seed.
+
+    Swaps begin at the cheapest seed, and at the contiguous one: its ranks receive few rows, and
+    swaps then balance the pairs. If both end up within 0.5 %, take the one in fewer pieces, because
+    kernels compute a few large rectangles faster.
+    """
+    owners = dict(seeds(work.pairs, nodes.workers))
+    if nodes.count > 1:
+        node = _by_node(work, nodes, prices, most_swaps)
+        owners["two levels"] = _inside_nodes(work, node, nodes, prices, most_swaps)
+        owners["relays dealt out"] = _deal_relays(work, node, nodes)
+    made = {name: Assignment(work, owner, nodes, prices) for name, owner in owners.items()}
+    cheapest = min(made, key=lambda name: int(made[name].cost.max()))
+    allowed = int(made[cheapest].cost.max())
+    starts = {name: made[name] for name in (cheapest, "contiguous")}
+    for assignment in starts.values():
+        while assignment.swaps < most_swaps and (swap := assignment.best_swap()):
+            assignment.swap(*swap)
+    ends = {name: int(assignment.cost.max()) for name, assignment in starts.items()}
+    allowed = min(allowed, min(ends.values()) * 201 // 200)
+    return min(
+        ((name, assignment) for name, assignment in starts.items() if ends[name] <= allowed),
+        key=lambda item: int(np.count_nonzero(np.diff(item[1].owner))),
+    )
+
+
+def _by_node(work: ChunkWork, nodes: Nodes, prices: BlockPrices, most_swaps: int) -> IntArray:
+    """Assign chunks to nodes. A block that enters a node costs one of its ranks."""
+    count, per_node = nodes.count, nodes.per_node
+    merged = work.merged(per_node)  # fewer, longer chunks make this level fast
+    price = BlockPrices(prices.outer, 0)
+    _, found = best_assignment(merged, Nodes(count, count), price, most_swaps)
+    return np.repeat(found.owner, per_node)
+
+
+def _inside_nodes(
+    work: ChunkWork, node: IntArray, nodes: Nodes, prices: BlockPrices, most_swaps: int
+) -> IntArray:
+    """Assign the chunks of each node to its ranks."""
+    per_node, owner = nodes.per_node, np.empty_like(node)
+    for n in range(nodes.count):
+        mine = np.flatnonzero(node == n)
+        _, inside = best_assignment(work.of(mine), Nodes(per_node, per_node), prices, most_swaps)
+        owner[mine] = n * per_node + inside.owner
+    return owner
+
+
+def _deal_relays(work: ChunkWork, node: IntArray, nodes: Nodes) -> IntArray:
+    """Deal the chunks that other nodes need to the ranks of their node in turn.
+
+    All ranks of those nodes then relay about the same number of chunks. The other chunks stay
+    contiguous.
+    """
+    per_node, owner = nodes.per_node, np.empty_like(node)
+    for n in range(nodes.count):
+        mine = np.flatnonzero(node == n)
+        needed = _union(work.needs[node != n]) & work.holds[mine]
+        relayed = count_bits(needed, work.times) > 0
+        local = np.empty_like(mine)
+        local[relayed] = np.arange(relayed.sum()) % per_node
+        left = len(mine) // per_node - np.bincount(local[relayed], minlength=per_node)
+        local[~relayed] = np.repeat(np.arange(per_node), left)
+        owner[mine] = n * per_node + local
+    return owner

@@ -1,0 +1,294 @@
+"""Traffic: the pairs that each rank computes, and the rows that ranks send to each other.
+
+A row holds the keys and values of one position, for all sequences of the batch. Rows travel in
+whole blocks. A rank needs a block if one of its queries sees a key of it, in any sequence. It
+receives the needed blocks that it does not hold. The counts are exact: no block is estimated from
+its neighbors.
+
+Layers of different kinds may have different masks. `LayerMasks` therefore holds the masks of each
+kind of layer. Sets of blocks are bits: an array ``uint64 [..., kinds, words]`` holds one set per
+kind, and `count_bits` counts the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+
+ROW_BLOCK = 128  # rows that travel together: one kernel tile
+_COUNTED_TOGETHER = 1 << 22  # counts of blocks that are in memory at the same time: 64 MiB
+
+Bits = NDArray[np.uint64]
+
+
+class KeyIntervals(Protocol):
+    """A mask: the keys that each query sees, as intervals ``low <= key < high``.
+
+    low, high: int64 [n, padded]. The n intervals of a query are disjoint. In an empty interval,
+        ``low == high``.
+    """
+
+    @property
+    def low(self) -> IntArray: ...
+
+    @property
+    def high(self) -> IntArray: ...
+
+
+class Intervals(NamedTuple):
+    """A mask made of its arrays; see `KeyIntervals`."""
+
+    low: IntArray
+    high: IntArray
+
+    @staticmethod
+    def of(mask: SequenceMask) -> Intervals:
+        position = np.arange(mask.padded)
+        is_token = position < mask.length
+        low, high = (np.where(is_token, bound, 0) for bound in (mask.first, position + 1))
+        return Intervals(low[None], high[None])
+
+
+# The masks of each kind of layer, one per sequence of the batch, all padded to the same length.
+LayerMasks: TypeAlias = Sequence[Sequence[KeyIntervals]]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Ranks in nodes: rank = node * per_node + local number."""
+
+    workers: int
+    per_node: int
+
+    @staticmethod
+    def of(workers: int, per_node: int | None) -> Nodes:
+        """Return the nodes of a group. One node holds all ranks if ``per_node`` is None.
+
+        Raises:
+            ValueError: the nodes would have different numbers of ranks.
+        """
+        per_node = min(workers, per_node or workers)
+        if workers % per_node:
+            raise ValueError(
+                f"{workers} workers do not fill nodes of {per_node}. Give a number of workers per "
+                "node that divides the number of workers."
+            )
+        return Nodes(workers, per_node)
+
+    @property
+    def count(self) -> int:
+        return self.workers // self.per_node
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What each rank computes, sends and receives, per head and layer.
+
+    pairs: int64 [workers], query-key pairs that a rank computes.
+    inner: int64 [workers, workers], rows that rank s sends to rank r of the same node. They include
+        rows of other nodes that rank s relays.
+    outer: int64 [workers, workers], rows that rank s sends to rank r of another node. Both ranks
+        have the same local number. A row enters a node once.
+    """
+
+    pairs: IntArray
+    inner: IntArray
+    outer: IntArray
+
+    @property
+    def workers(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def sent(self) -> IntArray:
+        """Rows that rank s sends to rank r, int64 [workers, workers]."""
+        return self.inner + self.outer
+
+    @property
+    def received(self) -> IntArray:
+        """Rows that each rank receives, int64 [workers]."""
+        return self.sent.sum(0)
+
+    @property
+    def imbalance(self) -> float:
+        """The largest number of pairs of a rank, divided by the mean."""
+        return float(self.pairs.max() * self.workers / max(1, self.pairs.sum()))
+
+    def cost(self, inner: int, outer: int) -> IntArray:
+        """Return pairs plus priced rows of each rank, int64 [workers].
+
+        inner, outer: price of a row that a rank of the same node sends, and of another node.
+        """
+        return self.pairs + inner * self.inner.sum(0) + outer * self.outer.sum(0)
+
+    def share_moved(self, rows: int) -> float:
+        """Return the rows received, divided by the rows that a ring moves.
+
+        rows: number of rows of the batch.
+        """
+        return float(self.received.sum() / (rows * max(1, self.workers - 1)))
+
+
+def count_traffic(
+    masks: LayerMasks,
+    shards: Sequence[IntArray],
+    *,
+    per_node: int | None = None,
+    block: int = ROW_BLOCK,
+    layers: Sequence[int] | None = None,
+) -> Traffic:
+    """Count what each rank computes, sends and receives if it holds the positions of its shard.
+
+    Args:
+        masks: the masks of each kind of layer.
+        shards: the positions that each rank holds, for all positions of the masks.
+        per_node: number of ranks that share a node; None if all do. With None, every row goes
+            directly from the rank that holds it to each rank that needs it.
+        block: number of rows that travel together.
+        layers: number of layers of each kind, over which the counts are summed; None for one each.
+
+    Raises:
+        ValueError: two ranks share a block of rows.
+    """
+    workers, nodes = len(shards), Nodes.of(len(shards), per_node)
+    owner = np.empty(padded_length(masks), np.int64)
+    for rank, positions in enumerate(shards):
+        owner[positions] = rank
+    owners = owner.reshape(-1, block) if len(owner) % block == 0 else None
+    if owners is None or (owners != owners[:, :1]).any():
+        raise ValueError(
+            f"Two ranks share a block of {block} rows. Give a block size that divides every "
+            "contiguous piece of a shard."
+        )
+    pairs, times = np.zeros(workers, np.int64), times_of_rows(masks, layers)
+    np.add.at(pairs, owner, pairs_per_query(masks, layers))
+    held = np.repeat((owners[:, 0] == np.arange(workers)[:, None])[:, None], len(masks), axis=1)
+    needed = blocks_needed(masks, owner, workers, block)
+    inner, outer = rows_sent(to_bits(needed), to_bits(held), nodes, times)
+    return Traffic(pairs, block * inner, block * outer)
+
+
+def blocks_needed(
+    masks: LayerMasks, owner: IntArray, workers: int, block: int = ROW_BLOCK
+) -> NDArray[np.bool_]:
+    """Return whether a query of each rank sees a key of each block, [workers, kinds, blocks].
+
+    owner: int64 [padded], the rank that holds each position.
+    """
+    blocks = -(-len(owner) // block)
+    every = slice(None)
+    return np.stack(
+        [_seen(of_kind, every, owner, workers, block, blocks) for of_kind in masks], axis=1
+    )
+
+
+def rows_sent(needs: Bits, held: Bits, nodes: Nodes, times: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the blocks that rank s sends to rank r, inside nodes and between nodes.
+
+    A rank receives a block of another node through its relay: the rank of its node that has the
+    local number of the block's holder.
+
+    needs, held: [workers, kinds, words], the blocks that each rank needs and holds.
+    Returns: inner and outer, int64 [workers, workers].
+    """
+    n, g = nodes.count, nodes.per_node
+    inner, outer = (np.zeros((n, g, n, g), np.int64) for _ in range(2))
+    needs, held = (bits.reshape(n, g, *bits.shape[1:]) for bits in (needs, held))
+    passed = np.bitwise_or.reduce(held, axis=0)  # [g, ...], what local number s holds or relays
+    entering = np.bitwise_or.reduce(needs, axis=1)
+    local, node = np.arange(g), np.arange(n)
+    for r in range(n):
+        inner[r, :, r] = count_bits(needs[r] & passed[:, None], times)
+        inner[r, local, r, local] = 0
+        for s in node[node != r]:
+            outer[s, local, r, local] = count_bits(entering[r] & held[s], times)
+    return inner.reshape(n * g, n * g), outer.reshape(n * g, n * g)
+
+
+def needs_of_chunks(masks: LayerMasks, chunk: int, block: int) -> Bits:
+    """Return the blocks that the queries of each chunk see, [chunks, kinds, words]."""
+    padded = padded_length(masks)
+    blocks = padded // block
+    together = max(1, _COUNTED_TOGETHER // (blocks + 1))
+    slabs = []
+    for start in range(0, padded, together * chunk):
+        rows = slice(start, min(padded, start + together * chunk))
+        size = rows.stop - rows.start
+        group = np.arange(size) // chunk
+        seen = [_seen(of_kind, rows, group, size // chunk, block, blocks) for of_kind in masks]
+        slabs.append(to_bits(np.stack(seen, axis=1)))
+    return np.concatenate(slabs)
+
+
+def _seen(
+    masks: Sequence[KeyIntervals],
+    rows: slice,
+    group: IntArray,
+    groups: int,
+    block: int,
+    blocks: int,
+) -> NDArray[np.bool_]:
+    """Return whether a query of each group sees a key of each block, [groups, blocks].
+
+    rows: the queries.
+    group: int64 [rows], the group of each query.
+    """
+    size = groups * (blocks + 1)
+    opened = np.zeros(size, np.int64)
+    row = group * (blocks + 1)
+    for mask in masks:
+        for low, high in zip(mask.low[:, rows], mask.high[:, rows], strict=True):
+            # An interval adds one to the blocks from `first` to before `stop`; if empty, to none.
+            first = low // block
+            stop = np.where(high > low, (high - 1) // block + 1, first)
+            opened += np.bincount(row + first, minlength=size)
+            opened -= np.bincount(row + stop, minlength=size)
+    return np.cumsum(opened.reshape(groups, blocks + 1), axis=1)[:, :blocks] > 0
+
+
+def to_bits(flags: NDArray[np.bool_]) -> Bits:
+    """Pack flags [..., blocks] into words [..., ceil(blocks / 64)]."""
+    octets = np.packbits(flags, axis=-1)
+    pad = [(0, 0)] * (flags.ndim - 1) + [(0, -octets.shape[-1] % 8)]
+    return np.pad(octets, pad).view(np.uint64)
+
+
+def count_bits(bits: Bits, times: IntArray) -> IntArray:
+    """Return the number of blocks in each set [..., kinds, words], summed over the kinds.
+
+    times: int64 [kinds], the number of times that a block of each kind counts.
+    """
+    by_kind = np.bitwise_count(bits).sum(-1, dtype=np.int32)
+    return by_kind[..., 0] * times[0] if len(times) == 1 else by_kind @ times
+
+
+def padded_length(masks: LayerMasks) -> int:
+    (padded,) = {mask.low.shape[1] for of_kind in masks for mask in of_kind}
+    return padded
+
+
+def _layers(masks: LayerMasks, layers: Sequence[int] | None) -> IntArray:
+    return np.array([1] * len(masks) if layers is None else layers, np.int64)
+
+
+def times_of_rows(masks: LayerMasks, layers: Sequence[int] | None) -> IntArray:
+    """Return how often a row of each kind counts: once per layer and sequence, int64 [kinds]."""
+    return _layers(masks, layers) * np.array([len(of_kind) for of_kind in masks], np.int64)
+
+
+def pairs_per_query(masks: LayerMasks, layers: Sequence[int] | None = None) -> IntArray:
+    """Return the number of pairs of each position's queries, int64 [padded].
+
+    layers: number of layers of each kind, over which the pairs are summed; None for one each.
+    """
+    pairs = np.zeros(padded_length(masks), np.int64)
+    for of_kind, count in zip(masks, _layers(masks, layers), strict=True):
+        for mask in of_kind:
+            pairs += count * (mask.high - mask.low).sum(0)
+    return pairs

@@ -1,0 +1,222 @@
+"""Dispatches balance pairs and rows, give ranks equal shares, and are the same everywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parallel.mask_samples import documents, local_mask, random_mask, sliding_window
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.cast_rows import CastRows
+from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.traffic import Intervals, count_traffic
+
+TESTS = Path(__file__).parents[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    workers=st.sampled_from([(1, 1), (3, 3), (4, 2), (8, 4), (5, 1)]),
+    chunk=st.sampled_from([1, 6, 8]),
+)
+def test_a_dispatch_is_counted_as_its_shards_are(seed, workers, chunk):
+    rng, (workers, per_node) = np.random.default_rng(seed), workers
+    padded = workers * chunk * int(rng.integers(1, 5))
+    masks = [random_mask(rng, padded, 2), local_mask(rng, padded)]
+    kinds = [masks, masks[:1]]
+    dispatch = balance(kinds, workers, chunk, per_node=per_node, layers=[2, 1])
+    shards = [dispatch.positions(rank) for rank in range(workers)]
+    assert all(len(s) == padded // workers and (np.diff(s) > 0).all() for s in shards)
+    assert sorted(np.concatenate(shards).tolist()) == list(range(padded))
+    block = int(np.gcd(chunk, 128))
+    counted = count_traffic(kinds, shards, per_node=per_node, block=block, layers=[2, 1])
+    for field in ("pairs", "inner", "outer"):
+        assert np.array_equal(getattr(dispatch.traffic, field), getattr(counted, field))
+    assert dispatch.cost.tolist() == counted.cost(250, 1500).tolist()
+
+
+@pytest.mark.parametrize("workers", [4, 8])
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("mean", [2048, 8192])
+def test_documents_are_balanced(workers, seed, mean):
+    mask = documents(1 << 19, mean, seed)
+    dispatch = balance([[mask]], workers, chunk_tokens(1 << 19, workers))
+    assert dispatch.traffic.imbalance <= 1.03
+    assert dispatch.traffic.share_moved(1 << 19) <= 0.25
+    zigzag = make_layout("zigzag", workers, 1 << 19, 128)
+    shards = [zigzag.positions(rank) for rank in range(workers)]
+    assert count_traffic([[mask]], shards).imbalance > 1.3
+
+
+@pytest.mark.parametrize("workers", [4, 8])
+@pytest.mark.parametrize("window", [1024, 4096, 32768])
+def test_sliding_windows_are_balanced_and_move_their_edges(workers, window):
+    mask = sliding_window(1 << 19, window)
+    dispatch = balance([[mask]], workers, chunk_tokens(1 << 19, workers))
+    assert dispatch.traffic.imbalance <= 1.03
+    if window <= 4096:
+        assert dispatch.traffic.received.max() <= 2 * window
+
+
+@pytest.mark.parametrize("workers", [4, 8])
+@pytest.mark.parametrize(
+    "mask",
+    [documents(1 << 16, 2048, 1), documents(1 << 16, 8192, 2), sliding_window(1 << 16, 4096)],
+    ids=["documents of 2K", "documents of 8K", "window of 4K"],
+)
+def test_short_sequences_balance_the_cost_and_the_pairs_if_rows_are_cheap(mask, workers):
+    chunk = chunk_tokens(1 << 16, workers)
+    priced = balance([[mask]], workers, chunk)
+    assert priced.cost.max() <= 1.03 * priced.cost.mean()
+    cheap = balance([[mask]], workers, chunk, prices=RowPrices(16, 16))
+    assert cheap.traffic.imbalance <= 1.03
+    assert priced.traffic.received.sum() <= cheap.traffic.received.sum()
+
+
+def test_over_nodes_few_rows_enter_a_node():
+    mask, chunk = documents(1 << 17, 1024, 2), chunk_tokens(1 << 17, 8)
+    aware = balance([[mask]], 8, chunk, per_node=4)
+    unaware = balance([[mask]], 8, chunk).positions
+    counted = count_traffic([[mask]], [unaware(rank) for rank in range(8)], per_node=4)
+    assert aware.cost.max() < counted.cost(250, 1500).max()
+    assert aware.traffic.outer.sum() < counted.outer.sum() / 2
+
+
+def test_over_nodes_all_ranks_relay_the_edge_of_a_window():
+    mask = sliding_window(1 << 18, 4096)
+    dispatch = balance([[mask]], 16, chunk_tokens(1 << 18, 16), per_node=8)
+    assert dispatch.traffic.outer.sum() == 4096
+    assert dispatch.traffic.outer.sum(0).max() == 512
+
+
+def test_two_layers_of_a_kind_equal_two_kinds():
+    masks = [documents(4096, 512, 1)], [sliding_window(4096, 700)]
+    twice = balance(masks, 4, 128, layers=[2, 1])
+    listed = balance([masks[0], *masks], 4, 128)
+    assert twice.owner.tolist() == listed.owner.tolist()
+    assert twice.cost.tolist() == listed.cost.tolist()
+
+
+def test_rows_travel_for_all_sequences_of_a_batch():
+    documents_only, window = documents(4096, 512, 1), sliding_window(4096, 700)
+    both = balance([[documents_only, window]], 4, 128)
+    shards = [both.positions(rank) for rank in range(4)]
+    alone = [count_traffic([[mask]], shards) for mask in (documents_only, window)]
+    assert both.traffic.pairs.tolist() == (alone[0].pairs + alone[1].pairs).tolist()
+    most = np.maximum(alone[0].received, alone[1].received)
+    assert (both.traffic.received >= 2 * most).all()
+    assert (both.traffic.received <= 2 * (alone[0].received + alone[1].received)).all()
+
+
+@pytest.mark.parametrize(("workers", "per_node"), [(4, 4), (8, 4), (6, 2)])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_group_casts_send_the_rows_that_the_dispatch_counts(workers, per_node, sequences):
+    rng, seq = np.random.default_rng(0), workers * 128 * 24
+    masks = [
+        SequenceMask.from_documents(np.sort(rng.integers(0, 12, seq - 37)), seq)
+        for _ in range(sequences)
+    ]
+    chunk = 3 * 128
+    dispatch = balance([[Intervals.of(m) for m in masks]], workers, chunk, per_node=per_node)
+    sent = {"outer": np.zeros((workers, workers), int), "inner": np.zeros((workers, workers), int)}
+    for rank in range(workers):
+        node = rank // per_node * per_node
+        peers = {"inner": range(node, node + per_node)}
+        if per_node < workers:
+            peers = {"outer": range(rank % per_node, workers, per_node)} | peers
+        rows = CastRows.make(dispatch.layout(), masks, rank, list(peers.values()))
+        for (level, among), cast in zip(peers.items(), rows.casts, strict=True):
+            sent[level][rank, list(among)] = sequences * np.array(cast.sent)
+    assert sent["inner"].tolist() == dispatch.traffic.inner.tolist()
+    assert sent["outer"].tolist() == dispatch.traffic.outer.tolist()
+    assert sent["inner"].any()
+
+
+def test_padding_costs_nothing():
+    mask = Intervals.of(SequenceMask.causal(5000, 8192))
+    dispatch = balance([[mask]], 4, 128)
+    assert dispatch.traffic.pairs.sum() == 5000 * 5001 // 2
+    layout = dispatch.layout(8000)
+    assert (layout.seq, layout.padded_seq, layout.tokens_per_worker) == (8000, 8192, 2048)
+    assert layout.positions(3).tolist() == dispatch.positions(3).tolist()
+
+
+def test_every_process_finds_the_same_dispatch():
+    code = (
+        "from parallel.mask_samples import documents\n"
+        "from mtrain_cli.parallel.dispatch import balance\n"
+        "print(*balance([[documents(1 << 15, 1024, 5)]], 8, 256, per_node=4).owner)"
+    )
+    run = [sys.executable, "-c", code]
+    answer = subprocess.run(run, cwd=TESTS, capture_output=True, text=True, check=True).stdout
+    here = balance([[documents(1 << 15, 1024, 5)]], 8, 256, per_node=4)
+    assert answer.split() == [str(rank) for rank in here.owner]
+    assert here.swaps > 0
+
+
+def test_more_swaps_never_cost_more():
+    mask = documents(1 << 16, 4096, 4)
+    costs = [
+        int(balance([[mask]], 8, 512, most_swaps=swaps).cost.max()) for swaps in (0, 5, 20, 100)
+    ]
+    assert costs[0] > costs[3]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_the_script_counts_every_layout_for_eleven_masks():
+    script = [sys.executable, TESTS.parent / "profiles/dispatch_balance.py"]
+    run = [*script, "--seq", "32768", "--workers", "4", "--per-node", "2"]
+    table = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(table) == 2 + 11
+    widths = {line.count("|") for line in table}
+    assert widths == {9}
+    for line in table[2:]:
+        costs = [float(cell.split(" / ")[2]) for cell in line.split("|")[2:7]]
+        assert costs[-1] <= min(costs) * 1.02
+    refused = subprocess.run([*script, "--seq", "1000"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "--seq 1000: must be a multiple of 1024 x --workers 8" in refused.stderr
+
+
+def test_bad_sizes_are_refused():
+    mask = sliding_window(1024, 10)
+    with pytest.raises(ValueError, match="Pad the masks to a multiple of 384"):
+        balance([[mask]], 3, 128)
+    with pytest.raises(ValueError, match="4 workers do not fill nodes of 3"):
+        balance([[mask]], 4, 128, per_node=3)
+    with pytest.raises(ValueError, match="Blocks of 128 rows do not divide chunks of 64 tokens"):
+        balance([[mask]], 4, 64, block=128)
+
+
+def test_prices_follow_heads_and_links():
+    assert RowPrices.of(16, 2, 550e12, 314e9, 52e9) == (250, 1511)
+    assert RowPrices.of(16, 16, 550e12, 314e9, 52e9).inner == 2002
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1 << 20), st.integers(1, 64), st.sampled_from([1, 16, 64, 128, 256]))
+def test_chunks_are_equal_and_need_little_padding(seq, workers, unit):
+    chunk = chunk_tokens(seq, workers, unit)
+    each = -(-seq // workers)
+    assert chunk % unit == 0
+    long = each >= 8 * 128
+    assert chunk % 128 == 0 or not long
+    per_worker = -(-each // chunk)
+    assert per_worker <= 64
+    assert per_worker * chunk - each < max(chunk, 1)
+    if long and unit <= 128:
+        assert per_worker >= 4
+        assert 2 * chunk >= min(512, each // 8)
+
+
+def test_chunks_of_powers_of_two():
+    sizes = [(1 << 19, 8), (1 << 19, 32), (1 << 16, 8), (1 << 22, 32), (1 << 13, 8)]
+    assert [chunk_tokens(*size) for size in sizes] == [2048, 512, 512, 4096, 128]

@@ -1,0 +1,137 @@
+"""Counts of pairs and rows equal those of a dense mask and of messages sent block by block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parallel.mask_samples import dense, local_mask, random_mask
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.traffic import (
+    Intervals,
+    count_bits,
+    count_traffic,
+    needs_of_chunks,
+    to_bits,
+)
+
+
+def sent_one_by_one(kinds, owner, per_node, block, layers):
+    """Send every block that a dense mask needs, one message at a time."""
+    workers = owner.max() + 1
+    pairs = np.zeros(workers, np.int64)
+    inner, outer = np.zeros((2, workers, workers), np.int64)
+    for masks, count in zip(kinds, layers, strict=True):
+        seen = [dense(mask) for mask in masks]
+        np.add.at(pairs, owner, count * np.sum(seen, axis=(0, 2)))
+        rows = count * len(masks) * block
+        for at in range(0, len(owner), block):
+            holder = owner[at]
+            needing = {int(r) for one in seen for r in owner[one[:, at : at + block].any(1)]}
+            for node in range(workers // per_node):
+                receivers = {r for r in needing if r // per_node == node}
+                sender = holder
+                if receivers and node != holder // per_node:
+                    sender = node * per_node + holder % per_node
+                    outer[holder, sender] += rows
+                for receiver in receivers - {int(sender)}:
+                    inner[sender, receiver] += rows
+    return pairs, inner, outer
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    workers=st.sampled_from([(1, 1), (3, 3), (4, 4), (4, 2), (6, 2), (6, 3), (4, 1)]),
+    block=st.sampled_from([1, 4, 16]),
+    sequences=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+)
+def test_counts_equal_messages_sent_one_by_one(seed, workers, block, sequences):
+    rng = np.random.default_rng(seed)
+    workers, per_node = workers
+    padded = workers * block * int(rng.integers(1, 5))
+    kinds = [
+        [
+            local_mask(rng, padded) if rng.random() < 0.5 else random_mask(rng, padded, 2)
+            for _ in range(count)
+        ]
+        for count in sequences
+    ]
+    layers = rng.integers(1, 4, len(kinds)).tolist()
+    owner = np.repeat(rng.permutation(np.arange(padded // block) % workers), block)
+    traffic = count_traffic(
+        kinds,
+        [np.flatnonzero(owner == r) for r in range(workers)],
+        per_node=per_node,
+        block=block,
+        layers=layers,
+    )
+    pairs, inner, outer = sent_one_by_one(kinds, owner, per_node, block, layers)
+    assert traffic.pairs.tolist() == pairs.tolist()
+    assert traffic.inner.tolist() == inner.tolist()
+    assert traffic.outer.tolist() == outer.tolist()
+    assert traffic.received.tolist() == (inner + outer).sum(0).tolist()
+    cost = pairs + 3 * inner.sum(0) + 5 * outer.sum(0)
+    assert traffic.cost(3, 5).tolist() == cost.tolist()
+
+
+def test_a_causal_mask_moves_nearly_all_rows_if_striped_and_three_quarters_if_zigzag():
+    mask = Intervals.of(SequenceMask.causal(16384, 16384))
+
+    def traffic(name: str):
+        layout = make_layout(name, 8, 16384, 128)
+        return count_traffic([[mask]], [layout.positions(rank) for rank in range(8)])
+
+    striped, zigzag = traffic("striped"), traffic("zigzag")
+    # Rank r needs all 120 + r + 1 blocks up to its last one, and holds 16 of them.
+    assert striped.received.tolist() == [128 * (105 + rank) for rank in range(8)]
+    assert zigzag.share_moved(16384) == 0.75
+    assert zigzag.imbalance == 1
+    assert striped.imbalance == pytest.approx(1.05, abs=0.01)
+
+
+def test_intervals_of_a_sequence_mask_have_its_pairs():
+    mask = SequenceMask.from_documents(np.array([0, 0, 1, 1, 1, 4]), 8)
+    positions = np.arange(8)
+    spans = mask.spans(positions, positions)
+    intervals = Intervals.of(mask)
+    assert intervals.low.tolist() == [spans.low.tolist()]
+    assert intervals.high.tolist() == [spans.high.tolist()]
+
+
+def test_needs_of_chunks_are_those_of_a_dense_mask(monkeypatch):
+    rng = np.random.default_rng(0)
+    kinds = [[random_mask(rng, 512, 3), local_mask(rng, 512)], [local_mask(rng, 512)]]
+    seen = [np.any([dense(mask) for mask in masks], axis=0) for masks in kinds]
+    expected = to_bits(np.stack([s.reshape(16, 32, 64, 8).any(axis=(1, 3)) for s in seen], axis=1))
+    assert np.array_equal(needs_of_chunks(kinds, 32, 8), expected)
+    monkeypatch.setattr("mtrain_cli.parallel.traffic._COUNTED_TOGETHER", 3 * 65)
+    assert np.array_equal(needs_of_chunks(kinds, 32, 8), expected)
+
+
+@pytest.mark.parametrize("blocks", [1, 64, 65, 200])
+def test_bits_count_the_flags(blocks):
+    flags = np.random.default_rng(blocks).random((5, 2, blocks)) < 0.5
+    assert (
+        count_bits(to_bits(flags), np.array([1, 7])).tolist() == (flags.sum(-1) @ [1, 7]).tolist()
+    )
+
+
+def test_a_block_of_two_ranks_is_refused():
+    mask = Intervals.of(SequenceMask.causal(64, 64))
+    halves = [np.arange(0, 64, 2), np.arange(1, 64, 2)]
+    assert count_traffic([[mask]], halves, block=1).pairs.sum() == 64 * 65 // 2
+    with pytest.raises(ValueError, match="share a block of 2 rows"):
+        count_traffic([[mask]], halves, block=2)
+    with pytest.raises(ValueError, match="share a block of 128 rows"):
+        count_traffic([[mask]], halves)
+
+
+def test_nodes_of_different_sizes_are_refused():
+    mask = Intervals.of(SequenceMask.causal(60, 60))
+    thirds = [np.arange(r * 20, r * 20 + 20) for r in range(3)]
+    with pytest.raises(ValueError, match="3 workers do not fill nodes of 2"):
+        count_traffic([[mask]], thirds, per_node=2, block=20)
