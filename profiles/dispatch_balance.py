@@ -31,24 +31,22 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens
 from mtrain_cli.parallel.dispatch_search import seeds
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import (
     ROW_BLOCK,
-    Intervals,
     Traffic,
     count_traffic,
     pairs_per_query,
 )
 
-IntArray = NDArray[np.int64]
 Shards = list[IntArray]
 
 
-def masks(seq: int) -> Iterator[tuple[str, Intervals]]:
+def masks(seq: int) -> Iterator[tuple[str, SequenceMask]]:
     """Yield the masks with their names. Draws have fixed seeds."""
     at = np.arange(seq)
     zero = np.zeros_like(at)
@@ -83,9 +81,9 @@ def masks(seq: int) -> Iterator[tuple[str, Intervals]]:
     )
 
 
-def _union(*intervals: tuple[IntArray, IntArray]) -> Intervals:
+def _union(*intervals: tuple[IntArray, IntArray]) -> SequenceMask:
     low, high = (np.stack(bounds) for bounds in zip(*intervals, strict=True))
-    return Intervals(low, high)
+    return SequenceMask(low, high, low.shape[1])
 
 
 def _documents(
@@ -109,12 +107,12 @@ def _video(at: IntArray, seq: int) -> Iterator[tuple[IntArray, IntArray]]:
         yield np.where(inside, low, 0), np.where(inside, high, 0)
 
 
-def _layout(name: str, mask: Intervals, workers: int) -> Shards:
+def _layout(name: str, mask: SequenceMask, workers: int) -> Shards:
     layout = make_layout(name, workers, len(mask.low[0]), ROW_BLOCK)
     return [layout.positions(rank) for rank in range(workers)]
 
 
-def _ptrr(mask: Intervals, workers: int) -> Shards:
+def _ptrr(mask: SequenceMask, workers: int) -> Shards:
     """Sort blocks of queries by their pairs and deal them to and fro, as torch's flex attention."""
     pairs = pairs_per_query([[mask]]).reshape(-1, ROW_BLOCK).sum(1)
     turn, place = np.divmod(np.arange(len(pairs)), workers)
@@ -123,7 +121,7 @@ def _ptrr(mask: Intervals, workers: int) -> Shards:
     return _shards(owner, ROW_BLOCK, workers)
 
 
-def _longest_first(mask: Intervals, workers: int) -> Shards:
+def _longest_first(mask: SequenceMask, workers: int) -> Shards:
     chunk = len(mask.low[0]) // (8 * workers)
     pairs = pairs_per_query([[mask]]).reshape(-1, chunk).sum(1)
     return _shards(
@@ -136,7 +134,7 @@ def _shards(owner: IntArray, chunk: int, workers: int) -> Shards:
     return [np.flatnonzero(rank == r) for r in range(workers)]
 
 
-LAYOUTS: dict[str, Callable[[Intervals, int], Shards]] = {
+LAYOUTS: dict[str, Callable[[SequenceMask, int], Shards]] = {
     "zigzag": lambda mask, workers: _layout("zigzag", mask, workers),
     "striped": lambda mask, workers: _layout("striped", mask, workers),
     "PTRR": _ptrr,

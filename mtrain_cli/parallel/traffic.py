@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,36 +27,8 @@ _COUNTED_TOGETHER = 1 << 22  # counts of blocks that are in memory at the same t
 Bits = NDArray[np.uint64]
 
 
-class KeyIntervals(Protocol):
-    """A mask: the keys that each query sees, as intervals ``low <= key < high``.
-
-    low, high: int64 [n, padded]. The n intervals of a query are disjoint. In an empty interval,
-        ``low == high``.
-    """
-
-    @property
-    def low(self) -> IntArray: ...
-
-    @property
-    def high(self) -> IntArray: ...
-
-
-class Intervals(NamedTuple):
-    """A mask made of its arrays; see `KeyIntervals`."""
-
-    low: IntArray
-    high: IntArray
-
-    @staticmethod
-    def of(mask: SequenceMask) -> Intervals:
-        position = np.arange(mask.padded)
-        is_token = position < mask.length
-        low, high = (np.where(is_token, bound, 0) for bound in (mask.first, position + 1))
-        return Intervals(low[None], high[None])
-
-
 # The masks of each kind of layer, one per sequence of the batch, all padded to the same length.
-LayerMasks: TypeAlias = Sequence[Sequence[KeyIntervals]]
+LayerMasks: TypeAlias = Sequence[Sequence[SequenceMask]]
 
 
 @dataclass(frozen=True)
@@ -227,7 +199,7 @@ def needs_of_chunks(masks: LayerMasks, chunk: int, block: int) -> Bits:
 
 
 def _seen(
-    masks: Sequence[KeyIntervals],
+    masks: Sequence[SequenceMask],
     rows: slice,
     group: IntArray,
     groups: int,

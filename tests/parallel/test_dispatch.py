@@ -16,7 +16,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.traffic import Intervals, count_traffic
+from mtrain_cli.parallel.traffic import count_traffic
 
 TESTS = Path(__file__).parents[1]
 
@@ -125,7 +125,7 @@ def test_group_casts_send_the_rows_that_the_dispatch_counts(workers, per_node, s
         for _ in range(sequences)
     ]
     chunk = 3 * 128
-    dispatch = balance([[Intervals.of(m) for m in masks]], workers, chunk, per_node=per_node)
+    dispatch = balance([masks], workers, chunk, per_node=per_node)
     sent = {"outer": np.zeros((workers, workers), int), "inner": np.zeros((workers, workers), int)}
     for rank in range(workers):
         node = rank // per_node * per_node
@@ -141,7 +141,7 @@ def test_group_casts_send_the_rows_that_the_dispatch_counts(workers, per_node, s
 
 
 def test_padding_costs_nothing():
-    mask = Intervals.of(SequenceMask.causal(5000, 8192))
+    mask = SequenceMask.causal(5000, 8192)
     dispatch = balance([[mask]], 4, 128)
     assert dispatch.traffic.pairs.sum() == 5000 * 5001 // 2
     layout = dispatch.layout(8000)

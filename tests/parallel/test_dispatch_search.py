@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel.mask_samples import local_mask, random_mask
 
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.dispatch_search import (
     Assignment,
     BlockPrices,
@@ -16,7 +17,6 @@ from mtrain_cli.parallel.dispatch_search import (
     seeds,
 )
 from mtrain_cli.parallel.traffic import (
-    Intervals,
     Nodes,
     count_traffic,
     needs_of_chunks,
@@ -39,7 +39,7 @@ class Problem:
         self.chunks = workers * int(rng.integers(1, 5))
         padded = self.chunk * self.chunks
         make = [lambda: random_mask(rng, padded, 2), lambda: local_mask(rng, padded)]
-        self.masks: list[list[Intervals]] = [
+        self.masks: list[list[SequenceMask]] = [
             [make[int(rng.integers(2))]() for _ in range(int(rng.integers(1, 3)))]
             for _ in range(int(rng.integers(1, 3)))
         ]

@@ -11,7 +11,6 @@ from parallel.mask_samples import dense, local_mask, random_mask
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import (
-    Intervals,
     count_bits,
     count_traffic,
     needs_of_chunks,
@@ -79,7 +78,7 @@ def test_counts_equal_messages_sent_one_by_one(seed, workers, block, sequences):
 
 
 def test_a_causal_mask_moves_nearly_all_rows_if_striped_and_three_quarters_if_zigzag():
-    mask = Intervals.of(SequenceMask.causal(16384, 16384))
+    mask = SequenceMask.causal(16384, 16384)
 
     def traffic(name: str):
         layout = make_layout(name, 8, 16384, 128)
@@ -91,15 +90,6 @@ def test_a_causal_mask_moves_nearly_all_rows_if_striped_and_three_quarters_if_zi
     assert zigzag.share_moved(16384) == 0.75
     assert zigzag.imbalance == 1
     assert striped.imbalance == pytest.approx(1.05, abs=0.01)
-
-
-def test_intervals_of_a_sequence_mask_have_its_pairs():
-    mask = SequenceMask.from_documents(np.array([0, 0, 1, 1, 1, 4]), 8)
-    positions = np.arange(8)
-    spans = mask.spans(positions, positions)
-    intervals = Intervals.of(mask)
-    assert intervals.low.tolist() == [spans.low.tolist()]
-    assert intervals.high.tolist() == [spans.high.tolist()]
 
 
 def test_needs_of_chunks_are_those_of_a_dense_mask(monkeypatch):
@@ -121,7 +111,7 @@ def test_bits_count_the_flags(blocks):
 
 
 def test_a_block_of_two_ranks_is_refused():
-    mask = Intervals.of(SequenceMask.causal(64, 64))
+    mask = SequenceMask.causal(64, 64)
     halves = [np.arange(0, 64, 2), np.arange(1, 64, 2)]
     assert count_traffic([[mask]], halves, block=1).pairs.sum() == 64 * 65 // 2
     with pytest.raises(ValueError, match="share a block of 2 rows"):
@@ -131,7 +121,7 @@ def test_a_block_of_two_ranks_is_refused():
 
 
 def test_nodes_of_different_sizes_are_refused():
-    mask = Intervals.of(SequenceMask.causal(60, 60))
+    mask = SequenceMask.causal(60, 60)
     thirds = [np.arange(r * 20, r * 20 + 20) for r in range(3)]
     with pytest.raises(ValueError, match="3 workers do not fill nodes of 2"):
         count_traffic([[mask]], thirds, per_node=2, block=20)
