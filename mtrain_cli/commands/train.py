@@ -222,7 +222,7 @@ def require_labels(config: Config) -> None:
     if whole.shows_later_keys()[:-1].all():
         raise ConfigError(
             f"mask.kind={config.mask.kind}: shows every query its next token, so no label counts "
-            "toward the loss. Choose a mask that hides some, such as mask=block_causal; "
+            "toward the loss. Choose a mask that hides some, such as mask=prefix_lm; "
             "`mtrain profile`, `mtrain simulate` and `mtrain mask show` take any mask"
         )
 

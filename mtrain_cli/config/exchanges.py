@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 class ExchangeTraits:
     """The properties of an exchange on which other code depends.
 
-    gathers: whether a rank gathers all keys before its kernel runs. If not, shards of keys and
-        values circulate in rings.
+    gathers: whether a rank gathers all keys that it needs before its kernel runs. If not, shards of
+        keys and values circulate in rings.
     hierarchical: whether messages inside a node and messages between nodes use separate channels.
     by_mask: whether a rank gathers only the rows of keys that its queries see under the masks.
     """

@@ -164,21 +164,34 @@ def largest_shares(
 ) -> tuple[tuple[Fraction, Fraction], ...]:
     """Return the largest `CastRows.shares` of any rank, without making the rows of every rank.
 
-    Return (), if the exchange has no group cast. If counting would take too much memory, return the
-    shares of whole shards, which are never smaller.
+    Return (), if the exchange has no group cast. If counting would take too much memory, return
+    `whole_shares`.
 
     layout, masks, block: as in `CastRows.make`, but ``layout`` is that of the context group.
     """
     peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
+    if not peers or too_many_to_count(layout):
+        return whole_shares(schedule)
+    inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
+    return _RowPlanner(inside, masks, block).shares(len(peers[-1]) if len(peers) > 1 else None)
+
+
+def whole_shares(schedule: Schedule) -> tuple[tuple[Fraction, Fraction], ...]:
+    """Return the shares of casts that move whole shards, which are never smaller than others.
+
+    Return (), if the exchange has no group cast.
+    """
+    peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
     if not peers:
         return ()
-    inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
-    if inside.workers * inside.padded_seq // (block or _ROWS_PER_BLOCK) > _MOST_COUNTED:
-        *across, within = (len(of) for of in peers)
-        nodes = across[0] if across else 1
-        whole = [n - 1 for n in across] + [(within - 1) * nodes]
-        return tuple((Fraction(n), Fraction(n)) for n in whole)
-    return _RowPlanner(inside, masks, block).shares(len(peers[-1]) if len(peers) > 1 else None)
+    *across, within = (len(of) for of in peers)
+    moved = [n - 1 for n in across] + [(within - 1) * (across[0] if across else 1)]
+    return tuple((Fraction(n), Fraction(n)) for n in moved)
+
+
+def too_many_to_count(layout: Layout) -> bool:
+    """Return whether `largest_shares` would take too much memory to count blocks of rows."""
+    return layout.workers * layout.padded_seq // _ROWS_PER_BLOCK > _MOST_COUNTED
 
 
 class _RowPlanner:

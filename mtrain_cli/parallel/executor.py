@@ -118,18 +118,18 @@ class Executor:
     def _post_rows(self, op: Post) -> None:
         """Send rows of keys to the ranks that need them, or rows of gradients to their owners."""
         sources = self._read(op)
-        sent, received = self.rows.casts[op.cast].sent, self.rows.casts[op.cast].received
+        sent, received = self.cast_rows.casts[op.cast].sent, self.cast_rows.casts[op.cast].received
         if op.transfer.kind == GROUP_REDUCE:
             sent, received = received, sent
 
         def leaving() -> torch.Tensor:
             if op.transfer.kind == GROUP_CAST:
                 own = part_of_heads(sources[0], op.piece, 3)
-                return self.rows.picked(op.cast, own, sources[1:])
+                return self.cast_rows.picked(op.cast, own, sources[1:])
             if len(sources) > 1:
                 # The earlier transfer returned rows of the cast that follows this transfer's cast.
-                self.rows.add_returned(op.cast + 1, *sources)
-            return sources[0][self.rows.arriving(op.cast)]
+                self.cast_rows.add_returned(op.cast + 1, *sources)
+            return sources[0][self.cast_rows.arriving(op.cast)]
 
         row = sources[0][:, :, 0] if op.transfer.kind == GROUP_CAST else sources[0][0]
         sending, arriving = self.transport.start_rows(
@@ -138,7 +138,7 @@ class Executor:
         self.tensors.update(zip(op.writes, (arriving, sending), strict=False))
 
     @property
-    def rows(self) -> CastRows:
+    def cast_rows(self) -> CastRows:
         assert self.tiles.rows is not None, "a group cast needs a plan of its rows"
         return self.tiles.rows
 
@@ -153,14 +153,14 @@ class Executor:
                 part = self.kernel.forward(q, keys[0], keys[1], tiles, self.scale)
             self.tensors[op.writes[0]] = part
             return
-        q, dout, out, lse, delta = self._rows(op)
+        q, dout, out, lse, delta = self._query_rows(op)
         with self.transport.span(ATTENTION):
             dq, dk, dv = self.kernel.backward(
                 dout, q, keys[0], keys[1], out, lse, delta, tiles, self.scale
             )
         self.tensors[op.writes[0]], self.tensors[op.writes[1]] = dq, (dk, dv)
 
-    def _rows(self, op: Compute) -> tuple[Any, ...]:
+    def _query_rows(self, op: Compute) -> tuple[Any, ...]:
         """Return q, dout, out, lse and delta of the queries that a kernel call computes."""
         if len(op.reads) == 2:
             assert self._message is not None
@@ -214,7 +214,7 @@ class Executor:
         if op.cast is None:
             total += arrived
         else:
-            self.rows.add_returned(op.cast, total, arrived)
+            self.cast_rows.add_returned(op.cast, total, arrived)
 
     def _arrange(self, op: Arrange) -> None:
         with self._arrange_span(op):
@@ -285,15 +285,15 @@ class Executor:
 
     def _merge_rows(self, op: Arrange) -> Sequence[Any]:
         packed, *arrived = self._read(op)
-        return (self.rows.merged(part_of_heads(packed, op.piece, 3), arrived),)
+        return (self.cast_rows.merged(part_of_heads(packed, op.piece, 3), arrived),)
 
     def _split_rows(self, op: Arrange) -> Sequence[Any]:
         ((dk, dv),) = self._read(op)
-        return (self.rows.split(dk, dv, self._high),)
+        return (self.cast_rows.split(dk, dv, self._high),)
 
     def _own_rows(self, op: Arrange) -> Sequence[Any]:
         (total,) = self._read(op)
-        return (total[: self.rows.own].permute(1, 2, 0, 3, 4).contiguous(),)
+        return (total[: self.cast_rows.own].permute(1, 2, 0, 3, 4).contiguous(),)
 
     def _cut(self, op: Arrange) -> Sequence[Any]:
         (lse,) = self._read(op)

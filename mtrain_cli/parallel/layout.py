@@ -1,9 +1,9 @@
 """Layouts: which worker of a context group holds which tokens of a sequence.
 
 A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a
-worker's slots hold ascending positions, so the mask of any (query shard, key shard) pair is one
-interval per row (`mtrain_cli.attention.mask`). If a sequence cannot be split into equal shards,
-padding is added at its end.
+worker's slots hold ascending positions, so an interval of keys in the sequence is an interval of
+slots in any key shard (`mtrain_cli.attention.mask`). If a sequence cannot be split into equal
+shards, padding is added at its end.
 """
 
 from __future__ import annotations

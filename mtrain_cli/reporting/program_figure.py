@@ -18,6 +18,7 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_bytes
+from mtrain_cli.parallel.cast_rows import whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange, parse_label
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import (
@@ -86,7 +87,9 @@ class DrawnExchange:
         tokens = -(-int(facts.get("padded_seq") or seq) // workers) * batch
         width = int(facts.get("column_width") or 0)
         shape = heads, kv_heads, head_dim, dtype_bytes
-        sizes = ShardSizes(tokens, *shape, column_width=width, sequences=batch)
+        # A profile does not record which rows a group cast moves. Draw the sizes of whole shards.
+        casts = whole_shares(make_schedule(name, options))
+        sizes = ShardSizes(tokens, *shape, column_width=width, sequences=batch, casts=casts)
         passes = case.passes.values() if case is not None else ()
         columns = facts.get("columns") or any(analysis.columns.any() for analysis in passes)
         gathered = bool(columns) and not EXCHANGE_TRAITS[name].gathers

@@ -401,7 +401,8 @@ def _needed(space: _Space) -> Iterator[str]:
     seq = asked // 2
     while seq >= SHORTEST_SEQ:
         shorter = replace(space.scenario, config=replace(config, seq=seq))
-        if (plan := fitting(scenario=shorter)) is not None:
+        allowed = not any(config.mask.problems(seq, config.sparsity.pattern))
+        if allowed and (plan := fitting(scenario=shorter)) is not None:
             yield f"seq={format_size(seq)} instead of {format_size(asked)}: {_with_memory(plan)}"
             break
         seq //= 2

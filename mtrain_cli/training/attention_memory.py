@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.parallel.cast_rows import largest_shares
+from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import Traits, lower
@@ -134,12 +134,15 @@ def _programs(exchange: str, options: ScheduleOptions, traits: Traits) -> tuple[
 def _casts(
     exchange: str, options: ScheduleOptions, layout: Layout, block: int | None, mask: MaskConfig
 ) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Return the largest shares of rows that group casts move under a mask.
+    """Return the largest shares of rows that group casts move under a mask; () without them.
 
     Documents can only make them smaller.
     """
+    schedule = make_schedule(exchange, options)
+    if not schedule.traits.by_mask or too_many_to_count(layout):
+        return whole_shares(schedule)
     whole = MaskRule(document_mask=False, mask=mask).undivided(layout.seq, layout.padded_seq)
-    return largest_shares(make_schedule(exchange, options), layout, [whole], block)
+    return largest_shares(schedule, layout, [whole], block)
 
 
 # A search for settings that fit asks for the same few programs and sizes thousands of times.

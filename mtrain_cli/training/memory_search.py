@@ -388,7 +388,7 @@ def _exchange_change(
 
 
 def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
-    """Return the longest sequence that fits, in tokens. Return None if `shortest` does not fit.
+    """Return the longest sequence that fits, in tokens. Return None if none was found.
 
     Double `shortest` while the run fits. Then try seven evenly spaced lengths below the first
     length that does not fit (such as 576k, 640k, ... below 1m). With `train.memory=auto`, a
@@ -405,9 +405,10 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
             return False
         return _can_fit(other)
 
-    if not fits(shortest):
+    # A mask may need more tokens than `shortest`.
+    low = next((seq for seq in (shortest, plan.config.seq) if fits(seq)), None)
+    if low is None:
         return None
-    low = shortest
     while low < most and fits(2 * low):
         low *= 2
     longer = (low + eighth * low // 8 for eighth in range(7, 0, -1))

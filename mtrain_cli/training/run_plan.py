@@ -232,7 +232,12 @@ class RunPlan:
         """Plan another configuration for the same device and number of workers.
 
         A number in `config.topology.workers` overrides the number of workers.
+
+        Raises:
+            ConfigError: the mask does not fit the sequence, or as in `make_plan`.
         """
+        if wrong := list(config.mask.problems(config.seq, config.sparsity.pattern)):
+            raise ConfigError(*wrong)
         workers, device = config.topology.workers, self.environment.device
         workers = workers if isinstance(workers, int) else self.dims.workers
         config = config.changed(topology={"device": device, "workers": workers})

@@ -12,7 +12,8 @@ import torch
 from attention.dense_problems import random_slices
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.cast_rows import CastRows, cast_peers, largest_shares
+from mtrain_cli.parallel import cast_rows
+from mtrain_cli.parallel.cast_rows import CastRows, cast_peers, largest_shares, whole_shares
 from mtrain_cli.parallel.layout import Joined, Layout, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
@@ -239,3 +240,24 @@ def test_an_index_moves_whole_blocks():
         np.testing.assert_array_equal(
             of.positions, (starts[:, None] + np.arange(32)).reshape(-1)[: len(of.positions)]
         )
+
+
+@pytest.mark.parametrize(
+    ("exchange", "options", "expected"),
+    [
+        ("all_gather", ScheduleOptions(4, 4), ()),
+        ("group_cast", ScheduleOptions(1, 1), ()),
+        ("group_cast", ScheduleOptions(4, 4), ((3, 3),)),
+        ("group_cast", ScheduleOptions(4, 4, heads=2), ((1, 1),)),
+        ("hierarchical_group_cast", ScheduleOptions(6, 3), ((1, 1), (4, 4))),
+    ],
+)
+def test_whole_shards_bound_the_rows_of_any_mask(exchange, options, expected, monkeypatch):
+    schedule = make_schedule(exchange, options)
+    assert whole_shares(schedule) == expected
+    layout = make_layout("contiguous", options.workers, 8192, 16)
+    causal = [SequenceMask.causal(8192, layout.padded_seq)]
+    counted = largest_shares(schedule, layout, causal)
+    assert all(c <= w for c, w in zip(np.ravel(counted), np.ravel(expected), strict=True))
+    monkeypatch.setattr(cast_rows, "_MOST_COUNTED", 1)
+    assert largest_shares(schedule, layout, causal) == expected

@@ -33,6 +33,8 @@ EXCHANGES = {
     "queries": ("ring (queries circulate in backward)", ring(4, circulates="queries")),
     "hierarchical_ring": ("hierarchical_ring", ring(8, 4, "hierarchical_ring")),
     "all_gather": ("all_gather (2 parts of the heads)", ring(4, 0, "all_gather", chunks=2)),
+    "group_cast": ("group_cast (2 parts of the heads)", ring(4, 0, "group_cast", chunks=2)),
+    "two casts": ("hierarchical_group_cast", ring(4, 2, "hierarchical_group_cast")),
     "ulysses": ("ulysses over 4", ring(4, 0, "all_gather", heads=4)),
 }
 

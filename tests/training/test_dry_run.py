@@ -16,13 +16,14 @@ from rich.console import Console
 from training.test_run_plan import LARGE, without_gpu
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, gathered_bytes
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.training import attention_memory
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, flop
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import duration
+from mtrain_cli.training.memory_search import duration, longest_seq
 from mtrain_cli.training.run_plan import make_plan, size
 
 
@@ -139,6 +140,18 @@ def test_a_plan_that_does_not_fit_this_machine_says_what_would_help():
 
 
 @without_gpu
+@pytest.mark.parametrize("exchange", ["ring", "group_cast"])
+def test_a_search_skips_lengths_that_the_mask_does_not_allow(exchange):
+    sizes = ["mask.frames=8", "mask.height=16", "mask.width=32", "mask.window=[3,5,7]", "seq=4k"]
+    for mask in (["mask=video", *sizes], ["mask=prefix_lm", "mask.prefix=2k", "seq=4k"]):
+        words = ["topology=h200_1x8", f"topology.exchange={exchange}", *mask]
+        plan = make_plan(compose(["model=qwen3b", *words]))
+        video = "mask=video" in mask
+        assert longest_seq(plan, shortest=1024, most=8192) == (4096 if video else 8192)
+        with pytest.raises(ConfigError, match=r"mask\."):
+            plan.replan(dataclasses.replace(plan.config, seq=1024))
+
+
 def test_the_sparse_kernel_needs_no_score_matrix():
     words = [
         "model=qwen3b",
