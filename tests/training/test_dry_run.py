@@ -147,7 +147,7 @@ def test_a_search_skips_lengths_that_the_mask_does_not_allow(exchange):
         words = ["topology=h200_1x8", f"topology.exchange={exchange}", *mask]
         plan = make_plan(compose(["model=qwen3b", *words]))
         video = "mask=video" in mask
-        assert longest_seq(plan, shortest=1024, most=8192) == (4096 if video else 8192)
+        assert longest_seq(plan, shortest=1024, most=8192) == (4096 if video else 15360)
         with pytest.raises(ConfigError, match=r"mask\."):
             plan.replan(dataclasses.replace(plan.config, seq=1024))
 
