@@ -25,7 +25,7 @@ from mtrain_cli.parallel.lowering import ORDER, SHARDS, Traits, lower
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.program import Arrange, Operation, Post, Recompute, ShardSizes
 from mtrain_cli.parallel.running_attention import RunningAttention
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.fixed import FixedPattern
 
 WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, COLUMNS = 4, 256, 8, 4, 16, 6
@@ -67,6 +67,9 @@ def watched(
         for op in operations:
             run(self, [op])
             left = (left | set(op.writes)) - set(op.frees)
+            if isinstance(op, Post) and op.transfer.kind == GROUP_CAST:
+                message = self.transport._messages[op.transfer.number]
+                assert message.size == self.tensors[op.writes[1]].nbytes
             assert set(self.tensors) == left, (op, set(self.tensors) ^ left)
             for buffer in left:
                 found = self.tensors[buffer]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from types import SimpleNamespace
 
+import gloo
 import pytest
 import torch
 
 from mtrain_cli.launch import progress_record
-from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.recording import MessageTag
-from mtrain_cli.parallel.schedule import Transfer
+from mtrain_cli.parallel.schedule import GROUP_CAST, Transfer
 from mtrain_cli.parallel.transport import ExchangeError, Transport, explain_peer_loss
 
 WHERE = "ring, layer 3, forward, step 2 of 4"
@@ -86,3 +88,26 @@ def test_the_tensor_that_a_collective_sends_is_kept_until_the_wait():
     assert sent() is not None
     transport.wait(1)
     assert sent() is None
+
+
+def rows_of_two(rank: int, world: int) -> tuple[bool, list[float], bool]:
+    """Send one row to this rank and 1 + rank rows to the other rank, without keeping them."""
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    transport = Transport(group, "group_cast", "layer 0", "forward", 1)
+    sent = [1, 1 + rank] if rank == 0 else [1 + rank, 1]
+    received = [1, 2] if rank == 0 else [1, 1]
+    cast = Transfer(0, GROUP_CAST, "kv", "context", (rank,), (1 - rank,), peers=(0, 1))
+    leaving, arrived = transport.start_rows(
+        cast, lambda: torch.full((sum(sent), 3), float(rank)), 12, sent, received
+    )
+    # gloo keeps the rows itself. With NCCL, only the transport does.
+    is_kept = transport._inputs.get(0) is leaving
+    transport.wait(0)
+    return is_kept, arrived[:, 0].tolist(), not transport._inputs
+
+
+def test_rows_arrive_by_peer_and_are_kept_until_the_wait():
+    assert gloo.run(2, rows_of_two) == [
+        (True, [0.0, 1.0, 1.0], True),
+        (True, [0.0, 1.0], True),
+    ]
