@@ -111,7 +111,9 @@ class Words:
         if kind < 0.75:
             number = bool({int, float} & set(key.types)) and not key.is_text
             value = draw.choice(HUGE)
-            return f"{key.name}={value}", number
+            # A seed may be any number below 2^63.
+            allowed = key.name == "seed" and value in ("1e15", "4611686018427387904")
+            return f"{key.name}={value}", number and not allowed
         if kind < 0.95:
             return f"{key.name}={draw.choice(ODD)}", False
         return draw.choice(
