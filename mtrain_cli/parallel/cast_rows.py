@@ -5,7 +5,7 @@ each rank derives the rows that it sends and receives, on the host and without m
 (MagiAttention, section 4.2). A dynamic index does not change these rows.
 
 A rank numbers its rows in the order in which it gets them: its own rows by slot, then the rows that
-each cast delivers, by peer. This is the rank's pool. The pool lies on the host only as numbers.
+each cast delivers, by peer. These rows are the rank's pool.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.parallel.schedule import GROUP_CAST, Schedule
+from mtrain_cli.parallel.traffic import ROW_BLOCK
 
-# Rows move in blocks of at most this many tokens, unless an index has its own blocks.
-_ROWS_PER_BLOCK = 128
 _MOST_COUNTED = 1 << 25  # blocks of all ranks
 _BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
 
@@ -191,7 +190,7 @@ def whole_shares(schedule: Schedule) -> tuple[tuple[Fraction, Fraction], ...]:
 
 def too_many_to_count(layout: Layout) -> bool:
     """Return whether `largest_shares` would take too much memory to count blocks of rows."""
-    return layout.workers * layout.padded_seq // _ROWS_PER_BLOCK > _MOST_COUNTED
+    return layout.workers * layout.padded_seq // ROW_BLOCK > _MOST_COUNTED
 
 
 class _RowPlanner:
@@ -200,7 +199,7 @@ class _RowPlanner:
     def __init__(self, layout: Layout, masks: Sequence[SequenceMask], block: int | None) -> None:
         self.layout, self.masks = layout, masks
         short = 1 << (layout.tokens_per_worker // _BLOCKS_PER_SHARD).bit_length() >> 1
-        self.block = block or min(_ROWS_PER_BLOCK, max(1, short))
+        self.block = block or min(ROW_BLOCK, max(1, short))
         self._positions = [layout.positions(rank) for rank in range(layout.workers)]
         self._needed = np.stack([self._needed_blocks(rank) for rank in range(layout.workers)])
 
