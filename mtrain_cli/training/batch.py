@@ -25,7 +25,11 @@ from mtrain_cli.sparsity.pattern import Pattern
 
 
 class PackedSample(Protocol):
-    """One sequence as arrays [seq]. Labels are already shifted. Label -100 is ignored."""
+    """One sequence as arrays [seq]. Labels are already shifted. Label -100 is ignored.
+
+    slices: slices of the sequence's mask, int64 [slices, 5]; None if the documents give the mask.
+    positions: rotary position of each token; None for its position in the sequence.
+    """
 
     @property
     def tokens(self) -> NDArray[np.int32]: ...
@@ -33,6 +37,10 @@ class PackedSample(Protocol):
     def labels(self) -> NDArray[np.int32]: ...
     @property
     def documents(self) -> NDArray[np.int32]: ...
+    @property
+    def slices(self) -> IntArray | None: ...
+    @property
+    def positions(self) -> NDArray[np.int32] | None: ...
 
 
 @dataclass(frozen=True)
@@ -40,9 +48,9 @@ class HostBatch:
     """A micro-batch in host memory, prepared while the device computes another step.
 
     samples: the whole sequences.
-    numbers: int64 [3, batch, tokens of this worker]: tokens, positions and labels, in layout order.
-        For a GPU, the tensor is in pinned memory.
-    starts: int64 [batch, tokens of this worker]: position at which each token's context starts,
+    numbers: int64 [3, batch, tokens of this worker]: tokens, rotary positions and labels, in layout
+        order. For a GPU, the tensor is in pinned memory.
+    earlier: int64 [batch, tokens of this worker]: number of earlier tokens in each token's context,
         that is its document or the sequence (`MaskRule.starts`).
     plan: what this worker's attention computes.
     full_plan: the same for the layers that `mask.full_every` selects; None if all layers are alike.
@@ -52,7 +60,7 @@ class HostBatch:
 
     samples: Sequence[PackedSample]
     numbers: torch.Tensor
-    starts: IntArray
+    earlier: IntArray
     plan: Plan
     full_plan: Plan | None
     valid: int
@@ -63,7 +71,8 @@ class HostBatch:
 class Batch:
     """A micro-batch on the device.
 
-    tokens, positions, labels: int64 [batch, tokens of this worker], in layout order.
+    tokens, positions, labels: int64 [batch, tokens of this worker], in layout order. The positions
+        are for the rotary embedding.
     attend: attention over the whole sequences, shared by all layers, or by all that
         `mask.full_every` does not select.
     mixed: attention of all layers if they have different masks; None if they are alike.
@@ -186,7 +195,13 @@ class BatchMaker:
         labels = np.stack([self._shard(each, IGNORED) for each in targets])
         padded = self.exchange.layout.padded_seq
         starts = np.stack([self.mask.starts(s.documents, padded) for s in samples])
-        positions = np.broadcast_to(self._positions, tokens.shape)
+        earlier = self._positions - starts[:, self._positions]
+        positions = np.stack(
+            [
+                self._positions if s.positions is None else self._shard(s.positions, 0)
+                for s in samples
+            ]
+        )
         numbers = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
         on_gpu = self.device.type == "cuda"
         # Memory is pinned for the current device, which in a new thread is device 0.
@@ -195,7 +210,7 @@ class BatchMaker:
             plan = self._plan(masks)
             full_plan = self.full._plan(self.full._masks(samples)) if self.full else None
         valid = sum(int((each != IGNORED).sum()) for each in targets)
-        return HostBatch(samples, numbers, starts[:, self._positions], plan, full_plan, valid, self)
+        return HostBatch(samples, numbers, earlier, plan, full_plan, valid, self)
 
     def to_device(self, host: HostBatch) -> Batch:
         """Copy a batch to the device. The copies from pinned memory are asynchronous."""
@@ -218,7 +233,7 @@ class BatchMaker:
 
     def _masks(self, samples: Sequence[PackedSample]) -> list[SequenceMask]:
         layout = self.exchange.layout
-        return [self.mask(s.documents, layout.seq, layout.padded_seq) for s in samples]
+        return [self.mask(s.documents, layout.seq, layout.padded_seq, s.slices) for s in samples]
 
     def _plan(self, masks: Sequence[SequenceMask]) -> Plan:
         """Return the plan of a batch.
