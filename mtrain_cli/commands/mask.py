@@ -124,12 +124,12 @@ def _layouts(config: Config, rule: MaskRule) -> Table:
     for name in LAYOUTS:
         layout = make_layout(name, workers, config.seq, topology.block_size)
         mask = rule.undivided(config.seq, layout.padded_seq)
-        share = share_of(mask, layout)
+        share = share_of(mask, layout, config.sparsity.block)
         table.add_row(
             name,
-            f"{max(share.pairs):,}",
-            f"{share.imbalance:.2f}",
+            f"{share.traffic.pairs.max():,}",
+            f"{share.traffic.imbalance:.2f}",
             f"{max(share.slices):,}",
-            f"{share.remote_share:.0%}",
+            f"{share.remote:.0%}",
         )
     return table
