@@ -20,7 +20,7 @@ import torch
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.partials import accumulation_dtype, row_delta
 from mtrain_cli.attention.shared_columns import SharedColumns
-from mtrain_cli.parallel import head_parts, lowering
+from mtrain_cli.parallel import arrangements, head_parts
 from mtrain_cli.parallel.head_parts import part_of_heads
 from mtrain_cli.parallel.program import (
     WHOLE_SEQUENCE,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 class Executor:
     """Runs the program of one pass of one layer's attention on this rank.
 
-    exchange: provides the layout and the pool of buffers.
+    exchange: provides the ranks and the pool of buffers.
     transport: runs the transfers and records times.
     columns: the single columns of the index that are gathered once per pass; None if no columns
         are gathered.
@@ -224,7 +224,7 @@ class Executor:
 
     def _arrange_span(self, op: Arrange) -> AbstractContextManager[None]:
         # FROM_HEADS only makes views. ADD_HEADS copies them; a profile shows that time as a gap.
-        timed = op.timed and op.what != lowering.FROM_HEADS
+        timed = op.timed and op.what != arrangements.FROM_HEADS
         return self.transport.span(ARRANGE) if timed else nullcontext()
 
     def _read(self, op: Operation) -> list[Any]:
@@ -281,7 +281,7 @@ class Executor:
         if op.among:
             # [ranks of the node, nodes, ...] -> [ranks in order, ...]
             shards = shards.transpose(0, 1).flatten(0, 1)
-        return ([self.exchange.inside.to_sequence(shards[:, i]) for i in (0, 1)],)
+        return ([self.tiles.placement.inside.to_sequence(shards[:, i]) for i in (0, 1)],)
 
     def _merge_rows(self, op: Arrange) -> Sequence[Any]:
         packed, *arrived = self._read(op)
@@ -315,7 +315,7 @@ class Executor:
 
     def _shards(self, op: Arrange) -> Sequence[Any]:
         ((dk, dv),) = self._read(op)
-        layout = self.exchange.inside
+        layout = self.tiles.placement.inside
         shape = (layout.workers, 2, dk.shape[0], layout.tokens_per_worker, *dk.shape[2:])
         shards = torch.empty(shape, dtype=self._high, device=dk.device)
         layout.copy_to_shards(dk, shards[:, 0])
@@ -352,7 +352,7 @@ class Executor:
     def _from_tokens(self, op: Arrange) -> Sequence[Any]:
         """Sort the received tokens: [batch, tokens of all ranks, heads per rank, head_dim]."""
         (arrived,) = self._read(op)
-        order, _ = self.exchange.token_order(arrived.device)
+        order, _ = self.tiles.placement.token_order(self.exchange.own[0], arrived.device)
         whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, order)
         return [t.contiguous() for t in whole.split(self._widths, 2)]
 
@@ -360,7 +360,7 @@ class Executor:
         """Return the tokens for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = self._read(op)
         self._widths = [part.shape[2] for part in parts]
-        _, back = self.exchange.token_order(parts[0].device)
+        _, back = self.tiles.placement.token_order(self.exchange.own[0], parts[0].device)
         together = torch.cat(parts, 2).index_select(1, back)
         return (together.unflatten(1, (self.program.sharing, -1)).transpose(0, 1).contiguous(),)
 
@@ -394,28 +394,28 @@ _RUN: dict[type[Operation], Callable[[Executor, Any], None]] = {
     Arrange: Executor._arrange,
 }
 _ARRANGE: dict[str, Callable[[Executor, Arrange], Sequence[Any]]] = {
-    lowering.PACK: Executor._pack,
-    lowering.PICK: Executor._pick,
-    lowering.DELTA: Executor._delta,
-    lowering.MESSAGE: Executor._make_message,
-    lowering.ZERO: Executor._zero,
-    lowering.TAKE_SUM: Executor._take_sum,
-    lowering.RESULT: Executor._result,
-    lowering.GRADIENTS: Executor._gradients,
-    lowering.TAKE: Executor._take,
-    lowering.ORDER: Executor._order,
-    lowering.CUT: Executor._cut,
-    lowering.PLACE: Executor._place,
-    lowering.SHARDS: Executor._shards,
-    lowering.MERGE_ROWS: Executor._merge_rows,
-    lowering.SPLIT_ROWS: Executor._split_rows,
-    lowering.OWN_ROWS: Executor._own_rows,
-    lowering.OWN: Executor._own,
-    lowering.JOIN: Executor._join,
-    lowering.JOIN_OUT: Executor._join_out,
-    lowering.TO_HEADS: Executor._to_heads,
-    lowering.FROM_TOKENS: Executor._from_tokens,
-    lowering.TO_TOKENS: Executor._to_tokens,
-    lowering.FROM_HEADS: Executor._from_heads,
-    lowering.ADD_HEADS: Executor._add_heads,
+    arrangements.PACK: Executor._pack,
+    arrangements.PICK: Executor._pick,
+    arrangements.DELTA: Executor._delta,
+    arrangements.MESSAGE: Executor._make_message,
+    arrangements.ZERO: Executor._zero,
+    arrangements.TAKE_SUM: Executor._take_sum,
+    arrangements.RESULT: Executor._result,
+    arrangements.GRADIENTS: Executor._gradients,
+    arrangements.TAKE: Executor._take,
+    arrangements.ORDER: Executor._order,
+    arrangements.CUT: Executor._cut,
+    arrangements.PLACE: Executor._place,
+    arrangements.SHARDS: Executor._shards,
+    arrangements.MERGE_ROWS: Executor._merge_rows,
+    arrangements.SPLIT_ROWS: Executor._split_rows,
+    arrangements.OWN_ROWS: Executor._own_rows,
+    arrangements.OWN: Executor._own,
+    arrangements.JOIN: Executor._join,
+    arrangements.JOIN_OUT: Executor._join_out,
+    arrangements.TO_HEADS: Executor._to_heads,
+    arrangements.FROM_TOKENS: Executor._from_tokens,
+    arrangements.TO_TOKENS: Executor._to_tokens,
+    arrangements.FROM_HEADS: Executor._from_heads,
+    arrangements.ADD_HEADS: Executor._add_heads,
 }
