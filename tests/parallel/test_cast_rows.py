@@ -98,8 +98,8 @@ def check(layout, peers, rows, masks) -> None:
     pools = deliver(layout, peers, rows)
     for rank, (pool, of) in enumerate(zip(pools, rows, strict=True)):
         assert len(set(pool)) == len(pool), "no row arrives twice"
-        np.testing.assert_array_equal(of.positions, np.sort(pool))
-        np.testing.assert_array_equal(of.positions[of.pool], pool)
+        np.testing.assert_array_equal(of.keys.positions, np.sort(pool))
+        np.testing.assert_array_equal(of.keys.positions[of.keys.places], pool)
         wanted = seen_by(layout, rank, masks)
         assert wanted <= set(pool), "every row that a query sees arrives"
         blocks = {key // 16 for key in wanted}
@@ -163,7 +163,7 @@ def test_the_player_detects_broken_lists(name):
         with pytest.raises((AssertionError, RuntimeError)):
             check(inside, peers, changed, masks)
     turned = list(rows)
-    turned[2] = replace(rows[2], pool=rows[2].pool.flip(0))
+    turned[2] = replace(rows[2], keys=replace(rows[2].keys, places=rows[2].keys.places.flip(0)))
     with pytest.raises(AssertionError):
         check(inside, peers, turned, masks)
 
@@ -175,12 +175,12 @@ def test_gradients_of_a_row_are_added_for_each_rank_that_received_it():
     pools = deliver(inside, peers, rows)
     returned = {}
     for rank, of in enumerate(rows):
-        ones = torch.ones(1, len(of.positions), 1, 1)
+        ones = torch.ones(1, len(of.keys.positions), 1, 1)
         gradients = of.split(ones, 2 * ones, torch.float64)
         parts = gradients[of.arriving(0)].split(of.casts[0].received)
         returned |= {(rank, peer): part for peer, part in enumerate(parts)}
     for rank, of in enumerate(rows):
-        total = torch.ones(len(of.pool), 2, 1, 1, 1, dtype=torch.float64)
+        total = torch.ones(len(of.keys.places), 2, 1, 1, 1, dtype=torch.float64)
         of.add_returned(0, total, torch.cat([returned[peer, rank] for peer in range(4)]))
         holders = [sum(p in pool for pool in pools) for p in inside.positions(rank).tolist()]
         np.testing.assert_array_equal(total[: of.own, 0].flatten(), holders)
@@ -197,8 +197,8 @@ def test_merging_restores_the_order_of_the_sequence():
     own, first, second = numbers.split([of.own, *(sum(cast.received) for cast in of.casts)], 2)
     arrived = [part.movedim(2, 0) for part in (first, second)]
     k, v = of.merged(own, arrived)
-    np.testing.assert_array_equal(k.flatten(), of.positions)
-    np.testing.assert_array_equal(v.flatten(), of.positions + 0.5)
+    np.testing.assert_array_equal(k.flatten(), of.keys.positions)
+    np.testing.assert_array_equal(v.flatten(), of.keys.positions + 0.5)
     picked = of.picked(1, own, arrived[:1])
     np.testing.assert_array_equal(picked[:, 0].flatten(), pool[of.casts[1].leaving])
 
@@ -235,10 +235,11 @@ def test_an_index_moves_whole_blocks():
     masks = batches(layout.padded_seq)["documents"]
     for rank in range(4):
         of = CastRows.make(layout, masks, rank, [range(4)], block=32)
-        starts = of.positions[::32]
+        starts = of.keys.positions[::32]
         assert (starts % 32 == 0).all()
         np.testing.assert_array_equal(
-            of.positions, (starts[:, None] + np.arange(32)).reshape(-1)[: len(of.positions)]
+            of.keys.positions,
+            (starts[:, None] + np.arange(32)).reshape(-1)[: len(of.keys.positions)],
         )
 
 
