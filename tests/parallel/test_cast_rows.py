@@ -34,6 +34,7 @@ def batches(padded: int) -> dict[str, list[SequenceMask]]:
     }
 
 
+KINDS = [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]  # with one, two and three casts
 CASES = [
     (layout, options, heads)
     for layout, options, heads in product(
@@ -46,18 +47,28 @@ CASES = [
 
 
 def plans(
-    name: str, layout: Layout, options: tuple[int, int], heads: int, masks: list[SequenceMask]
+    name: str,
+    layout: Layout,
+    options: tuple[int, int],
+    heads: int,
+    masks: list[SequenceMask],
+    stages: int = 1,
 ) -> tuple[Layout, list[tuple[tuple[int, ...], ...]], list[CastRows]]:
     """The layout of the exchange, and for each of its ranks the peers and the rows."""
     workers, per_node = options
     exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
-    schedule = make_schedule(exchange, ScheduleOptions(workers, per_node, heads=heads))
+    schedule = make_schedule(
+        exchange, ScheduleOptions(workers, per_node, heads=heads, stages=stages)
+    )
     inside = layout if heads == 1 else Joined.of(layout, heads)
     peers = [cast_peers(lower(schedule, rank)) for rank in range(0, workers, heads)]
     return (
         inside,
         peers,
-        [CastRows.make(inside, masks, r, of, 16) for r, of in enumerate(peers)],
+        [
+            CastRows.make(inside, masks, r, of, 16, staged=schedule.stages > 1)
+            for r, of in enumerate(peers)
+        ],
     )
 
 
@@ -111,13 +122,40 @@ def check(layout, peers, rows, masks) -> None:
         assert {key // 16 for key in pool[own:]} <= blocks, "no other block arrives"
 
 
-@pytest.mark.parametrize("name", ["flat", "hierarchical"])
+@pytest.mark.parametrize(
+    ("name", "stages"), [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]
+)
 @pytest.mark.parametrize("batch", ["causal", "documents", "two sequences"])
-def test_each_needed_row_arrives_once(name, batch):
+def test_each_needed_row_arrives_once(name, stages, batch):
     for layout_name, options, heads in CASES:
         layout = make_layout(layout_name, options[0], SEQ, 16)
         masks = batches(layout.padded_seq)[batch]
-        check(*plans(name, layout, options, heads, masks), masks)
+        check(*plans(name, layout, options, heads, masks, stages), masks)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "casts"),
+    [("flat", 2, 1), ("hierarchical", 2, 2), ("hierarchical", 3, 3)],
+)
+def test_stages_divide_the_received_rows(name, stages, casts):
+    layout = make_layout("zigzag", 8, SEQ, 16)
+    masks = batches(layout.padded_seq)["documents"]
+    inside, peers, rows = plans(name, layout, (8, 4), 1, masks, stages)
+    for rank, (of, pool) in enumerate(zip(rows, deliver(inside, peers, rows), strict=True)):
+        assert len(of.casts) == casts
+        received = []
+        for stage, keys in enumerate(of.stages, 1):
+            arrived = np.concatenate([pool[of.arriving(cast)] for cast in keys.casts])
+            np.testing.assert_array_equal(keys.positions[keys.places], arrived)
+            assert of.of_stage(stage) is keys
+            received.append(set(arrived))
+        assert set.union(*received) == set(pool[of.own :])
+        assert sum(map(len, received)) == len(pool) - of.own
+        if stages == 3:
+            node = range(rank - rank % 4, rank - rank % 4 + 4)
+            held = {p for mate in node for p in layout.positions(mate).tolist()}
+            assert received[0] <= held, "stage 1 has rows of the node only"
+            assert not received[1] & held
 
 
 def test_a_row_crosses_to_each_other_node_at_most_once():
@@ -215,14 +253,16 @@ def test_documents_move_fewer_rows_than_whole_shards():
     assert shares((np.arange(8192) + 256) // 512) == ((Fraction(1, 8), Fraction(1, 8)),)
 
 
-@pytest.mark.parametrize("name", ["flat", "hierarchical"])
-def test_the_largest_shares_are_those_of_the_ranks(name):
+@pytest.mark.parametrize(
+    ("name", "stages"), [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]
+)
+def test_the_largest_shares_are_those_of_the_ranks(name, stages):
     exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
     for layout_name, options, heads in CASES:
         layout = make_layout(layout_name, options[0], SEQ, 16)
-        schedule = make_schedule(exchange, ScheduleOptions(*options, heads=heads))
+        schedule = make_schedule(exchange, ScheduleOptions(*options, heads=heads, stages=stages))
         for masks in batches(layout.padded_seq).values():
-            _, _, rows = plans(name, layout, options, heads, masks)
+            _, _, rows = plans(name, layout, options, heads, masks, stages)
             shares = np.array([of.shares for of in rows])
             expected = shares.max(0) if shares.size else ()
             np.testing.assert_array_equal(
@@ -251,6 +291,7 @@ def test_an_index_moves_whole_blocks():
         ("group_cast", ScheduleOptions(4, 4), ((3, 3),)),
         ("group_cast", ScheduleOptions(4, 4, heads=2), ((1, 1),)),
         ("hierarchical_group_cast", ScheduleOptions(6, 3), ((1, 1), (4, 4))),
+        ("hierarchical_group_cast", ScheduleOptions(6, 3, stages=3), ((1, 1), (2, 2), (2, 2))),
     ],
 )
 def test_whole_shards_bound_the_rows_of_any_mask(exchange, options, expected, monkeypatch):
