@@ -285,10 +285,10 @@ class Transport:
         elif self._transfers[transfer.after].channel == transfer.channel:
             yield
         else:
-            # Tensors that the block allocates on the side stream, such as rows of `CastRows.picked`,
-            # need no record_stream. The allocator reuses their memory only on the side stream. That
-            # stream first waits here for all work that the compute stream queued before, and so for
-            # every use of the memory that the host has freed.
+            # The block allocates tensors on the side stream, such as `CastRows.picked`. They need no
+            # record_stream. The allocator reuses their memory on the side stream only, and that
+            # stream first waits here for all work that the compute stream has queued. So it waits
+            # for every use of memory that the host has freed.
             side = _side_stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
