@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,17 @@ class MaskRule:
                 "different masks; give mask.full_every=0, or mask=causal for the full layers"
             )
         return MaskRule.of(config)
+
+    def by_layers(self, layers: int) -> tuple[tuple[MaskRule, int], ...]:
+        """Return each rule that some layers follow, with their number, for a model of ``layers``.
+
+        With `mask.full_every`, the layers that it selects come last.
+        """
+        full = sum(map(self.mask.is_full, range(layers)))
+        if not full:
+            return ((self, layers),)
+        window = replace(self, mask=replace(self.mask, full_every=0))
+        return (window, layers - full), (MaskRule(self.document_mask), full)
 
     def __call__(
         self, documents: NDArray[np.integer] | None, length: int, padded: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mtrain_cli.attention.mask import SequenceMask
+    from mtrain_cli.attention.mask_rule import MaskRule
     from mtrain_cli.config.schema import Config
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
@@ -57,34 +57,48 @@ def show(
             it before the shipped groups.
     """
     from mtrain_cli.attention.mask_rule import MaskRule
+    from mtrain_cli.commands.profile import check_output
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.console import Console
 
     config = compose(list(overrides or ()), config_dir, plan=True)
-    whole = MaskRule.of(config).undivided(config.seq, config.seq)
+    check_output(plot, _is_page, "picture", "--plot")
     console = Console()
-    console.print(_facts(config, whole))
-    console.print(_layouts(config))
+    layers, drawn = config.model.num_layers, []
+    rules = MaskRule.of(config).by_layers(layers)
+    for rule, count in rules:
+        title = rule.mask.describe()
+        if len(rules) > 1:
+            title = f"{title}, {count} of {layers} layers"
+        whole = rule.undivided(config.seq, config.seq)
+        console.print(_facts(f"{title}; seq {config.seq:,}", config, whole))
+        console.print(_layouts(config, rule))
+        drawn.append((f"{title}, seq {config.seq:,}", whole))
     if plot is not None:
         from mtrain_cli.reporting.mask_view import picture
 
         with writing(plot):
-            title = escape(f"{config.mask.describe()}, seq {config.seq:,}")
-            plot.write_text(picture(whole, title), encoding="utf-8")
+            plot.write_text(picture(drawn), encoding="utf-8")
         console.print(f"drawn to {plot}", highlight=False)
 
 
-def _facts(config: Config, whole: SequenceMask) -> Table:
+def _is_page(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(15).lower() == b"<!doctype html>"
+
+
+def _facts(title: str, config: Config, whole: SequenceMask) -> Table:
     from mtrain_cli.console import two_columns
     from mtrain_cli.training.flops import causal_pairs
 
     seq = config.seq
     keys = (whole.high - whole.low).sum(0)
     counted = seq - int(whole.shows_later_keys().sum())
-    fits = "with sparse patterns" if config.mask.keeps_causal_intervals else "dense attention only"
+    sparse = config.mask.keeps_causal_intervals and not config.mask.full_every
+    fits = "with sparse patterns" if sparse else "dense attention only"
     return two_columns(
         [
-            ("mask", f"{config.mask.describe()}; seq {seq:,}"),
+            ("mask", title),
             ("pairs", f"{whole.pairs:,}, {whole.pairs / causal_pairs(seq):.3g} of causal"),
             ("keys per query", f"{keys.mean():,.0f} on average, {keys.max():,} at most"),
             ("intervals", f"{whole.intervals} per query at most; {fits}"),
@@ -93,10 +107,9 @@ def _facts(config: Config, whole: SequenceMask) -> Table:
     )
 
 
-def _layouts(config: Config) -> Table:
+def _layouts(config: Config, rule: MaskRule) -> Table:
     from rich.table import Table
 
-    from mtrain_cli.attention.mask_rule import MaskRule
     from mtrain_cli.config.schema import LAYOUTS
     from mtrain_cli.parallel.layout import make_layout
     from mtrain_cli.reporting.mask_view import share_of
@@ -110,7 +123,7 @@ def _layouts(config: Config) -> Table:
         table.add_column(name, justify="right")
     for name in LAYOUTS:
         layout = make_layout(name, workers, config.seq, topology.block_size)
-        mask = MaskRule.of(config).undivided(config.seq, layout.padded_seq)
+        mask = rule.undivided(config.seq, layout.padded_seq)
         share = share_of(mask, layout)
         table.add_row(
             name,

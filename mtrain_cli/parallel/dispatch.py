@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.parallel.dispatch_search import BlockPrices, ChunkWork, best_assignment
 from mtrain_cli.parallel.layout import Balanced
 from mtrain_cli.parallel.traffic import (
@@ -40,6 +41,10 @@ from mtrain_cli.parallel.traffic import (
 _SHORTEST_CHUNK = 512
 _MOST_CHUNKS_PER_WORKER = 32
 _FEWEST_CHUNKS_PER_WORKER = 8
+# FLOP/s of an attention kernel on an H200, and bytes/s that it receives inside a node and from
+# other nodes.
+_H200 = 550e12, 310e9, 52e9
+_KERNEL_SHARE = 0.55  # of the GPU's peak
 
 
 class RowPrices(NamedTuple):
@@ -48,8 +53,7 @@ class RowPrices(NamedTuple):
     inner: for a row that a rank of the same node sends.
     outer: for a row that enters the node.
 
-    The defaults hold for 16 query heads and 2 KV heads on H200s: 550 TFLOP/s, and 310 and 52 GB/s
-    received by a rank.
+    The defaults hold for 16 query heads and 2 KV heads on H200s (`_H200`).
     """
 
     inner: int = 250
@@ -68,6 +72,17 @@ class RowPrices(NamedTuple):
         """
         time_of_pair = 14 * query_heads / flops
         return RowPrices(*(round(16 * kv_heads / link / time_of_pair) for link in (inner, outer)))
+
+    @staticmethod
+    def on(cluster: Cluster | None, query_heads: int, kv_heads: int) -> RowPrices:
+        """Return the prices on a cluster; None means H200s."""
+        flops, inner, outer = _H200
+        if cluster is not None:
+            flops = _KERNEL_SHARE * 1e12 * cluster.gpu.peak_tflops.value
+            inner = 1e9 * cluster.inner.collective_bandwidth_gbps.value
+            if cluster.outer is not None:
+                outer = 1e9 * cluster.outer.collective_bandwidth_gbps.value
+        return RowPrices.of(query_heads, kv_heads, flops, inner, outer)
 
 
 @dataclass(frozen=True)
@@ -190,3 +205,69 @@ def balance(
     inner, outer = rows_sent(found.needs, found.held(), nodes, times)
     traffic = Traffic(found.pairs, block * inner, block * outer)
     return Dispatch(chunk, found.owner, traffic, prices, seed, found.swaps)
+
+
+@dataclass(frozen=True)
+class Balancer:
+    """Makes the balanced layout of each batch of a run. All its layouts have the same shape.
+
+    workers: size of the context group.
+    seq: number of tokens in a sequence, before padding.
+    unit: number of tokens that divides a chunk, such as the block size of the index.
+    heads: number of neighboring ranks that share heads. They count as one rank (Ulysses).
+    per_node: number of ranks of the context group per node; None if all share a node.
+    prices: prices of received rows; None for the defaults of `RowPrices`.
+    layers: number of layers with each kind of mask.
+    """
+
+    workers: int
+    seq: int
+    unit: int = 1
+    heads: int = 1
+    per_node: int | None = None
+    prices: RowPrices | None = None
+    layers: tuple[int, ...] = (1,)
+
+    @property
+    def chunk(self) -> int:
+        return chunk_tokens(self.seq, self.workers, max(self.unit, 1))
+
+    @property
+    def padded_seq(self) -> int:
+        return -(-self.seq // (self.workers * self.chunk)) * self.workers * self.chunk
+
+    def dispatch(self, masks: LayerMasks) -> Dispatch:
+        """Assign the chunks of a batch to the groups of ranks that share heads.
+
+        masks: as in `balance`, of sequences with `seq` tokens.
+        """
+        padded = [[mask.repadded(self.padded_seq) for mask in kind] for kind in masks]
+        per_node = None if self.per_node is None else max(1, self.per_node // self.heads)
+        return balance(
+            padded,
+            self.workers // self.heads,
+            self.chunk,
+            per_node=per_node,
+            prices=self.prices,
+            layers=self.layers,
+        )
+
+    def layout(self, masks: LayerMasks) -> Balanced:
+        """Return the layout of a batch. masks: as in `dispatch`."""
+        owner = self.dispatch(masks).owner
+        if self.heads > 1:
+            owner = _dealt_inside(owner, self.workers // self.heads, self.heads)
+        return Balanced.of(owner, self.workers, self.seq, self.chunk)
+
+
+def _dealt_inside(owner: IntArray, groups: int, members: int) -> IntArray:
+    """Deal the chunks of each group to its members in equal, ascending parts.
+
+    owner: int64 [chunks], the group that holds each chunk.
+    Returns: int64 [chunks], the rank that holds each chunk.
+    """
+    ranks = np.empty_like(owner)
+    for group in range(groups):
+        held = np.flatnonzero(owner == group)
+        ranks[held] = group * members + np.repeat(np.arange(members), len(held) // members)
+    return ranks

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
@@ -20,9 +18,10 @@ from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
 from mtrain_cli.parallel.executor import Executor
-from mtrain_cli.parallel.layout import Joined, Layout
+from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Part, Program, Recompute, Shards
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
 from mtrain_cli.parallel.schedule import Schedule
@@ -38,18 +37,20 @@ class ShardTiles:
 
     tiles: the query-key pairs that the masks allow (`Tiles`), by the call's (query shard, key
         shard). They are made once per batch, and all layers share them.
+    placement: where the tokens of the batch lie.
     rows: the rows of keys that group casts move; None for other exchanges.
     index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None for dense
         attention.
     """
 
     tiles: dict[tuple[Shards, Shards], Tiles]
+    placement: Placement
     rows: CastRows | None = None
     index: Index | None = None
     _narrow: dict[tuple, Tiles] = field(default_factory=dict, repr=False, compare=False)
 
     def under(self, index: Index | None) -> ShardTiles:
-        return ShardTiles(self.tiles, self.rows, index)
+        return ShardTiles(self.tiles, self.placement, self.rows, index)
 
     def for_pair(
         self, queries: Shards, keys: Shards, part: Part = (0, 1), *, columns: bool = True
@@ -76,10 +77,10 @@ class Exchange:
 
     shared_columns: whether a ring gathers the KV of the index's single columns once per pass. If
         True, the ring's steps compute block diagonals only.
-    inside: the layout between the two Ulysses all-to-alls, in which the ranks that share heads
-        count as one rank. Without Ulysses it is the layout itself.
+    placement: where the tokens of a batch lie, unless its plan has another layout of the same
+        shape.
     part: (i, n), the part of the model's heads that this rank computes: the i-th of n equal parts.
-    own: the shard of this rank in `inside`.
+    own: the shard of this rank in `Placement.inside`.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Exchange:
         assert layout.workers == group.size == schedule.workers, (
             "A layout and a schedule are made for their context group."
         )
-        self.layout, self.group, self.schedule = layout, group, schedule
-        self.inside: Layout = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
+        self.placement = Placement(layout, schedule.heads)
+        self.group, self.schedule = group, schedule
         self.part: Part = (group.rank % schedule.heads, schedule.heads)
         self.own: Shards = (group.rank // schedule.heads,)
         self.gathers_columns = shared_columns and not schedule.gathers and schedule.groups > 1
@@ -102,11 +103,28 @@ class Exchange:
         self.recorder: Recorder | None = None
         self.kv_heads = 0  # of the model; the first forward pass sets it
         self._programs: dict[tuple[bool, Traits], Program] = {}
-        self._token_order: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def name(self) -> str:
         return self.schedule.exchange
+
+    @property
+    def layout(self) -> Layout:
+        return self.placement.layout
+
+    @property
+    def inside(self) -> Layout:
+        return self.placement.inside
+
+    def placed(self, layout: Layout | None) -> Placement:
+        """Return the placement of a batch.
+
+        layout: another layout of the same shape; None for this exchange's layout.
+        """
+        if layout is None or layout is self.layout:
+            return self.placement
+        assert (layout.workers, layout.padded_seq) == (self.layout.workers, self.layout.padded_seq)
+        return Placement(layout, self.schedule.heads)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Record the times of all later passes; None stops recording."""
@@ -144,16 +162,19 @@ class Exchange:
         """
         return Recompute.of(early, self.schedule.heads)
 
-    def cast_rows(self, masks: Sequence[SequenceMask], block: int | None) -> CastRows | None:
+    def cast_rows(
+        self, masks: Sequence[SequenceMask], inside: Layout, block: int | None
+    ) -> CastRows | None:
         """Return the rows that this rank's group casts move; None if it has no group cast.
 
         masks: one per sequence of the batch.
+        inside: the layout of the batch in which the ranks that share heads count as one rank.
         block: number of tokens per block of a dynamic index; None for dense attention.
         """
         peers = cast_peers(self.program(backward=False))
         if not peers:
             return None
-        return CastRows.make(self.inside, masks, self.own[0], peers, block)
+        return CastRows.make(inside, masks, self.own[0], peers, block)
 
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
@@ -180,22 +201,6 @@ class Exchange:
             shard_tiles.for_pair(self.own, keys, self.part) for keys in (WHOLE_SEQUENCE, self.own)
         )
         return SharedColumns.make(whole, own)
-
-    def token_order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the permutation that sorts the tokens after an all-to-all, and its inverse.
-
-        The all-to-all delivers the tokens of the ranks that share heads rank after rank. Both
-        results are int64 [tokens]. They are copied to the device once.
-        """
-        if device not in self._token_order:
-            first = self.own[0] * self.schedule.heads
-            ranks = range(first, first + self.schedule.heads)
-            order = np.argsort(
-                np.concatenate([self.layout.positions(rank) for rank in ranks]), kind="stable"
-            )
-            both = to_device(order, device), to_device(np.argsort(order), device)
-            self._token_order[device] = both
-        return self._token_order[device]
 
     def forward(
         self,

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 class Executor:
     """Runs the program of one pass of one layer's attention on this rank.
 
-    exchange: provides the layout and the pool of buffers.
+    exchange: provides the ranks and the pool of buffers.
     transport: runs the transfers and records times.
     columns: the single columns of the index that are gathered once per pass; None if no columns
         are gathered.
@@ -281,7 +281,7 @@ class Executor:
         if op.among:
             # [ranks of the node, nodes, ...] -> [ranks in order, ...]
             shards = shards.transpose(0, 1).flatten(0, 1)
-        return ([self.exchange.inside.to_sequence(shards[:, i]) for i in (0, 1)],)
+        return ([self.tiles.placement.inside.to_sequence(shards[:, i]) for i in (0, 1)],)
 
     def _merge_rows(self, op: Arrange) -> Sequence[Any]:
         packed, *arrived = self._read(op)
@@ -315,7 +315,7 @@ class Executor:
 
     def _shards(self, op: Arrange) -> Sequence[Any]:
         ((dk, dv),) = self._read(op)
-        layout = self.exchange.inside
+        layout = self.tiles.placement.inside
         shape = (layout.workers, 2, dk.shape[0], layout.tokens_per_worker, *dk.shape[2:])
         shards = torch.empty(shape, dtype=self._high, device=dk.device)
         layout.copy_to_shards(dk, shards[:, 0])
@@ -352,7 +352,7 @@ class Executor:
     def _from_tokens(self, op: Arrange) -> Sequence[Any]:
         """Sort the received tokens: [batch, tokens of all ranks, heads per rank, head_dim]."""
         (arrived,) = self._read(op)
-        order, _ = self.exchange.token_order(arrived.device)
+        order, _ = self.tiles.placement.token_order(self.exchange.own[0], arrived.device)
         whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, order)
         return [t.contiguous() for t in whole.split(self._widths, 2)]
 
@@ -360,7 +360,7 @@ class Executor:
         """Return the tokens for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = self._read(op)
         self._widths = [part.shape[2] for part in parts]
-        _, back = self.exchange.token_order(parts[0].device)
+        _, back = self.tiles.placement.token_order(self.exchange.own[0], parts[0].device)
         together = torch.cat(parts, 2).index_select(1, back)
         return (together.unflatten(1, (self.program.sharing, -1)).transpose(0, 1).contiguous(),)
 

@@ -20,6 +20,7 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.layout import Layout, early_queries
+from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Program, Shards
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.sparsity.pattern import MaskedPositions
@@ -29,7 +30,7 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 class Plan:
     """What one rank computes for one batch, in every layer.
 
-    layout: which rank holds which tokens. Ranks that share heads hold one shard together.
+    placement: which rank holds which tokens.
     schedule: what every rank computes and sends at each step.
     rank: this rank in the context group.
     masks: one per sequence of the batch.
@@ -48,7 +49,7 @@ class Plan:
     buffer: uint8, pinned memory that holds all tables; None if each table has its own memory.
     """
 
-    layout: Layout
+    placement: Placement
     schedule: Schedule
     rank: int
     masks: tuple[SequenceMask, ...]
@@ -68,33 +69,35 @@ class Plan:
         masks: Sequence[SequenceMask],
         request: IndexRequest | None = None,
         *,
+        layout: Layout | None = None,
         keep: float = 0.0,
     ) -> Plan:
         """Make a plan on the host, without the device or other ranks.
 
         Args:
-            exchange: gives the rank, the layout and the schedule.
+            exchange: gives the rank and the schedule.
             masks: one per sequence of the batch.
             request: the kind of the dynamic index; None for dense attention.
+            layout: which rank holds which tokens; None for the layout of ``exchange``.
             keep: share of this rank's queries whose out and lse the first forward pass keeps for
                 recomputation, counted from the last query.
 
         Raises:
             ValueError: the layout's shards are not whole blocks of the index.
         """
-        layout, rank = exchange.inside, exchange.group.rank
+        placement, rank = exchange.placed(layout), exchange.group.rank
         block = masked = tables = None
         if request is not None:
-            block, outer = request.block, exchange.layout
+            block, outer = request.block, placement.layout
             shards = [outer.positions(worker) for worker in range(outer.workers)]
             masked = MaskedPositions.make(masks, block, shards, rank, bitmap=request.bitmap)
             tables = masked.tables
         early = early_queries(exchange.num_queries, keep, block)
-        moved = exchange.cast_rows(masks, block)
+        moved = exchange.cast_rows(masks, placement.inside, block)
 
         def tiles(rows: int | None) -> ShardTiles:
             needed = exchange.needed_tiles(indexed=block is not None, forward_only=rows is not None)
-            positions = {s: positions_of(layout, s) for pair in needed for s in pair}
+            positions = {s: positions_of(placement.inside, s) for pair in needed for s in pair}
             if moved is not None:
                 positions[WHOLE_SEQUENCE] = moved.positions
             made = {
@@ -103,12 +106,12 @@ class Plan:
             }
             if tables is None:  # find the rectangles here, not in the first call of a kernel
                 _ = [pair.slices for pair in made.values()]
-            return ShardTiles(made, moved)
+            return ShardTiles(made, placement, moved)
 
         forward, whole = exchange.program(backward=False), tiles(None)
         recomputes_all = early == exchange.num_queries
         return Plan(
-            layout=layout,
+            placement=placement,
             schedule=exchange.schedule,
             rank=rank,
             masks=tuple(masks),
@@ -149,7 +152,7 @@ class Plan:
 
     def __repr__(self) -> str:
         """Describe layout and masks, and give the number of pairs in each step of forward."""
-        layout, tables = self.layout, self.masked and self.masked.tables
+        layout, tables = self.placement.inside, self.masked and self.masked.tables
         index = f"index of {tables.blocks:,} blocks of {tables.block} tokens" if tables else "dense"
         lines = [
             f"Plan of rank {self.rank} of {self.schedule.workers}: {self.schedule.exchange}, "

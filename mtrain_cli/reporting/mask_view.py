@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 
@@ -62,8 +64,25 @@ def share_of(mask: SequenceMask, layout: Layout) -> LayoutShare:
     return LayoutShare(layout.name, tuple(pairs), tuple(slices), tuple(remote), others)
 
 
-def picture(mask: SequenceMask, title: str) -> str:
-    """Return an HTML page that shows which share of each cell of query-key pairs is allowed."""
+def picture(masks: Sequence[tuple[str, SequenceMask]]) -> str:
+    """Return an HTML page that shows which share of each cell of query-key pairs is allowed.
+
+    masks: each mask with its title. The first title is that of the page.
+    """
+    drawings = "".join(
+        f'<h1 style="font-size: 1rem">{escape(title)}</h1>\n{_drawing(mask)}'
+        for title, mask in masks
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+        f"<title>{escape(masks[0][0])}</title>\n"
+        f'<body style="font-family: sans-serif">{drawings}'
+        "<p>Queries from top to bottom, keys from left to right. The darker a cell, "
+        "the larger the share of its pairs that the mask allows.</p></body></html>\n"
+    )
+
+
+def _drawing(mask: SequenceMask) -> str:
     table = density(mask)
     size = len(table) * _SIDE
     cells = [
@@ -73,12 +92,9 @@ def picture(mask: SequenceMask, title: str) -> str:
         if share
     ]
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        f'<body style="font-family: sans-serif"><h1 style="font-size: 1rem">{title}</h1>\n'
         f'<svg width="{size}" height="{size}" fill="#3f51b5" style="border: 1px solid #888">\n'
         + "\n".join(cells)
-        + "\n</svg>\n<p>Queries from top to bottom, keys from left to right. The darker a cell, "
-        "the larger the share of its pairs that the mask allows.</p></body></html>\n"
+        + "\n</svg>\n"
     )
 
 

@@ -19,7 +19,9 @@ from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import Pattern
 
@@ -39,6 +41,7 @@ class PackedSample(Protocol):
 class HostBatch:
     """A micro-batch in host memory, prepared while the device computes another step.
 
+    layout: which rank holds which tokens.
     samples: the whole sequences.
     numbers: int64 [3, batch, tokens of this worker]: tokens, positions and labels, in layout order.
         For a GPU, the tensor is in pinned memory.
@@ -50,6 +53,7 @@ class HostBatch:
     maker: the `BatchMaker` that made this batch.
     """
 
+    layout: Layout
     samples: Sequence[PackedSample]
     numbers: torch.Tensor
     starts: IntArray
@@ -142,6 +146,7 @@ class BatchMaker:
         keep: float = 0.0,
         offload: ActivationOffload | None = None,
         layers: int = 0,
+        balancer: Balancer | None = None,
     ) -> None:
         """Prepare to make batches.
 
@@ -152,6 +157,7 @@ class BatchMaker:
                 `Plan.make`.
             offload: moves saved tensors to the host; see `ContextAttention`.
             layers: number of layers of the model. Needed only if they have different masks.
+            balancer: makes the layout of each batch. None for the layout of ``exchange``.
         """
         self.layers = layers
         self.full: BatchMaker | None = None
@@ -170,8 +176,9 @@ class BatchMaker:
         self.mask = mask
         self.pattern = pattern
         self.keep, self.offload = keep, offload
-        self._positions = exchange.layout.positions(exchange.group.rank)
-        # Plan and attention of sequences that are one document, keyed by batch size.
+        self.balancer = balancer
+        # Layout, plan and attention of sequences that are one document, keyed by batch size.
+        self._undivided_layout: dict[int, Layout] = {}
         self._undivided: dict[int, Plan] = {}
         self._undivided_attention: dict[int, ContextAttention] = {}
 
@@ -181,27 +188,31 @@ class BatchMaker:
     def on_host(self, samples: Sequence[PackedSample]) -> HostBatch:
         """Prepare a batch. Thread-safe: uses neither the device nor other workers."""
         masks = self._masks(samples)
+        full_masks = self.full._masks(samples) if self.full else None
+        layout = self._layout(masks, full_masks)
+        held = layout.positions(self.exchange.group.rank)
         targets = [unseen_labels(s.labels, mask) for s, mask in zip(samples, masks, strict=True)]
-        tokens = np.stack([self._shard(s.tokens, 0) for s in samples])
-        labels = np.stack([self._shard(each, IGNORED) for each in targets])
-        padded = self.exchange.layout.padded_seq
+        padded = layout.padded_seq
+        tokens = np.stack([_padded(s.tokens, padded, 0)[held] for s in samples])
+        labels = np.stack([_padded(each, padded, IGNORED)[held] for each in targets])
         starts = np.stack([self.mask.starts(s.documents, padded) for s in samples])
-        positions = np.broadcast_to(self._positions, tokens.shape)
+        positions = np.broadcast_to(held, tokens.shape)
         numbers = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
         on_gpu = self.device.type == "cuda"
         # Memory is pinned for the current device, which in a new thread is device 0.
         with torch.cuda.device(self.device) if on_gpu else nullcontext():
             numbers = numbers.pin_memory() if on_gpu else numbers
-            plan = self._plan(masks)
-            full_plan = self.full._plan(self.full._masks(samples)) if self.full else None
+            plan, full_plan = self._plan(masks, layout), None
+            if self.full is not None and full_masks is not None:
+                full_plan = self.full._plan(full_masks, layout)
         valid = sum(int((each != IGNORED).sum()) for each in targets)
-        return HostBatch(samples, numbers, starts[:, self._positions], plan, full_plan, valid, self)
+        return HostBatch(layout, samples, numbers, starts[:, held], plan, full_plan, valid, self)
 
     def to_device(self, host: HostBatch) -> Batch:
         """Copy a batch to the device. The copies from pinned memory are asynchronous."""
         # After `train.dense_steps`, the run changes to another maker, whose plans differ. Plan
         # again what the previous maker has prepared.
-        plan = host.plan if host.maker is self else self._plan(host.plan.masks)
+        plan = host.plan if host.maker is self else self._plan(host.plan.masks, host.layout)
         tokens, positions, labels = host.numbers.to(self.device, non_blocking=True)
         attend, mixed = self._attention(plan), None
         if self.full is not None:
@@ -210,31 +221,41 @@ class BatchMaker:
             mixed = MixedAttention(attend, full, self.mask.mask, self.layers)
         return Batch(tokens, positions, labels, attend, host.valid, mixed)
 
-    def _shard(self, values: NDArray[np.int32], padding: int) -> NDArray[np.int32]:
-        layout = self.exchange.layout
-        padded = np.full(layout.padded_seq, padding, dtype=values.dtype)
-        padded[: len(values)] = values
-        return padded[self._positions]
-
     def _masks(self, samples: Sequence[PackedSample]) -> list[SequenceMask]:
         layout = self.exchange.layout
         return [self.mask(s.documents, layout.seq, layout.padded_seq) for s in samples]
 
-    def _plan(self, masks: Sequence[SequenceMask]) -> Plan:
-        """Return the plan of a batch.
-
-        If every sequence is a single document, all masks of the batch are the same. Such batches
-        share one plan if they have the same number of sequences.
-        """
+    def _undivided_only(self, masks: Sequence[SequenceMask]) -> bool:
+        """Return whether every sequence is a single document, so that all have the same mask."""
         layout = self.exchange.layout
         undivided = self.mask.undivided(layout.seq, layout.padded_seq)
-        shared = all(mask.same_as(undivided) for mask in masks)
-        if shared and len(masks) in self._undivided:
-            return self._undivided[len(masks)]
+        return all(mask.same_as(undivided) for mask in masks)
+
+    def _layout(
+        self, masks: Sequence[SequenceMask], full_masks: Sequence[SequenceMask] | None
+    ) -> Layout:
+        """Return the layout of a batch. Batches with equal masks share one layout."""
+        if self.balancer is None:
+            return self.exchange.layout
+        shared, batch = self._undivided_only(masks), len(masks)
+        if self.full is not None and full_masks is not None:
+            shared = shared and self.full._undivided_only(full_masks)
+        if shared and batch in self._undivided_layout:
+            return self._undivided_layout[batch]
+        layout = self.balancer.layout([masks, full_masks] if full_masks else [masks])
+        return self._undivided_layout.setdefault(batch, layout) if shared else layout
+
+    def _plan(self, masks: Sequence[SequenceMask], layout: Layout) -> Plan:
+        """Return the plan of a batch. Batches with equal masks and layout share one plan."""
+        shared, batch = self._undivided_only(masks), len(masks)
+        if batch in self._undivided:
+            shared = shared and self._undivided[batch].placement.layout == layout
+            if shared:
+                return self._undivided[batch]
         request = None if self.pattern is None else self.pattern.request()
-        plan = Plan.make(self.exchange, masks, request, keep=self.keep)
+        plan = Plan.make(self.exchange, masks, request, layout=layout, keep=self.keep)
         plan = plan.pinned() if self.device.type == "cuda" else plan
-        return self._undivided.setdefault(len(masks), plan) if shared else plan
+        return self._undivided.setdefault(batch, plan) if shared else plan
 
     def _attention(self, plan: Plan) -> ContextAttention:
         batch = len(plan.masks)
@@ -249,6 +270,12 @@ class BatchMaker:
         return ContextAttention.of(
             self.exchange, self.kernel, on_device, self.pattern, self.offload
         )
+
+
+def _padded(values: NDArray[np.int32], length: int, padding: int) -> NDArray[np.int32]:
+    whole = np.full(length, padding, dtype=values.dtype)
+    whole[: len(values)] = values
+    return whole
 
 
 def unseen_labels(labels: NDArray[np.int32], mask: SequenceMask) -> NDArray[np.int32]:

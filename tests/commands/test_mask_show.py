@@ -30,17 +30,40 @@ def test_it_counts_pairs_labels_and_the_work_of_layouts(tmp_path):
     assert "prefix_lm, prefix 100, seq 1,000" in file.read_text()
 
 
+def test_it_shows_both_kinds_of_layers(tmp_path):
+    file = tmp_path / "mask.html"
+    words = ["mask=sliding_window", "mask.window=100", "mask.full_every=3", "seq=1000"]
+    found = run("show", *words, "topology.block_size=16", "--plot", str(file))
+    assert found.exit_code == 0, found.output
+    text = " ".join(found.stdout.split())
+    window, full = text.split("mask causal, 1 of 4 layers; seq 1,000")
+    assert "mask sliding_window, window 100, 3 of 4 layers; seq 1,000" in window
+    assert f"pairs {1000 * 100 - 100 * 99 // 2:,}, " in window
+    assert f"pairs {1000 * 1001 // 2:,}, 1 of causal" in full
+    assert all(text.count(f"{name} ") == 2 for name in ("contiguous", "zigzag", "striped"))
+    assert "dense attention only" in window
+    page = file.read_text()
+    assert page.count("<svg") == 2
+    assert "causal, 1 of 4 layers, seq 1,000</h1>" in page
+
+
 @pytest.mark.parametrize(
-    ("words", "line", "code"),
+    ("words", "line"),
     [
-        (["mask=prefix_lm", "mask.prefix=5k", "seq=4k"], "mask.prefix=5120: must be at most", 2),
-        (["seq=1k", "--plot", "/no/such/folder/x.html"], "could not be written", 1),
+        (["mask=prefix_lm", "mask.prefix=5k", "seq=4k"], "mask.prefix=5120: must be at most"),
+        (["seq=1k", "--plot", "folder"], "--plot folder: is a folder; give a file"),
+        (["seq=1k", "--plot", "notes.txt"], "--plot notes.txt: exists and is not a picture"),
+        (["seq=1k", "--plot", "notes.txt/x.html"], "a part of the path is a file, not a folder"),
     ],
 )
-def test_mistakes_are_one_line(words, line, code):
+def test_mistakes_are_one_line_before_the_work(tmp_path, monkeypatch, words, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
     found = run("show", *words)
-    assert (found.exit_code, line in found.stderr) == (code, True)
+    assert (found.exit_code, line in found.stderr, found.stdout) == (2, True, "")
     assert len(found.stderr.strip().splitlines()) == 1
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_training_needs_a_label_that_the_mask_hides(tmp_path):

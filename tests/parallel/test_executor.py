@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import gloo
@@ -17,12 +16,13 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.executor import _ARRANGE, _RUN, Executor
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.lowering import ORDER, SHARDS, Traits, lower
 from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import Arrange, Operation, Post, Recompute, ShardSizes
 from mtrain_cli.parallel.running_attention import RunningAttention
 from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule
@@ -186,7 +186,7 @@ def test_shards_travel_in_the_order_of_nodes_and_return_in_the_order_of_ranks(am
     layout = make_layout("striped", 6, 96, 4)
     dk, dv = torch.rand(2, 1, 96, 2, 4)
     run = object.__new__(Executor)
-    run.exchange, run._high = SimpleNamespace(inside=layout), torch.float32  # type: ignore
+    run.tiles, run._high = ShardTiles({}, Placement(layout)), torch.float32
     run.tensors = {"made": (dk, dv)}
     cut = Arrange(step=0, reads=("made",), writes=("shards",), what=SHARDS, among=among)
     (shards,) = _ARRANGE[SHARDS](run, cut)

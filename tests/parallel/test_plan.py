@@ -40,7 +40,7 @@ def test_the_plans_of_all_ranks_hold_every_allowed_pair_once(name, chunks, layou
     for plan in plans:
         for op in plan.forward.computes:
             tiles = plan.tiles.tiles[op.queries, op.keys]
-            rows, keys = (positions_of(plan.layout, s) for s in (op.queries, op.keys))
+            rows, keys = (positions_of(plan.placement.inside, s) for s in (op.queries, op.keys))
             counted[:, rows[:, None], keys] += tiles.seen()[:, 0].numpy() / op.part[1]
     p, k = np.indices((padded, padded))
     for mask, pairs in zip(masks, counted, strict=True):
