@@ -11,17 +11,23 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from mtrain_cli import __version__, resource_dir
-from mtrain_cli.reporting import elements, tables
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config import resolved_file
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.reporting import elements, mask_svg, tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.figures import figures
-from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
+from mtrain_cli.reporting.report_source import RESOLVED, ReportSource, labelled_cases
 from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
 from mtrain_cli.reporting.sweeps import WORDS, cells
 from mtrain_cli.reporting.training_tables import medians_note, training_headings, training_row
+from mtrain_cli.training.dry_run import mask_rows
 
 DEFINITIONS = "definitions.md"
+_MASK_SIDE = 128  # pixels
+_MOST_BOUNDS = 1 << 25  # intervals of all queries, which take seconds to make
 
 
 def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
@@ -76,7 +82,23 @@ def _header(source: ReportSource) -> str:
     kind = escape(source.kind) + (", complete" if source.complete else "")
     head = f"<h1>{escape(source.name)} <small>{kind}</small></h1>"
     listed = elements.definition_list([(name, value) for name, value in rows.items() if value])
-    return f"<header>{head}{elements.remarks(source.remarks)}{listed}{_settings(source)}</header>"
+    described = f"{listed}{_mask(source)}{_settings(source)}"
+    return f"<header>{head}{elements.remarks(source.remarks)}{described}</header>"
+
+
+def _mask(source: ReportSource) -> str:
+    """Return the mask of a run with its picture; "" if it is causal or unknown, or is too large."""
+    try:
+        config = resolved_file.load(source.folder / RESOLVED)
+    except ConfigError:
+        return ""
+    if config.seq * config.mask.intervals(config.seq) > _MOST_BOUNDS:
+        return ""
+    rows = mask_rows(config)
+    if not rows:
+        return ""
+    picture = mask_svg.inline(MaskRule.of(config).undivided(config.seq, config.seq), _MASK_SIDE)
+    return f"<h3>Mask</h3>{elements.definition_list(rows)}{picture}"
 
 
 def _restarts(source: ReportSource) -> str | None:

@@ -53,7 +53,7 @@ def svg(mask: SequenceMask, title: str) -> str:
 
 
 def inline(mask: SequenceMask, side: int) -> str:
-    """Return an SVG element in the colors of the text of its page, of ``side`` pixels."""
+    """Return an SVG element of ``side`` pixels, whose colors the page's class `mask` sets."""
     return (
         f'<svg role="img" width="{side}" height="{side}" class="mask">'
         f"<title>{MEANING}</title>{_cells(mask, 0, 0, side)}</svg>"
