@@ -140,6 +140,7 @@ class Trainer:
             self.exchange,
             mask=MaskRule.of(config),
             layers=config.model.num_layers,
+            balancer=self.choices.balancer,
             keep=attention_kept(config.train),
             offload=self.offload,
         )
