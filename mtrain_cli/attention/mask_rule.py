@@ -18,6 +18,8 @@ from mtrain_cli.config.schema import Config, ConfigError
 class MaskRule:
     """Makes the mask of a sequence: the configured mask, inside each document if asked for.
 
+    A sequence whose documents bring slices is masked by these slices alone.
+
     document_mask: whether a query sees only its own document.
     mask: the configured mask. `docs/extending.md`, "A mask", lists the steps to add one.
     """
@@ -55,12 +57,20 @@ class MaskRule:
         return (window, layers - full), (MaskRule(self.document_mask), full)
 
     def __call__(
-        self, documents: NDArray[np.integer] | None, length: int, padded: int
+        self,
+        documents: NDArray[np.integer] | None,
+        length: int,
+        padded: int,
+        slices: IntArray | None = None,
     ) -> SequenceMask:
         """Return the mask of a sequence.
 
         documents: document id of each token; None if the sequence is one document.
+        slices: slices from the data, int64 [slices, 5], in positions of the sequence; None if the
+            data have none.
         """
+        if slices is not None:
+            return SequenceMask.from_slices(slices, length, padded)
         whole = self.undivided(length, padded)
         if documents is None or not self.document_mask:
             return whole

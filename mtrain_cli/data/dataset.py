@@ -23,7 +23,7 @@ _MIN_FILLED = 0.05
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence, as three arrays int32[seq].
+    """One sequence. Its first three arrays are int32[seq].
 
     Padding, if any, is at the end. It has token 0, label -100 and its own document number.
 
@@ -31,11 +31,16 @@ class Sample:
     labels: the token that follows each position. The loss at position t compares logits[t] with
         labels[t]. The loss ignores a position with the label -100.
     documents: number of each position's document within the sequence, from 0.
+    slices: slices of the sequence's mask, int64 [slices, 5], as in `SequenceMask.from_slices`; None
+        if the data have no masks.
+    positions: rotary position of each token, int32[seq]; None if the data have none.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     documents: np.ndarray
+    slices: np.ndarray | None = None
+    positions: np.ndarray | None = None
 
 
 class TokenSource(Protocol):

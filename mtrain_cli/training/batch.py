@@ -27,7 +27,11 @@ from mtrain_cli.sparsity.pattern import Pattern
 
 
 class PackedSample(Protocol):
-    """One sequence as arrays [seq]. Labels are already shifted. Label -100 is ignored."""
+    """One sequence as arrays [seq]. Labels are already shifted. Label -100 is ignored.
+
+    slices: slices of the sequence's mask, int64 [slices, 5]; None if the documents give the mask.
+    positions: rotary position of each token; None for its position in the sequence.
+    """
 
     @property
     def tokens(self) -> NDArray[np.int32]: ...
@@ -35,6 +39,10 @@ class PackedSample(Protocol):
     def labels(self) -> NDArray[np.int32]: ...
     @property
     def documents(self) -> NDArray[np.int32]: ...
+    @property
+    def slices(self) -> IntArray | None: ...
+    @property
+    def positions(self) -> NDArray[np.int32] | None: ...
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,9 @@ class HostBatch:
 
     layout: which rank holds which tokens.
     samples: the whole sequences.
-    numbers: int64 [3, batch, tokens of this worker]: tokens, positions and labels, in layout order.
-        For a GPU, the tensor is in pinned memory.
-    starts: int64 [batch, tokens of this worker]: position at which each token's context starts,
+    numbers: int64 [3, batch, tokens of this worker]: tokens, rotary positions and labels, in layout
+        order. For a GPU, the tensor is in pinned memory.
+    earlier: int64 [batch, tokens of this worker]: number of earlier tokens in each token's context,
         that is its document or the sequence (`MaskRule.starts`).
     plan: what this worker's attention computes.
     full_plan: the same for the layers that `mask.full_every` selects; None if all layers are alike.
@@ -56,7 +64,7 @@ class HostBatch:
     layout: Layout
     samples: Sequence[PackedSample]
     numbers: torch.Tensor
-    starts: IntArray
+    earlier: IntArray
     plan: Plan
     full_plan: Plan | None
     valid: int
@@ -67,7 +75,8 @@ class HostBatch:
 class Batch:
     """A micro-batch on the device.
 
-    tokens, positions, labels: int64 [batch, tokens of this worker], in layout order.
+    tokens, positions, labels: int64 [batch, tokens of this worker], in layout order. The positions
+        are for the rotary embedding.
     attend: attention over the whole sequences, shared by all layers, or by all that
         `mask.full_every` does not select.
     mixed: attention of all layers if they have different masks; None if they are alike.
@@ -196,7 +205,12 @@ class BatchMaker:
         tokens = np.stack([_padded(s.tokens, padded, 0)[held] for s in samples])
         labels = np.stack([_padded(each, padded, IGNORED)[held] for each in targets])
         starts = np.stack([self.mask.starts(s.documents, padded) for s in samples])
-        positions = np.broadcast_to(held, tokens.shape)
+        positions = np.stack(
+            [
+                held if s.positions is None else _padded(s.positions, padded, 0)[held]
+                for s in samples
+            ]
+        )
         numbers = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
         on_gpu = self.device.type == "cuda"
         # Memory is pinned for the current device, which in a new thread is device 0.
@@ -206,7 +220,8 @@ class BatchMaker:
             if self.full is not None and full_masks is not None:
                 full_plan = self.full._plan(full_masks, layout)
         valid = sum(int((each != IGNORED).sum()) for each in targets)
-        return HostBatch(layout, samples, numbers, starts[:, held], plan, full_plan, valid, self)
+        earlier = held - starts[:, held]
+        return HostBatch(layout, samples, numbers, earlier, plan, full_plan, valid, self)
 
     def to_device(self, host: HostBatch) -> Batch:
         """Copy a batch to the device. The copies from pinned memory are asynchronous."""
@@ -223,7 +238,7 @@ class BatchMaker:
 
     def _masks(self, samples: Sequence[PackedSample]) -> list[SequenceMask]:
         layout = self.exchange.layout
-        return [self.mask(s.documents, layout.seq, layout.padded_seq) for s in samples]
+        return [self.mask(s.documents, layout.seq, layout.padded_seq, s.slices) for s in samples]
 
     def _undivided_only(self, masks: Sequence[SequenceMask]) -> bool:
         """Return whether every sequence is a single document, so that all have the same mask."""

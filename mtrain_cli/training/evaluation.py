@@ -136,8 +136,8 @@ def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
 
     A token without a label gets the number after the last bucket.
     """
-    positions, labels = host.numbers[1].numpy(), host.numbers[2].numpy()
-    places = np.searchsorted(bounds, positions - host.starts, side="right") - 1
+    labels = host.numbers[2].numpy()
+    places = np.searchsorted(bounds, host.earlier, side="right") - 1
     return torch.from_numpy(np.where(labels < 0, len(bounds) - 1, places).ravel())
 
 

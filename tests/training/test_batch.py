@@ -27,6 +27,8 @@ class Sample:
     tokens: np.ndarray
     labels: np.ndarray
     documents: np.ndarray
+    slices: np.ndarray | None = None
+    positions: np.ndarray | None = None
 
 
 def test_batches_share_the_causal_mask_but_not_the_index():
@@ -140,8 +142,9 @@ def test_contexts_start_at_documents_whatever_the_window():
     for mask in (MaskConfig(kind="causal"), MaskConfig.sliding(3), MaskConfig(kind="full")):
         for document_mask, middle in ((True, SEQ // 2), (False, 0)):
             make = maker(mask, document_mask=document_mask)
-            starts = make.on_host([Sample(tokens, tokens, halves)]).starts
-            assert starts.tolist() == [[0] * (SEQ // 2) + [middle] * (SEQ // 2)]
+            earlier = make.on_host([Sample(tokens, tokens, halves)]).earlier
+            expected = np.arange(SEQ) - np.repeat([0, middle], SEQ // 2)
+            assert earlier.tolist() == [expected.tolist()]
 
 
 def test_evaluation_counts_the_context_in_the_document():
@@ -159,3 +162,35 @@ def test_batches_of_one_document_share_the_plan_of_any_mask():
     first, second = (make([Sample(tokens, tokens, one)]) for _ in range(2))
     assert first.attend.plan is second.attend.plan
     assert first.pairs == SEQ * (SEQ + 1) // 2 + 20 * 19 // 2
+
+
+def question(first: int, answers: int, length: int) -> np.ndarray:
+    """The slices of a question of `first` tokens whose answers see the question and themselves."""
+    rows = [[0, first, 0, first, 1]]
+    for start in range(first, first + answers * length, length):
+        stop = start + length
+        rows += [[start, stop, 0, first, 0], [start, stop, start, stop, 1]]
+    return np.array(rows)
+
+
+def test_slices_and_positions_of_a_sample_replace_those_of_the_sequence():
+    layout = make_layout("zigzag", 2, SEQ, 4)
+    tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
+    restarting = np.concatenate([np.arange(16), *[np.arange(16, 40)] * 2]).astype(np.int32)
+    exchange = make_exchange("all_gather", layout, ContextGroup(rank=1, ranks=(0, 1)))
+    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(True))
+    host = make.on_host([Sample(tokens, tokens, one, question(16, 2, 24), restarting)] * 2)
+    own = layout.positions(1)
+    assert host.numbers[1].tolist() == [restarting[own].tolist()] * 2
+    assert host.earlier.tolist() == [own.tolist()] * 2
+    (mask, _), pairs = host.plan.masks, 16 * 17 // 2 + 2 * (24 * 16 + 24 * 25 // 2)
+    assert (mask.pairs, mask.intervals) == (pairs, 2)
+    assert host.valid == 2 * SEQ
+
+
+def test_a_label_that_slices_show_is_ignored():
+    tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
+    slices = np.array([[0, 20, 0, 20, 0], [20, SEQ, 0, SEQ, 1]])
+    host = maker(MaskConfig(kind="causal")).on_host([Sample(tokens, tokens, one, slices)])
+    labels = host.numbers[2, 0].numpy()
+    assert np.flatnonzero(labels >= 0).tolist() == list(range(19, SEQ))

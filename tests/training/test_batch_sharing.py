@@ -21,7 +21,11 @@ SEQ = 64
 def sample(*lengths):
     documents = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
     return SimpleNamespace(
-        tokens=np.zeros(SEQ, np.int32), labels=np.zeros(SEQ, np.int32), documents=documents
+        tokens=np.zeros(SEQ, np.int32),
+        labels=np.zeros(SEQ, np.int32),
+        documents=documents,
+        slices=None,
+        positions=None,
     )
 
 
