@@ -83,6 +83,7 @@ def _measure(
             for recorded in rotated((False, True), sample):
                 seconds[recorded] = attention(recorded)
                 if recorded:
+                    assert attention.estimated is not None
                     kept = [attention.estimated]
                     writer.recorded(attention.case, sample + 1, kept)
             attention.times.append(seconds[False])
