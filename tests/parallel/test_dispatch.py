@@ -245,12 +245,9 @@ def test_a_balancer_makes_layouts_of_one_shape(workers, heads, seq):
 
 def test_prices_follow_the_cluster():
     assert RowPrices.on(None, 16, 2) == pytest.approx(RowPrices(), rel=0.02)
-    slow = RowPrices.on(load_cluster("a100_4x8"), 16, 2)
-    links = load_cluster("a100_4x8")
-    ratio = (
-        links.inner.collective_bandwidth_gbps.value / links.outer.collective_bandwidth_gbps.value
-    )
-    assert slow.outer / slow.inner == pytest.approx(ratio, rel=0.02)
-    assert RowPrices.on(None, 16, 4).inner == pytest.approx(
-        2 * RowPrices.on(None, 16, 2).inner, abs=1
-    )
+    cluster = load_cluster("a100_4x8")
+    slow = RowPrices.on(cluster, 16, 2)
+    inner, outer = (of.collective_bandwidth_gbps.value for of in (cluster.inner, cluster.outer))
+    assert slow.outer / slow.inner == pytest.approx(inner / outer, rel=0.02)
+    few, many = (RowPrices.on(None, 16, kv_heads).inner for kv_heads in (2, 4))
+    assert many == pytest.approx(2 * few, abs=1)
