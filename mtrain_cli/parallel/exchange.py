@@ -19,10 +19,11 @@ from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
 from mtrain_cli.parallel.executor import Executor
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Part, Program, Recompute, Shards
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.parallel.transport import Buffers, Transport

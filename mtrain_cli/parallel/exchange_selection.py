@@ -15,8 +15,9 @@ from mtrain_cli.config.exchanges import (
     exchange_name,
 )
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 
 # Gather KV only if it and its float32 gradient take at most _GATHER_SHARE of a GPU's memory; else

@@ -20,7 +20,7 @@ import torch
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.partials import accumulation_dtype, row_delta
 from mtrain_cli.attention.shared_columns import SharedColumns
-from mtrain_cli.parallel import head_parts, lowering
+from mtrain_cli.parallel import arrangements, head_parts
 from mtrain_cli.parallel.head_parts import part_of_heads
 from mtrain_cli.parallel.program import (
     WHOLE_SEQUENCE,
@@ -224,7 +224,7 @@ class Executor:
 
     def _arrange_span(self, op: Arrange) -> AbstractContextManager[None]:
         # FROM_HEADS only makes views. ADD_HEADS copies them; a profile shows that time as a gap.
-        timed = op.timed and op.what != lowering.FROM_HEADS
+        timed = op.timed and op.what != arrangements.FROM_HEADS
         return self.transport.span(ARRANGE) if timed else nullcontext()
 
     def _read(self, op: Operation) -> list[Any]:
@@ -394,28 +394,28 @@ _RUN: dict[type[Operation], Callable[[Executor, Any], None]] = {
     Arrange: Executor._arrange,
 }
 _ARRANGE: dict[str, Callable[[Executor, Arrange], Sequence[Any]]] = {
-    lowering.PACK: Executor._pack,
-    lowering.PICK: Executor._pick,
-    lowering.DELTA: Executor._delta,
-    lowering.MESSAGE: Executor._make_message,
-    lowering.ZERO: Executor._zero,
-    lowering.TAKE_SUM: Executor._take_sum,
-    lowering.RESULT: Executor._result,
-    lowering.GRADIENTS: Executor._gradients,
-    lowering.TAKE: Executor._take,
-    lowering.ORDER: Executor._order,
-    lowering.CUT: Executor._cut,
-    lowering.PLACE: Executor._place,
-    lowering.SHARDS: Executor._shards,
-    lowering.MERGE_ROWS: Executor._merge_rows,
-    lowering.SPLIT_ROWS: Executor._split_rows,
-    lowering.OWN_ROWS: Executor._own_rows,
-    lowering.OWN: Executor._own,
-    lowering.JOIN: Executor._join,
-    lowering.JOIN_OUT: Executor._join_out,
-    lowering.TO_HEADS: Executor._to_heads,
-    lowering.FROM_TOKENS: Executor._from_tokens,
-    lowering.TO_TOKENS: Executor._to_tokens,
-    lowering.FROM_HEADS: Executor._from_heads,
-    lowering.ADD_HEADS: Executor._add_heads,
+    arrangements.PACK: Executor._pack,
+    arrangements.PICK: Executor._pick,
+    arrangements.DELTA: Executor._delta,
+    arrangements.MESSAGE: Executor._make_message,
+    arrangements.ZERO: Executor._zero,
+    arrangements.TAKE_SUM: Executor._take_sum,
+    arrangements.RESULT: Executor._result,
+    arrangements.GRADIENTS: Executor._gradients,
+    arrangements.TAKE: Executor._take,
+    arrangements.ORDER: Executor._order,
+    arrangements.CUT: Executor._cut,
+    arrangements.PLACE: Executor._place,
+    arrangements.SHARDS: Executor._shards,
+    arrangements.MERGE_ROWS: Executor._merge_rows,
+    arrangements.SPLIT_ROWS: Executor._split_rows,
+    arrangements.OWN_ROWS: Executor._own_rows,
+    arrangements.OWN: Executor._own,
+    arrangements.JOIN: Executor._join,
+    arrangements.JOIN_OUT: Executor._join_out,
+    arrangements.TO_HEADS: Executor._to_heads,
+    arrangements.FROM_TOKENS: Executor._from_tokens,
+    arrangements.TO_TOKENS: Executor._to_tokens,
+    arrangements.FROM_HEADS: Executor._from_heads,
+    arrangements.ADD_HEADS: Executor._add_heads,
 }

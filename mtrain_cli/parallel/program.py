@@ -27,7 +27,7 @@ Shape = tuple[tuple[Fraction, str, int], ...]  # (count, unit, bytes per element
 WHOLE_SEQUENCE: Shards = (-1,)
 
 # Units of a size. Each stands for a count of tensor elements:
-#   ROWS: a rank's queries.
+#   QUERIES: a rank's queries.
 #   KEYS: the keys and values with which a rank computes. Ulysses repeats a key-value head if it has
 #       more ranks than the model has key-value heads.
 #   OWN_KEYS: a rank's keys and values before Ulysses trades them, with every head once.
@@ -35,7 +35,7 @@ WHOLE_SEQUENCE: Shards = (-1,)
 #   COLUMNS: keys and values of single columns.
 #   WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
 #   SENT[i], RECEIVED[i]: keys and values of the rows that group cast number i moves.
-ROWS, KEYS, OWN_KEYS, STATS = "rows", "keys", "own_keys", "stats"
+QUERIES, KEYS, OWN_KEYS, STATS = "queries", "keys", "own_keys", "stats"
 COLUMNS, WIDE_COLUMNS = "columns", "wide_columns"
 SENT, RECEIVED = ("sent 0", "sent 1"), ("received 0", "received 1")
 # Precisions. LOW: the compute dtype. HIGH: float32, for sums. MADE: the dtype of a kernel's dk, dv.
@@ -87,7 +87,7 @@ class ShardSizes:
         if unit in (*SENT, *RECEIVED):
             word, at = unit.split()
             return self.casts[int(at)][word == "received"] * self.count(KEYS, sharing)
-        if unit == ROWS:
+        if unit == QUERIES:
             return self.tokens * self.heads * self.head_dim
         if unit == STATS:
             return self.tokens * self.heads
@@ -140,13 +140,18 @@ def total_size(sizes: Iterable[Size]) -> Size:
 
 
 def low(unit: str) -> Size:
-    """Return the size of one ``unit``, such as KEYS or ROWS, in the compute dtype."""
+    """Return the size of one ``unit``, such as KEYS or QUERIES, in the compute dtype."""
     return Size(((Fraction(1), unit, LOW),))
 
 
 def high(unit: str) -> Size:
-    """Return the size of one ``unit``, such as ROWS or STATS, in float32."""
+    """Return the size of one ``unit``, such as QUERIES or STATS, in float32."""
     return Size(((Fraction(1), unit, HIGH),))
+
+
+def as_made(unit: str) -> Size:
+    """Return the size of one ``unit``, such as KEYS, in the dtype of a kernel's dk and dv."""
+    return Size(((Fraction(1), unit, MADE),))
 
 
 NOTHING = Size()
@@ -181,7 +186,7 @@ class Begin(Operation):
 class Arrange(Operation):
     """Copy tensors into another order, shape or dtype.
 
-    what: name of the copy, such as `lowering.PACK`.
+    what: name of the copy, such as `arrangements.PACK`.
     moves: number of bytes that the copy reads from and writes to memory.
     timed: whether a profile shows the copy as a span. If False, the copy's time is part of a gap.
     piece: (i, n): copy the i-th of n equal parts of this rank's heads.

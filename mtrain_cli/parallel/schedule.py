@@ -13,7 +13,7 @@ in the forward pass. In step 1 this rank computes shard 2 and receives shard 1. 
     ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
                  receives=(1,), to=1, source=2, after=0, ...),))
 
-Transfer 0, posted in step 0, brings shard 2 from rank 2. `lowering._ring_forward` emits:
+Transfer 0, posted in step 0, brings shard 2 from rank 2. `ring_programs.ring_forward` emits:
 
     operation  reads       writes   what the executor does
     Begin      -           -        tags the spans and messages that follow with step 1

@@ -24,9 +24,10 @@ from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.parallel.layout import Layout, make_layout
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.plan import positions_of
 from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Compute
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE

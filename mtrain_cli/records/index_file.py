@@ -58,7 +58,7 @@ class RecordedSetup:
     workers: number of ranks in the context group.
     per_node: number of ranks in a node.
     layout, exchange, block_size: settings of the topology.
-    needs_out: whether the kernel's backward pass needs the output (`lowering.Traits`).
+    needs_out: whether the kernel's backward pass needs the output (`program_builder.Traits`).
     columns: largest number of single columns per head, by pattern label; None without a bound
         (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
         the index.

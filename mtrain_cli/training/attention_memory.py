@@ -17,8 +17,9 @@ from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Balanced, Layout, Striped
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.index_memory import IndexShape

@@ -23,8 +23,9 @@ from mtrain_cli.launch.environment import (
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_search, resolution

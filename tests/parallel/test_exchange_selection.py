@@ -19,8 +19,9 @@ from mtrain_cli.parallel.exchange_selection import (
     gathered_bytes,
     ring_backward_bytes,
 )
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import ShardSizes
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import CONTEXT, Schedule, ScheduleOptions, make_schedule
 
 AUTO = compose([]).topology

@@ -5,17 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from parallel.test_lowering import FEW, SIZES
+from parallel.programs import FEW, SIZES
 
-from mtrain_cli.parallel.lowering import (
-    FROM_HEADS,
-    FROM_TOKENS,
-    OWN,
-    TO_HEADS,
-    TO_TOKENS,
-    Traits,
-    lower,
-)
+from mtrain_cli.parallel.arrangements import FROM_HEADS, FROM_TOKENS, OWN, TO_HEADS, TO_TOKENS
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import (
     HIGH,
     LOW,
@@ -26,6 +19,7 @@ from mtrain_cli.parallel.program import (
     ShardSizes,
     pool_bytes,
 )
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import (
     UNSCHEDULED,
     ScheduleOptions,

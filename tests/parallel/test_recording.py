@@ -18,9 +18,10 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.program import ShardSizes
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern_registry import make_pattern

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import (
     AddColumns,
     Arrange,
@@ -17,6 +17,7 @@ from mtrain_cli.parallel.program import (
     Reduce,
     Wait,
 )
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.simulation.actions import (

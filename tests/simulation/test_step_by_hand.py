@@ -9,8 +9,10 @@ import pytest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
-from mtrain_cli.parallel.lowering import ORDER, Traits, lower
+from mtrain_cli.parallel.arrangements import ORDER
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Arrange, Merge, ShardSizes
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (

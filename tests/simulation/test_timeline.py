@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from simulation.event_loop import EventLoop
 
-from mtrain_cli.parallel.lowering import FROM_HEADS, FROM_TOKENS, TO_HEADS, TO_TOKENS, Traits, lower
+from mtrain_cli.parallel.arrangements import FROM_HEADS, FROM_TOKENS, TO_HEADS, TO_TOKENS
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Arrange, Merge, Reduce
+from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.parallel.schedule import INNER, OUTER, SUM, Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.records.record_files import LINKS

@@ -1,0 +1,146 @@
+"""The programs of exchanges that gather keys before the kernel runs."""
+
+from __future__ import annotations
+
+from mtrain_cli.parallel.arrangements import (
+    CUT,
+    JOIN,
+    JOIN_OUT,
+    ORDER,
+    OWN,
+    PACK,
+    PLACE,
+    SHARDS,
+    TAKE,
+)
+from mtrain_cli.parallel.cast_programs import add_returned_rows, cast_keys, return_rows
+from mtrain_cli.parallel.program import (
+    KEYS,
+    NOTHING,
+    QUERIES,
+    STATS,
+    Size,
+    as_made,
+    high,
+    low,
+)
+from mtrain_cli.parallel.program_builder import KEYS_COPIED, ProgramBuilder, Steps
+from mtrain_cli.parallel.schedule import ScheduleStep
+
+
+def gather_forward(b: ProgramBuilder, steps: Steps) -> None:
+    """Gather each part of the heads while the previous part is computed."""
+    b.begin(0, steps[0])
+    b.arrange(PACK, ("k", "v"), (f"kv {b.own}",), 2 * low(KEYS))
+    parts = []
+    for at, step in enumerate(steps):
+        b.begin(at, step)
+        keys = _gather_keys(b, at, step)
+        parts.append(f"part {at}")
+        b.compute(step, ("q", keys), (parts[-1],))
+    b.arrange(JOIN_OUT, parts, ("out", "lse"), 2 * low(QUERIES) if len(parts) > 1 else NOTHING)
+    b.wait(b.under_way)
+
+
+def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
+    """Gather keys as in forward. Reduce-scatter the gradients of a part during the next part."""
+    parts = len(steps)
+    cut = (low(KEYS) + high(KEYS)) * b.schedule.groups / parts
+    copied = (2 * low(QUERIES) + high(STATS)) / parts
+    copies = b.traits.copies_parts and parts > 1
+    own, dq, sums = f"kv {b.own}", [], []
+    for at, step in enumerate(steps):
+        b.begin(at, step)
+        keys, piece = _gather_keys(b, at, step), b.piece(step.part)
+        moves = 4 * low(QUERIES) / parts if copies and b.schedule.groups > 1 else NOTHING
+        b.arrange(CUT, ("lse",), (f"lse {at}",), moves, piece=piece)
+        made = ("dq" if parts == 1 else f"dq {at}", f"dkeys {at}")
+        reads = ("q", "dout", "out", f"lse {at}", keys)
+        b.compute(step, reads, made, copied if copies else NOTHING)
+        if not step.send:
+            b.arrange(PLACE, ("q", own, *made), ("dq", "dkv"), cut, piece=piece)
+            continue
+        dq.append(made[0])
+        # The previous part is sent from a buffer of the same size as the next one. Free it first.
+        b.wait(step.collect)
+        if b.schedule.traits.by_mask:
+            if at:
+                add_returned_rows(b, at - 1, steps[at - 1])
+            sums.append(return_rows(b, at, step, made[1]))
+        else:
+            sums.append(_scatter_gradients(b, at, step, made[1], cut))
+    b.wait(b.under_way)
+    if b.schedule.traits.by_mask and steps[-1].send:
+        add_returned_rows(b, parts - 1, steps[-1])
+    b.arrange(OWN, (own, *(sums or ["dkv"])), ("dk", "dv"), timed=False, renames=not sums)
+    # Under Ulysses the last operation, ADD_HEADS, carries this charge.
+    moves = NOTHING if b.sharing > 1 else joined_size(parts)
+    b.arrange(JOIN, dq or ["dq"], ("dq",), moves, timed=False)
+
+
+def joined_size(parts: int) -> Size:
+    """Return the bytes that memory moves to join the gradients of all parts of the heads."""
+    return KEYS_COPIED + 2 * low(QUERIES) if parts > 1 else KEYS_COPIED
+
+
+def _gather_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> str:
+    """Post the gathers of a step, and put the step's keys in order of position.
+
+    Return the name of the buffer with the ordered keys.
+    """
+    own, keys = f"kv {b.own}", f"keys {at}"
+    if b.schedule.traits.by_mask and step.wait:
+        return cast_keys(b, at, step)
+    for t in step.post:
+        source, piece, leaving = f"gathered {t.after}", (0, 1), []
+        if not b.forwards(t):
+            source, piece = own, b.piece(t.part)
+            # A part of the heads leaves from a copy.
+            leaving = [f"leaving {t.number}"] if piece[1] > 1 else []
+        payload = b.payload(t)
+        b.post(t, (source,), (f"gathered {t.number}", *leaving), payload, piece=piece)
+    b.wait(step.wait)
+    if not step.wait:
+        b.arrange(TAKE, (own,), (keys,), piece=b.piece(step.part))
+        return keys
+    last = b.posted[step.wait[-1]].transfer
+    moves = 2 * low(KEYS) * b.schedule.groups / (step.part[1] // b.sharing)
+    among = len(last.peers) if b.forwards(last) else 0
+    b.arrange(ORDER, (f"gathered {last.number}",), (keys,), moves, among=among)
+    return keys
+
+
+def _scatter_gradients(
+    b: ProgramBuilder, at: int, step: ScheduleStep, made: str, moves: Size
+) -> str:
+    """Cut key gradients into shards and reduce-scatter the shards.
+
+    Return the name of the buffer with the sum.
+
+    made: name of the buffer with the dk and dv that the kernel returned.
+    """
+    name = f"shards {at}"
+    among = len(step.send[0].peers) if len(step.send) > 1 else 0
+    scratch = _scratch_of_shards(b, among) * b.schedule.groups / b.piece(step.part)[1]
+    b.arrange(SHARDS, (made,), (name,), moves, among=among, scratch=scratch)
+    for t in step.send:
+        b.post(t, (name,), (f"sum {t.number}",), b.payload(t))
+        name = f"sum {t.number}"
+    # The kernel's dk and dv stay until the reduce-scatter has started.
+    b.hold(made)
+    return name
+
+
+def _scratch_of_shards(b: ProgramBuilder, among: int) -> Size:
+    """Return the memory of the copies that cut a rank's share of gradients into shards.
+
+    dk and dv are cut in turn. Shards in node order are a copy of those in rank order, which is
+    never smaller than the other copies. Ranks that share heads bring a gradient into rank
+    order, which copies it. A zigzag layout also copies the half of the pieces that it reverses.
+    Other layouts write shards in rank order directly.
+    """
+    if among:
+        return high(KEYS)
+    if b.sharing > 1:
+        return as_made(KEYS) / 2
+    return 3 * as_made(KEYS) / 4 if b.traits.zigzag else NOTHING

@@ -1,0 +1,125 @@
+"""Operations, buffers and charges of rings, and the ring in the docstring of `schedule`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from parallel.programs import FEW, SIZES, copies
+
+from mtrain_cli.parallel import schedule
+from mtrain_cli.parallel.arrangements import DELTA
+from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.program import AddColumns, Begin, Merge, Reduce, pool_bytes
+from mtrain_cli.parallel.program_builder import Traits
+from mtrain_cli.parallel.schedule import DQ, ScheduleOptions, Transfer, make_schedule
+
+
+def test_a_ring_of_keys_step_by_step():
+    """The second of four ranks receives its predecessors' keys, one hop ahead."""
+    program = lower(make_schedule("ring", ScheduleOptions(4, 4)), 1)
+    kinds = [type(op).__name__ for op in program.operations if op.step == 1]
+    assert kinds == ["Begin", "Post", "Wait", "Compute", "Merge"]
+    assert [op.keys for op in program.computes] == [(1,), (0,), (3,), (2,)]
+    assert [(p.reads, p.writes) for p in program.posts] == [
+        (("kv 1",), ("kv 0",)),
+        (("kv 0",), ("kv 3",)),
+        (("kv 3",), ("kv 2",)),
+    ]
+    assert program.saved == ("q", "kv 2", "out", "lse")
+    # One shard leaves, one is computed and one arrives. The last one is saved, not pooled; the
+    # first one is not pooled, either.
+    assert pool_bytes([program], SIZES) == 2 * 2 * 64 * 24 * 8 * 2
+    merges = [op for op in program.operations if isinstance(op, Merge)]
+    rows = SIZES.tokens * SIZES.heads * SIZES.head_dim
+    assert [op.moves.of(SIZES) for op in merges] == [0, 16 * rows, 10 * rows, 10 * rows]
+
+
+@pytest.mark.parametrize("circulates", ["kv", "queries"])
+@pytest.mark.parametrize(("name", "per_node"), [("ring", 6), ("hierarchical_ring", 3)])
+def test_a_ring_frees_the_shards_of_a_step_at_its_end(name, per_node, circulates):
+    """Gradients of a step, which may have the same shape, cannot take over their memory."""
+    schedule = make_schedule(name, ScheduleOptions(6, per_node, circulates=circulates))
+    for backward in (False, True):
+        program = lower(schedule, 1, backward=backward)
+        begins = [at for at, op in enumerate(program.operations) if isinstance(op, Begin)]
+        last = {after - 1 for after in begins[1:]}
+        word = "queries" if backward and circulates == "queries" else "kv"
+        found = [
+            at
+            for at, op in enumerate(program.operations)
+            for name in op.frees
+            if name.startswith(f"{word} ")
+        ]
+        assert len(found) >= 5
+        # After the last step the pass casts its results.
+        assert all(at in last or at > begins[-1] for at in found), found
+
+
+def test_the_ring_step_in_the_docstring_is_the_program():
+    schedule_ = make_schedule("ring", ScheduleOptions(3, 3))
+    step = schedule_.forward[0][1]
+    (hop,) = step.post
+    assert (step.queries, step.keys, step.wait) == ((0,), (2,), (0,))
+    assert hop == Transfer(
+        1, "p2p", "kv", "context", sends=(2,), receives=(1,), to=1, source=2, after=0
+    )
+    lines = (schedule.__doc__ or "").splitlines()
+    start = next(at for at, line in enumerate(lines) if line.strip().startswith("operation  reads"))
+    table = [line[4:34] for line in lines[start + 1 : lines.index("", start)]]
+    shown = [(row[:11].strip(), row[11:23].strip(), row[23:].strip()) for row in table]
+    assert shown == [
+        (type(op).__name__, ", ".join(op.reads) or "-", ", ".join(op.writes) or "-")
+        for op in lower(schedule_, 0).operations
+        if op.step == 1
+    ]
+
+
+def test_gradients_of_queries_come_home():
+    program = lower(
+        make_schedule("ring", ScheduleOptions(3, 3, circulates="queries")), 0, backward=True
+    )
+    hops = [p for p in program.posts if p.transfer.payload == DQ]
+    assert [(p.reads, p.writes) for p in hops] == [
+        (("dqueries 2",), ("dqueries 1 by 2",)),
+        (("dqueries 1",), ("dqueries 0 by 3",)),
+    ]
+    assert [op.writes for op in program.operations if isinstance(op, Reduce)] == [
+        ("dqueries 1",),
+        ("dqueries 0",),
+        ("dq_sum",),
+    ]
+    begins = [op.computes for op in program.operations if isinstance(op, Begin)]
+    assert begins == [True, True, True, False]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_rank_adds_its_own_share_of_the_columns(heads):
+    """Keys and values of 6 columns per head. Each of 4 elements is read twice and written once."""
+    sizes = replace(FEW, columns=6, column_width=128)
+    schedule = make_schedule("ring", ScheduleOptions(8, 8, heads=heads))
+    program = lower(schedule, 0, backward=True, traits=Traits(columns=True))
+    (added,) = (op for op in program.operations if isinstance(op, AddColumns))
+    assert added.moves.of(sizes, heads) == 3 * 4 * (2 * 6 * (8 // heads) * 8) / 8
+
+
+def test_backward_of_queries_is_charged_for_the_message():
+    """Bytes per element of the queries: reads out and dout, and starts dq in float32.
+
+    The message reads and writes q and dout.
+    """
+    for circulates, each in (("kv", 2 * 2 + 4), ("queries", 2 * 2 + 4 + 4 * 2)):
+        schedule = make_schedule("ring", ScheduleOptions(4, 4, circulates=circulates))
+        (delta,) = copies(lower(schedule, 1, backward=True), DELTA)
+        assert delta.moves.of(FEW) == each * 640
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize(("copying", "bytes_each"), [(False, 0), (True, 2)])
+def test_a_kernel_that_copies_parts_allocates_an_out_for_messages(copying, bytes_each, heads):
+    """A message has no out, even if all ranks share heads and no message leaves its rank."""
+    traits = Traits(copies_parts=copying)
+    for circulates, allocated in (("kv", 0), ("queries", bytes_each * 640)):
+        schedule = make_schedule("ring", ScheduleOptions(4, 4, circulates=circulates, heads=heads))
+        program = lower(schedule, 1, backward=True, traits=traits)
+        assert [op.scratch.of(FEW, heads) for op in program.computes] == [allocated] * (4 // heads)
