@@ -13,6 +13,8 @@ flash-attn-4 4.0.0b36 on sm_90.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import cutlass
@@ -36,6 +38,27 @@ def _in_span(batch, head, query, key, seqlen, aux):  # noqa: ARG001
     low = utils.scalar_to_ssa(aux[0][batch[0], query[0]], cutlass.Int32)
     high = utils.scalar_to_ssa(aux[1][batch[0], query[0]], cutlass.Int32)
     return (key >= low) & (key < high)
+
+
+@cache
+def _in_some_span(intervals: int) -> Callable[..., Any]:
+    """Return the mask function for a number of intervals per query.
+
+    The number is fixed when the kernel is compiled, so that the loop is unrolled.
+    """
+
+    @cute.jit
+    def in_some_span(batch, head, query, key, seqlen, aux):  # noqa: ARG001
+        low = utils.scalar_to_ssa(aux[0][batch[0], 0, query[0]], cutlass.Int32)
+        high = utils.scalar_to_ssa(aux[1][batch[0], 0, query[0]], cutlass.Int32)
+        seen = (key >= low) & (key < high)
+        for i in cutlass.range_constexpr(1, intervals):
+            low = utils.scalar_to_ssa(aux[0][batch[0], i, query[0]], cutlass.Int32)
+            high = utils.scalar_to_ssa(aux[1][batch[0], i, query[0]], cutlass.Int32)
+            seen = seen | ((key >= low) & (key < high))
+        return seen
+
+    return in_some_span
 
 
 @cute.jit
@@ -86,11 +109,12 @@ def spans_forward(
     lists: dict[str, torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse over the listed blocks, in which each query sees only its span of keys.
+    """Return out and lse over the listed blocks, in which each query sees only its spans of keys.
 
     Args:
-        spans: (low, high), int32 [batch, queries]: query i sees keys low[i] <= j < high[i]. None if
-            the mask is causal only: every partial block then lies on the diagonal.
+        spans: (low, high), int32 [batch, intervals, queries]: query i sees the keys low[i] <= j <
+            high[i] of each interval. None if the mask is causal only: every partial block then lies
+            on the diagonal.
         lists: key blocks of each query block, from `attention.flash4` or `attention.block_lists`.
     """
     blocks = _block_sparse(lists)
@@ -170,7 +194,10 @@ def _out_and_dlse(
 def _mask_arguments(spans: Spans | None) -> dict[str, Any]:
     if spans is None:
         return {"mask_mod": _in_causal_diagonal}
-    return {"mask_mod": _in_span, "aux_tensors": _padded(*spans)}
+    low, high = _padded(*spans)
+    if low.shape[1] == 1:
+        return {"mask_mod": _in_span, "aux_tensors": [low[:, 0], high[:, 0]]}
+    return {"mask_mod": _in_some_span(low.shape[1]), "aux_tensors": [low, high]}
 
 
 def _padded(low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:
@@ -178,7 +205,7 @@ def _padded(low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:
 
     In the last tile, FlashAttention-4 calls the mask function also for queries beyond the end.
     """
-    pad = -low.shape[1] % 128
+    pad = -low.shape[2] % 128
     if pad:
         low, high = (torch.nn.functional.pad(t, (0, pad)) for t in (low, high))
     return [low.contiguous(), high.contiguous()]

@@ -1,6 +1,7 @@
-"""Turn an index into block lists, the form that FlashAttention-4 reads.
+"""Turn an index or a mask into block lists, the form that FlashAttention-4 reads.
 
-Lists are built for one kernel call and freed after it.
+The lists of an index are built for one kernel call and freed after it. The lists of a mask are
+cached in the tiles.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.tiles import Tiles
 
 _WARPS = 4
+Lists = dict[str, torch.Tensor]
 
 
 def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
@@ -69,6 +71,72 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
         result[name] = torch.nn.functional.pad(indices, (0, width - candidates))
         result[name + "_count"] = counts_below[..., -1].contiguous()
     return result
+
+
+def mask_lists(tiles: Tiles, block: int) -> tuple[Lists, Lists]:
+    """Return `lists_of_spans` of a mask. All layers and both passes share the result."""
+    key = f"lists of blocks of {block}"
+    if key not in tiles.cache:
+        tiles.cache[key] = lists_of_spans(tiles.low, tiles.high, tiles.num_keys, block)
+    return tiles.cache[key]
+
+
+def lists_of_spans(
+    low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
+) -> tuple[Lists, Lists]:
+    """List the pairs of blocks that hold an allowed query-key pair, in FlashAttention-4's form.
+
+    A pair of blocks is full if every query sees the whole key block in one of its intervals. All
+    other listed pairs are partial.
+
+    Args:
+        low, high: int [batch, intervals, queries]; each query sees the keys low <= j < high of each
+            interval. The intervals of a query are disjoint.
+        block: tokens per block, on both sides. The last block of either side may be short.
+
+    Returns:
+        Two dicts: the key blocks of each query block, and the query blocks of each key block.
+        ``partial`` and ``full``: ascending block numbers, int32 [batch, 1, blocks, width]. Entries
+            beyond the count are undefined.
+        ``partial_count`` and ``full_count``: number of entries, int32 [batch, 1, blocks].
+    """
+    sees, queries, columns = low < high, low.shape[2], -(-num_keys // block)
+    starts, ends = low // block, (high - 1) // block + 1
+    touched = _rows_over(starts, torch.where(sees, ends, starts), block, columns) > 0
+    # A short last block ends with the keys: FlashAttention-4 itself masks positions beyond them.
+    starts = (low + block - 1) // block
+    ends = torch.where(high == num_keys, columns, high // block)
+    rows = torch.arange(0, queries, block, device=low.device)
+    rows = (queries - rows).clamp(max=block)[:, None]
+    inside = _rows_over(starts, torch.where(sees, ends, starts).maximum(starts), block, columns)
+    full = inside == rows
+    lists: tuple[Lists, Lists] = {}, {}
+    for name, blocks in (("partial", touched & ~full), ("full", full)):
+        for of_side, flags in zip(lists, (blocks, blocks.transpose(1, 2)), strict=True):
+            indices, counts_below = set_indices(flags)
+            # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
+            indices = torch.nn.functional.pad(indices, (0, max(0, 2 - indices.shape[-1])))
+            of_side[name] = indices[:, None]
+            of_side[f"{name}_count"] = counts_below[:, None, :, -1].contiguous()
+    return lists
+
+
+def _rows_over(starts: torch.Tensor, ends: torch.Tensor, block: int, columns: int) -> torch.Tensor:
+    """Count how often the rows of each query block have a range over each key block.
+
+    starts, ends: int [batch, intervals, queries]; a range holds the key blocks starts <= j < ends.
+    columns: number of key blocks.
+
+    Returns int32 [batch, query blocks, columns].
+    """
+    batch, intervals, queries = starts.shape
+    rows = -(-queries // block)
+    edges = torch.zeros(batch, rows * (columns + 1), dtype=torch.int32, device=starts.device)
+    row = torch.arange(queries, device=starts.device) // block * (columns + 1)
+    one = torch.ones(batch, intervals * queries, dtype=torch.int32, device=starts.device)
+    edges.scatter_add_(1, (row + starts).flatten(1), one)
+    edges.scatter_add_(1, (row + ends).flatten(1), -one)
+    return edges.view(batch, rows, columns + 1).cumsum(-1, dtype=torch.int32)[..., :-1]
 
 
 def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, int]:

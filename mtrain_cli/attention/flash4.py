@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 
 from mtrain_cli import install_command
-from mtrain_cli.attention.block_lists import index_lists, set_indices
+from mtrain_cli.attention.block_lists import index_lists, mask_lists
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.kernel_cache import persistent_kernel_cache
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
@@ -27,7 +27,6 @@ from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make
 # With more rectangles per sequence, one call with block lists is faster.
 _MAX_RECTANGLES = 4
 _BLOCK = 128
-Lists = dict[str, torch.Tensor]
 
 
 class Flash4Kernel(TritonColumns):
@@ -49,8 +48,6 @@ class Flash4Kernel(TritonColumns):
             return f"computes bfloat16, not {request.dtype}"
         if request.head_dim not in (64, 128):
             return f"head_dim {request.head_dim} is not 64 or 128"
-        if request.intervals > 1:
-            return f"computes one interval of keys per query, not the {request.intervals} of mask"
         if request.deterministic:
             return "its block-sparse backward is not bitwise repeatable"
         if request.index is not None and request.index.block != _BLOCK:
@@ -79,8 +76,8 @@ class Flash4Kernel(TritonColumns):
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
         if not _is_few_rectangles(tiles):
-            spans, lists = tiles.one_interval, _mask_block_lists(tiles)[0]
-            return dense.spans_forward(q, k, v, spans, lists, scale)
+            lists = mask_lists(tiles, _BLOCK)[0]
+            return dense.spans_forward(q, k, v, (tiles.low, tiles.high), lists, scale)
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
             keys = slice(s.k_start, s.k_stop)
@@ -111,7 +108,7 @@ class Flash4Kernel(TritonColumns):
         if tiles.index is not None:
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _is_few_rectangles(tiles):
-            spans, lists = tiles.one_interval, _mask_block_lists(tiles)[1]
+            spans, lists = (tiles.low, tiles.high), mask_lists(tiles, _BLOCK)[1]
             return dense.spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale)
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
@@ -206,75 +203,20 @@ def _sparse_backward(
 def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return (low, high) of the tiles, or None if the mask is causal only, without documents."""
     assert tiles.geometry is not None
-    return None if tiles.geometry.tables.plain else tiles.one_interval
+    return None if tiles.geometry.tables.plain else (tiles.low, tiles.high)
 
 
 def _is_few_rectangles(tiles: Tiles) -> bool:
     """Return whether the mask consists of a few slices that are full or causal.
 
     A band or an inverse slice goes to the block lists. FlashAttention-4's own windows were not
-    checked with them.
+    checked with them. So do several intervals per query, whose slices would need a merge.
     """
     few = tiles.same_for_batch and len(tiles.slices[0]) <= _MAX_RECTANGLES
-    return few and not any(s.inverse for s in tiles.slices[0])
+    return few and tiles.intervals == 1 and not any(s.inverse for s in tiles.slices[0])
 
 
 def _is_one_rectangle(tiles: Tiles) -> bool:
     """Return whether one rectangle covers every query row."""
     slices = tiles.slices[0]
     return len(slices) == 1 and slices[0].q_stop - slices[0].q_start == tiles.num_queries
-
-
-def _mask_block_lists(tiles: Tiles) -> tuple[Lists, Lists]:
-    if "flash4" not in tiles.cache:
-        tiles.cache["flash4"] = block_lists(*tiles.one_interval, tiles.num_keys, _BLOCK)
-    return tiles.cache["flash4"]
-
-
-def block_lists(
-    low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
-) -> tuple[Lists, Lists]:
-    """List the pairs of blocks that hold an allowed query-key pair, in FlashAttention-4's form.
-
-    In a full pair of blocks every query sees every key. All other listed pairs are partial.
-
-    Args:
-        low, high: int [batch, queries]; each query sees the keys low <= j < high.
-        block: tokens per block, on both sides. The last query block may be short.
-
-    Returns:
-        Two dicts: the key blocks of each query block, and the query blocks of each key block.
-        ``partial`` and ``full``: ascending block numbers, int32 [batch, 1, blocks, width]. Entries
-            beyond the count are undefined.
-        ``partial_count`` and ``full_count``: number of entries, int32 [batch, 1, blocks].
-    """
-    batch, queries = low.shape
-
-    def by_block(rows: torch.Tensor, beyond: int) -> torch.Tensor:
-        return torch.nn.functional.pad(rows, (0, -queries % block), value=beyond).view(
-            batch, -1, block
-        )
-
-    # Rows beyond the last query must not make a full block partial. A query that sees no key has
-    # low == high, so none of its blocks is full.
-    beyond = num_keys + block
-    rows_low, rows_high = by_block(low, -1), by_block(high, beyond)
-    sees_keys = by_block(low < high, False)
-    lowest = rows_low.masked_fill(~sees_keys, beyond).amin(-1, keepdim=True)
-    highest = rows_high.masked_fill(~sees_keys, 0).amax(-1, keepdim=True)
-    full_low = rows_low.amax(-1, keepdim=True)
-    full_high = rows_high.amin(-1, keepdim=True).clamp(max=num_keys)
-    start = torch.arange(0, num_keys, block, device=low.device)
-    # The last key block may be short: FlashAttention-4 itself masks positions beyond the keys.
-    stop = (start + block).clamp(max=num_keys)
-    touched = (start < highest) & (stop > lowest)
-    full = touched & (start >= full_low) & (stop <= full_high)
-    lists: tuple[Lists, Lists] = {}, {}
-    for name, blocks in (("partial", touched & ~full), ("full", full)):
-        for of_side, flags in zip(lists, (blocks, blocks.transpose(1, 2)), strict=True):
-            indices, counts_below = set_indices(flags)
-            # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
-            indices = torch.nn.functional.pad(indices, (0, max(0, 2 - indices.shape[-1])))
-            of_side[name] = indices[:, None]
-            of_side[f"{name}_count"] = counts_below[:, None, :, -1].contiguous()
-    return lists

@@ -16,7 +16,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.schema import ConfigError
 
-# In order of preference: `auto` takes the first kernel that can serve the run, but never the
+# In the order of `_preferred`, `auto` takes the first kernel that can serve the run, but never the
 # reference.
 _KERNELS: dict[str, Callable[[], Kernel]] = {
     "flash4": Flash4Kernel,
@@ -42,7 +42,21 @@ def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
 
 def survey_with_all_packages(request: KernelRequest) -> list[tuple[str, str | None]]:
     """Survey as `survey` does, for a machine on which all packages are installed and load."""
-    return [(name, make().unsupported_reason(request)) for name, make in _KERNELS.items()]
+    return [(name, make_kernel(name).unsupported_reason(request)) for name in _preferred(request)]
+
+
+def _preferred(request: KernelRequest) -> list[str]:
+    """Return the names of all kernels, in order of preference.
+
+    For dense attention with one interval of keys per query, PyTorch's kernel comes before Triton.
+    With several intervals, PyTorch's kernel takes a call per slice on a GPU. Triton's interpreter
+    comes after all kernels that compute on the CPU.
+    """
+    names = list(_KERNELS)
+    if request.index is None and (request.device != "cuda" or request.intervals == 1):
+        names.remove("triton")
+        names.insert(names.index("sdpa") + 1, "triton")
+    return names
 
 
 def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:

@@ -1,4 +1,4 @@
-"""The sparse kernel in Triton: block diagonals, block lists and packed columns."""
+"""The kernel in Triton: masks, block diagonals, block lists and packed columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from mtrain_cli import install_command
-from mtrain_cli.attention.block_lists import set_indices
+from mtrain_cli.attention.block_lists import mask_lists, set_indices
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.mask_tables import BlockGeometry
@@ -18,11 +18,14 @@ from mtrain_cli.attention.packed_columns import add_column_gradients, local_colu
 from mtrain_cli.attention.tiles import Tiles
 
 if TYPE_CHECKING:
+    from mtrain_cli.kernels.triton.spans import SpanPlan
     from mtrain_cli.kernels.triton.sparse import TilePlan
 
 Derived = TypeVar("Derived")
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCKS = (16, 32, 64, 128)
+# Without an index, tokens per block of 16-bit and of longer numbers, which take more shared memory.
+_DENSE_BLOCK, _DENSE_BLOCK_32 = 128, 64
 
 
 class TritonColumns:
@@ -65,13 +68,11 @@ class TritonKernel(TritonColumns):
             return "needs a CUDA GPU"
         if request.device == "cuda" and (request.capability is None or request.capability < (8, 0)):
             return "needs compute capability 8.0 (Ampere) or later"
-        if request.index is None:
-            return "computes under a dynamic index only, not sparsity=dense"
         if request.dtype not in ("bfloat16", "float32"):
             return f"computes bfloat16 or float32, not {request.dtype}"
         if request.head_dim not in HEAD_DIMS:
             return f"head_dim {request.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
-        if request.index.block not in BLOCKS:
+        if request.index is not None and request.index.block not in BLOCKS:
             return f"sparsity.block {request.index.block} is none of {', '.join(map(str, BLOCKS))}"
         return None
 
@@ -83,8 +84,10 @@ class TritonKernel(TritonColumns):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from mtrain_cli.kernels.triton import sparse
+        from mtrain_cli.kernels.triton import spans, sparse
 
+        if tiles.index is None:
+            return spans.forward(q, k, v, make_span_plans(tiles, q.dtype)[0], scale)
         plan = make_tile_plan(tiles)
         return sparse.forward(q, k, v, pack_columns(k, v, tiles), plan, scale)
 
@@ -100,11 +103,15 @@ class TritonKernel(TritonColumns):
         tiles: Tiles,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        from mtrain_cli.kernels.triton import sparse
+        from mtrain_cli.kernels.triton import spans, sparse
 
-        plan = make_tile_plan(tiles, backward=True)
         lse = lse.contiguous()
         delta = ensure_delta(out, dout, delta)
+        if tiles.index is None:
+            of_queries, of_keys = make_span_plans(tiles, q.dtype)
+            dq = spans.backward_queries(dout, q, k, v, lse, delta, of_queries, scale)
+            return dq, *spans.backward_keys(dout, q, k, v, lse, delta, of_keys, scale)
+        plan = make_tile_plan(tiles, backward=True)
         columns = pack_columns(k, v, tiles)
         dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale)
         dk, dv = sparse.backward_keys(dout, q, k, v, lse, delta, plan, scale)
@@ -126,6 +133,19 @@ def ensure_delta(
         return delta.contiguous()
     assert out is not None
     return sparse.row_delta(out, dout)
+
+
+def make_span_plans(tiles: Tiles, dtype: torch.dtype) -> tuple[SpanPlan, SpanPlan]:
+    """Return the mask with the key blocks of query blocks, and with the query blocks of key blocks.
+
+    dtype: dtype of q.
+    """
+    from mtrain_cli.kernels.triton.spans import SpanPlan
+
+    block = _DENSE_BLOCK if dtype.itemsize == 2 else _DENSE_BLOCK_32
+    of_queries, of_keys = mask_lists(tiles, block)
+    bounds = tiles.low.contiguous(), tiles.high.contiguous()
+    return SpanPlan(block, *bounds, **of_queries), SpanPlan(block, *bounds, **of_keys)
 
 
 def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> TilePlan:

@@ -156,6 +156,7 @@ def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) ->
     """Split a comma-separated list of names and drop duplicates.
 
     Args:
+        option: what the user typed before the names: ``--layout``, or ``topology.layout=``.
         allowed: the allowed names. None: the caller checks the names, and ``text`` may be empty.
 
     Raises:
@@ -163,16 +164,17 @@ def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) ->
     """
     from mtrain_cli.config.suggest import no_such
 
+    lead = option if option.endswith("=") else f"{option} "
     parsed = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not parsed and (text or allowed is not None):
         raise ConfigError(
-            f"{option} {text!r}: names nothing"
+            f"{lead}{text!r}: names nothing"
             + (f"; allowed: {', '.join(allowed)}" if allowed is not None else "")
         )
     for name in parsed:
         if allowed is not None and name not in allowed:
-            why = no_such(option.removeprefix("--"), name, allowed)
-            raise ConfigError(f"{option} {name}: {why}")
+            why = no_such(option.strip("-=").rpartition(".")[2], name, allowed)
+            raise ConfigError(f"{lead}{name}: {why}")
     return parsed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,20 +123,34 @@ class SimulateJob:
 
     @contextmanager
     def errors_by_option(self, exchange: str) -> Iterator[None]:
-        """In errors about impossible configurations, name the option instead of the setting."""
+        """In errors about impossible configurations, name what the user typed."""
         from mtrain_cli.simulation.what_if import InvalidSetup
 
         try:
             yield
         except InvalidSetup as error:
-            if error.about == "per_node":
-                raise ConfigError(f"{self.cluster_typed}: {error}") from None
-            raise ConfigError(f"--{error.about} {error.value}: {error}") from None
+            raise ConfigError(f"{self._typed_as(error.about, error.value)}: {error}") from None
         except ConfigError as error:
-            key = f"topology.exchange={exchange}:"
+            typed = self._typed_as("exchange", exchange)
             raise ConfigError(
-                *(line.replace(key, f"--exchange {exchange}:") for line in error.problems)
+                *(
+                    re.sub(rf"\btopology\.exchange={exchange}\b", typed, line)
+                    for line in error.problems
+                )
             ) from None
+
+    def _typed_as(self, name: str, value: object) -> str:
+        """Return the words with which the user chose the value of a field of `ReplaySetup`."""
+        if name == "per_node":
+            return self.cluster_typed
+        if name == "workers":
+            all_gpus = f"{self.cluster_typed}, {value} workers"
+            return all_gpus if self.typed.workers is None else f"--workers {value}"
+        if getattr(self.typed, name) is not None:
+            return f"--{name} {value}"
+        if self.request.sets(f"topology.{name}"):
+            return f"topology.{name}={value}"
+        return f"{name} {value} (compared by default)"
 
 
 def parse_job(
@@ -163,8 +178,8 @@ def parse_job(
         if every_exchange
         else list(COMPARED_EXCHANGES[: _SWEPT if swept else None])
     )
-    layouts = parse_names("--layout", DEFAULT_LAYOUTS if layout is None else layout, LAYOUTS)
-    exchanges = usual if exchange is None else parse_names("--exchange", exchange, EXCHANGES)
+    layouts = DEFAULT_LAYOUTS.split(",") if layout is None else parse_names(*layout, LAYOUTS)
+    exchanges = usual if exchange is None else parse_names(*exchange, EXCHANGES)
     if len(parse_names("--kernel", typed.kernel, KERNELS)) > 1:
         raise ConfigError(f"--kernel {typed.kernel}: give one of {', '.join(KERNELS)}")
     tokens = parse_tokens("--tokens", typed.tokens)
@@ -192,7 +207,7 @@ def parse_job(
     if exchange is None and not several:
         # Within a node, hierarchical exchanges equal the plain ones.
         exchanges = [name for name in exchanges if flat_name(name) == name]
-    workers = _parse_workers(cluster, typed.workers, request)
+    workers = _parse_workers(cluster, typed, cluster_typed, request)
     warn_of_unused_settings(words)
     if cluster.gpu.is_cpu and not request.without_a_model and not request.sets("topology.device"):
         # CPU workers compute in another dtype and with other kernels.
@@ -233,7 +248,8 @@ def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str],
     if len(set(names.values())) > 1:
         first, *_, last = names
         raise ConfigError(f"{last}: {first} names another cluster; give only one of the two")
-    typed, name = next(iter(names.items()), (f"--cluster {DEFAULT_CLUSTER}", DEFAULT_CLUSTER))
+    usual = f"cluster {DEFAULT_CLUSTER} (the default)", DEFAULT_CLUSTER
+    typed, name = next(iter(names.items()), usual)
     return settings, name, typed
 
 
@@ -252,24 +268,28 @@ def _refuse_options(words: Sequence[str]) -> None:
             raise ConfigError(f"{word}: is an option, not a setting; give --{name} {values}")
 
 
-def _compared(key: str, option: str | None, overrides: Sequence[str]) -> str | None:
-    """Return the names to compare: the value of --KEY, or of the setting topology.KEY.
+def _compared(key: str, option: str | None, overrides: Sequence[str]) -> tuple[str, str] | None:
+    """Return the option --KEY or the setting topology.KEY, and its value: the names to compare.
+
+    Return None if neither is given.
 
     Raises:
         ConfigError: the option and the setting are both given.
     """
     setting = setting_of(overrides, f"topology.{key}")
-    if setting in (None, "auto"):
-        return option
+    if setting is None or setting == "auto":
+        return None if option is None else (f"--{key}", option)
     if option is not None:
         raise ConfigError(
             f"topology.{key}={setting}: --{key} {option} already compares this setting; give only "
             "one of the two"
         )
-    return setting
+    return f"topology.{key}=", setting
 
 
-def _parse_workers(cluster: Cluster, workers: int | None, request: SimulateRequest) -> int:
+def _parse_workers(
+    cluster: Cluster, typed: SimulateOptions, cluster_typed: str, request: SimulateRequest
+) -> int:
     """Return the number of workers.
 
     Raises:
@@ -277,7 +297,10 @@ def _parse_workers(cluster: Cluster, workers: int | None, request: SimulateReque
     """
     from mtrain_cli.config.cluster import uneven_nodes
 
-    count = cluster.gpus if workers is None else workers
+    count = cluster.gpus if typed.workers is None else typed.workers
+    given = f"--workers {count}"
+    if typed.workers is None:
+        given = cluster_typed if typed.nodes is None else f"--nodes {typed.nodes}"
     most = min(cluster.gpus, _MOST_WORKERS)
     if not 1 <= count <= most:
         more = ""
@@ -285,12 +308,11 @@ def _parse_workers(cluster: Cluster, workers: int | None, request: SimulateReque
             more = " on its one node; a100_4x8 and others have several"
         elif most < count <= _MOST_WORKERS:
             more = f", or more with --nodes {-(-count // cluster.gpus_per_node)}"
-        raise ConfigError(
-            f"--workers {count}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}{more}"
-        )
+        allowed = f"1 to {most}{more}" if typed.workers is not None else f"--workers 1 to {most}"
+        raise ConfigError(f"{given}: {cluster.name} has {cluster.gpus} GPUs; allowed: {allowed}")
     virtual = request.sets("topology.gpus_per_node")
     if not virtual and (why := uneven_nodes(cluster, count)):
-        raise ConfigError(f"--workers {count}: {why}")
+        raise ConfigError(f"{given}: {why}")
     return count
 
 

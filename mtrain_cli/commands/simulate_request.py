@@ -119,7 +119,7 @@ class SimulateRequest:
         Raises:
             ConfigError: a setting or a slow rank is wrong.
         """
-        self.compose(self.words)
+        self._check_mask(self.compose(self.words))
         self.slow_ranks(workers)
 
     def compose(self, words: Sequence[str]) -> Config:
@@ -165,6 +165,7 @@ class SimulateRequest:
         """
         from mtrain_cli.simulation.scenario import PairSource
 
+        self._check_mask(config)
         index, density, columns = self.index, self.density, self.columns
         pattern = config.sparsity.pattern if _own_sparsity(words, config) else None
         if pattern is None and index is None and density is None and columns is None:
@@ -240,6 +241,26 @@ class SimulateRequest:
             f"{self._typed('columns')}: sparsity={settings.pattern} allows at most {bound} per "
             "head; give fewer"
         )
+
+    def _check_mask(self, config: Config) -> None:
+        """Raise ConfigError if an option asks for an index, and the mask takes none."""
+        given = {
+            "index": None if self.index == DENSE else self.index,
+            "density": self.density,
+            "columns": self.columns,
+        }
+        name = next((name for name, value in given.items() if value is not None), None)
+        if name is None or config.sparsity.pattern != DENSE:
+            return
+        typed = f"--index {self.index}" if name == "index" else self._typed(name)
+        lines = [
+            line.replace("sparsity.pattern=index", typed).replace(
+                "sparsity=dense", f"leave {typed.partition('=')[0].partition(' ')[0]} out"
+            )
+            for line in config.mask.problems(config.seq, "index")
+        ]
+        if lines:
+            raise ConfigError(*lines)
 
     def describe_pairs(self, pairs: str, swept: Sequence[str] | None = None) -> str:
         """Describe in a line which pairs the prediction assumes, and how to change them.

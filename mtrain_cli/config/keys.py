@@ -7,6 +7,7 @@ chosen pattern does not use are null.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -67,6 +68,10 @@ class ConfigKey:
         return typing.get_args(self.type) if is_union else (self.type,)
 
     @property
+    def _lists(self) -> list[Any]:
+        return [kind for kind in self.types if typing.get_origin(kind) is tuple]
+
+    @property
     def optional(self) -> bool:
         """Whether null is allowed."""
         return type(None) in self.types
@@ -87,13 +92,12 @@ class ConfigKey:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.counts_tokens:
-            return sizes.EXPECTED
+            return ", or ".join([sizes.EXPECTED, *map(_list_of, self._lists)])
         if self.is_mapping:
             return "numbers by name such as {code: 0.3, book: 0.7}, a YAML file of them, or null"
         first, *rest = self.types
         if typing.get_origin(first) is tuple:
-            kinds = typing.get_args(first)
-            return f"a list of {len(kinds)} numbers such as [{','.join('0.9' for _ in kinds)}]"
+            return _list_of(first)
         if str in rest or self.name in DERIVED:
             words = [_WORDS[first], "auto"]
         # Null only means that the pattern or mask lacks the key.
@@ -141,12 +145,23 @@ class ConfigKey:
         Raises:
             ValueError: the value has another type. The message continues the text ``key=value: ``.
         """
+        if isinstance(value, list | tuple) and self._lists:
+            return self._convert_list(value)
         for kind in self.types:
             converted = self._convert_to(kind, value)
             if converted is not _WRONG:
                 return converted
         close = did_you_mean(str(value), self.choices) if self.choices else ""
         raise ValueError(f"expected {self.expected}{close}")
+
+    def _convert_list(self, value: Sequence[Any]) -> Any:
+        kind = self._lists[0]
+        with contextlib.suppress(ValueError):
+            converted = self._convert_to(kind, value)
+            if converted is not _WRONG:
+                return converted
+        other = f", or {sizes.EXPECTED}" if self.counts_tokens else ""
+        raise ValueError(f"expected {_list_of(kind)}{other}")
 
     def _convert_to(self, kind: Any, value: Any) -> Any:
         """Return ``value`` as ``kind``, one of the key's types; `_WRONG` if it does not fit."""
@@ -192,6 +207,14 @@ _WORDS = {
     str: "text",
     type(None): "null",
 }
+
+
+def _list_of(kind: Any) -> str:
+    parts = typing.get_args(kind)
+    sample = "0.9" if float in parts else "4"
+    return f"a list of {len(parts)} numbers such as [{','.join(sample for _ in parts)}]"
+
+
 _NAME_MAX, _PATH_MAX = 255, 4095  # bytes, on Linux
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -227,7 +228,7 @@ def find(name: str, holding: str = "") -> Path:
     most = len(ships) + SHOWN
     names = [*ships, *(folder.name for folder in known() if is_useful(folder))]
     if "/" in name:
-        names = sorted(map(str, path.parent.iterdir())) if path.parent.is_dir() else []
+        names = sorted(str(folder) for folder in _dated(path.parent) if is_useful(folder))
     kind = "run, measurement or shipped profile"
     why = no_such(kind, str(path), names, "the folder of a run or measurement", most)
     raise ConfigError(f"{name}: {why}")
@@ -258,9 +259,15 @@ def known() -> list[Path]:
 
     The newest folder comes first.
     """
-    dated = []
-    for root in (RUNS, MEASUREMENTS):
-        for folder in root.iterdir() if root.is_dir() else ():
+    dated = _dated(RUNS) | _dated(MEASUREMENTS)
+    return sorted(dated, key=lambda folder: (-dated[folder], folder.name))
+
+
+def _dated(root: Path) -> dict[Path, float]:
+    """Return when each folder in ``root`` changed, for those that have something to report."""
+    dated = {}
+    for folder in root.iterdir() if root.is_dir() and os.access(root, os.R_OK) else ():
+        with contextlib.suppress(PermissionError):
             # A profile without a sample, or a run without a step, has nothing to report.
             places = [place for place in (folder, folder / PROFILE) if _has_figures(place)]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
@@ -268,8 +275,8 @@ def known() -> list[Path]:
                 file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size
             ]
             if times and not folder.is_symlink():
-                dated.append((max(times), folder))
-    return [folder for _, folder in sorted(dated, key=lambda pair: (-pair[0], pair[1].name))]
+                dated[folder] = max(times)
+    return dated
 
 
 def _has_figures(place: Path) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.kernel_registry import choose
-from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
+from mtrain_cli.config.schema import Config, TopologyConfig
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
@@ -204,8 +202,7 @@ def choose_kernels(
 def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
     """Return the kernel for the dense first steps of a sparse run, and the reason for the choice.
 
-    Return None if the run has no such steps. If `train.kernel` needs an index, choose as for
-    `train.kernel=auto`.
+    Return None if the run has no such steps.
 
     Args:
         request: what the run needs for dense attention.
@@ -215,26 +212,9 @@ def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel,
     """
     if not config.sparsity.dense_steps:
         return None
-    named = dense_kernel_asked(config)
-    with dense_steps_named(config):
-        kernel, reason = choose(named, request)
-    if named != config.train.kernel:
-        reason = f"{reason}; {config.train.kernel} needs an index"
-    return kernel, reason
+    return choose(dense_kernel_asked(config), request)
 
 
 def dense_kernel_asked(config: Config) -> str:
-    """Return `train.kernel`, or "auto" if `train.kernel` cannot compute dense attention."""
+    """Return `train.kernel`, or "auto" for triton: without an index, others may be faster."""
     return "auto" if config.train.kernel == "triton" else config.train.kernel
-
-
-@contextmanager
-def dense_steps_named(config: Config) -> Iterator[None]:
-    """Make a ConfigError raised in the ``with`` block name `sparsity.dense_steps`."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(
-            f"sparsity.dense_steps={config.sparsity.dense_steps}: no kernel computes these steps: "
-            f"{error}"
-        ) from None

@@ -394,10 +394,7 @@ def _plan_elsewhere(config: Config, why: str) -> RunPlan:
     dense_kernel = None
     if config.sparsity.dense_steps:
         asked, dtype = resolution.dense_kernel_asked(config), getattr(torch, plan.dtype)
-        with resolution.dense_steps_named(config):
-            dense_kernel = _kernel_elsewhere(
-                plan.config, dtype, asked, None, capability, plan.gpu_name
-            )
+        dense_kernel = _kernel_elsewhere(plan.config, dtype, asked, None, capability, plan.gpu_name)
     machine = f"assumed {plan.gpu_name} GPUs{of}: {why}"
     return dataclasses.replace(plan, dense_kernel=dense_kernel, machine=machine, elsewhere=True)
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
+from attention.dense_problems import make_dense_problem
 from attention.sparse_problems import Problem, make_problem
 
-from mtrain_cli.attention.block_lists import index_lists, list_widths
+from mtrain_cli.attention.block_lists import index_lists, list_widths, lists_of_spans
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.config.mask_settings import MaskConfig
 
 BLOCK = 16
 
@@ -129,3 +134,38 @@ def on_diagonal(p: Problem, transposed: bool) -> torch.Tensor:
     queries, keys = p.tiles.geometry.query_blocks, p.tiles.geometry.key_blocks
     same = queries[:, None] == keys
     return same.T if transposed else same
+
+
+@pytest.mark.parametrize("slices", [0, 3, 9])
+@pytest.mark.parametrize("seed", range(12))
+def test_lists_of_spans_equal_the_mask(seed, slices):
+    spans, q, k, _, _ = make_dense_problem(seed, 4, 4, slices=slices)
+    tiles = Tiles.make(spans)
+    block = 8
+    by_query, by_key = lists_of_spans(tiles.low, tiles.high, tiles.num_keys, block)
+    rows, columns = -(-q.shape[1] // block), -(-k.shape[1] // block)
+    seen = tiles.seen()[:, 0]
+    want: dict[str, set[tuple[int, int, int]]] = {"partial": set(), "full": set()}
+    for b, i, j in np.ndindex(2, rows, columns):
+        begin, end = j * block, min((j + 1) * block, tiles.num_keys)
+        own = slice(i * block, (i + 1) * block)
+        inside = (tiles.low[b, :, own] <= begin) & (tiles.high[b, :, own] >= end)
+        if inside.any(0).all():
+            want["full"].add((b, i, j))
+        elif seen[b, own, begin:end].any():
+            want["partial"].add((b, i, j))
+    for name, pairs in want.items():
+        for lists, of_key in ((by_query, False), (by_key, True)):
+            found = [
+                (b, *((int(other), own) if of_key else (own, int(other))))
+                for b, own in np.ndindex(2, columns if of_key else rows)
+                for other in lists[name][b, 0, own, : lists[f"{name}_count"][b, 0, own]]
+            ]
+            assert sorted(found) == sorted(pairs), (name, of_key)
+
+
+def test_some_lists_of_several_intervals_have_full_blocks():
+    mask = MaskRule(False, MaskConfig(kind="dilated", block=16, stride=2, count=3))(None, 96, 96)
+    tiles = Tiles.make([mask.spans(np.arange(96), np.arange(96))])
+    lists, _ = lists_of_spans(tiles.low, tiles.high, 96, 8)
+    assert lists["full_count"][0, 0].tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]

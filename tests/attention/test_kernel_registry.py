@@ -37,9 +37,25 @@ def test_auto_picks_flash4_on_hopper_if_installed():
     assert choose("auto", cuda(capability=(8, 0)))[0].name == "sdpa"
 
 
+@pytest.mark.parametrize(("intervals", "expected"), [(1, "sdpa"), (2, "triton")])
+def test_auto_prefers_triton_to_a_call_per_slice(intervals, expected, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    request = cuda(capability=(8, 0), intervals=intervals)
+    assert choose("auto", request)[0].name == expected
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose("auto", replace(CPU, intervals=intervals))[0].name == "sdpa"
+
+
+def test_auto_picks_triton_for_dense_attention_that_must_be_repeatable(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    kernel, reason = choose("auto", cuda(deterministic=True))
+    assert kernel.name == "triton"
+    assert "sdpa: its backward adds with atomics" in reason
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "float32"}, {"deterministic": True}, {"capability": (7, 5)}, {"head_dim": 264}],
+    [{"dtype": "float16"}, {"capability": (7, 5)}, {"head_dim": 264}],
 )
 def test_auto_never_picks_the_reference(changes):
     with pytest.raises(
@@ -49,7 +65,8 @@ def test_auto_never_picks_the_reference(changes):
     assert choose("reference", cuda(**changes))[1] == "as configured"
 
 
-def test_an_unusable_kernel_is_refused_and_usable_ones_are_named():
+def test_an_unusable_kernel_is_refused_and_usable_ones_are_named(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
         ConfigError, match=r"train\.kernel=flash4: needs a CUDA GPU; usable here: sdpa, reference"
     ):
@@ -68,7 +85,6 @@ def test_an_unusable_kernel_is_refused_and_usable_ones_are_named():
         ({"dtype": "float32"}, "computes bfloat16, not float32"),
         ({"head_dim": 96}, "head_dim 96 is not 64 or 128"),
         ({"deterministic": True}, "not bitwise repeatable"),
-        ({"intervals": 3}, "computes one interval of keys per query, not the 3 of mask"),
         (
             {"index": IndexRequest(64, bitmap=False)},
             "computes blocks of 128, not sparsity.block=64",
@@ -133,7 +149,9 @@ def test_a_survey_for_another_machine_ignores_the_packages_of_this_one(index, mo
     request = cuda(index=index)
     elsewhere = dict(survey_with_all_packages(request))
     assert [name for name, reason in elsewhere.items() if reason is None] == (
-        ["flash4", "sdpa", "reference"] if index is None else ["flash4", "triton", "reference"]
+        ["flash4", "sdpa", "triton", "reference"]
+        if index is None
+        else ["flash4", "triton", "reference"]
     )
     assert dict(survey(request))["flash4"] is not None
 

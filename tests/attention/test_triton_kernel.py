@@ -28,7 +28,6 @@ def test_it_serves_ampere_and_later_even_if_deterministic():
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"index": None}, "computes under a dynamic index only"),
         ({"capability": (7, 5)}, "compute capability 8.0"),
         ({"dtype": "float16"}, "computes bfloat16 or float32, not float16"),
         ({"head_dim": 96}, "head_dim 96 is none of 16, 32, 64, 128"),

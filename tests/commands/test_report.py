@@ -195,6 +195,7 @@ def test_a_folder_that_is_not_a_run_is_refused_in_one_line(folder):
     Path("other/notes.txt").write_text("x")
     Path("file.txt").write_text("x")
     kind = "no such run, measurement or shipped profile"
+    alone = f"{kind}; allowed: the folder of a run or measurement"
     assert f"{kind} (did you mean before?); allowed: fixed-512k-4xh200, " in refused("befroe")
     assert refused("nothing-like-it").endswith(
         "-4xh200, before, or the folder of a run or measurement"
@@ -203,6 +204,9 @@ def test_a_folder_that_is_not_a_run_is_refused_in_one_line(folder):
         " (did you mean measurements/before?); allowed: measurements/before, or the folder of a "
         "run or measurement"
     )
+    # Only folders with something to report are named, also next to an absolute path.
+    assert refused("/nope").endswith(alone)
+    assert refused("./file.tx").endswith(alone)
     assert (
         refused("empty")
         == "mtrain: empty: empty folder; give the folder of a run, a profile or a simulation"

@@ -243,8 +243,26 @@ def _here(tmp_path, monkeypatch):
         ),
         (
             ["seq=1k --cluster h100_4x8 --layout striped"],
-            "--workers 32: 1024 tokens in blocks of",
+            "--cluster h100_4x8, 32 workers: 1024 tokens in blocks of",
         ),
+        (["topology.exchange=group_cst"], "mtrain: topology.exchange=group_cst: no such exchange"),
+        (["topology.layout=zigzg"], "mtrain: topology.layout=zigzg: no such layout (did you"),
+        (
+            ["topology.exchange=ulysses --cluster h100_4x8"],
+            "mtrain: topology.exchange=ulysses: cannot share",
+        ),
+        (["topology.chunks=2"], "not with exchange ring (compared by default). Set"),
+        (["--exchange ring topology.chunks=2"], "not with --exchange ring. Set"),
+        (["topology.exchange=ring topology.chunks=2"], "not with topology.exchange=ring. Set"),
+        (["--nodes 600 --cluster a100_4x8"], "mtrain: --nodes 600: a100_4x8 has 4800 GPUs;"),
+        (
+            ["mask=full --density 5%"],
+            "mask.kind=full: --density 0.05 needs a mask in which each query sees one interval of "
+            "keys up to itself; give mask=causal, mask=sliding_window without global tokens, or "
+            "leave --density out",
+        ),
+        (["recommend mask=full --index local"], "mask.kind=full: --index local needs a mask in"),
+        (["sweep mask=full density=2%,5%"], "mask.kind=full: density=0.02 needs a mask in which"),
         (["model=huge"], "model=huge: no such model"),
         (
             ["--exchange ulysses --cluster h100_4x8"],

@@ -19,6 +19,8 @@ KEYS = keys.all_keys()
         ("data.path", None, None),
         ("data.mix", {"a": 1}, {"a": 1.0}),
         ("run.name", 7, "7"),
+        ("mask.window", ["2", 3, 4], (2, 3, 4)),
+        ("mask.window", "4k", 4096),
     ],
 )
 def test_a_value_gets_the_type_of_its_key(name, value, converted):
@@ -35,6 +37,9 @@ def test_a_value_gets_the_type_of_its_key(name, value, converted):
         ("sparsity.last_q", "8k", "expected a whole number"),
         ("data.path", 1.5j, "expected text or null"),
         ("optim.betas", [0.9], r"expected a list of 2 numbers such as \[0.9,0.9\]"),
+        ("mask.window", [2, 3], r"expected a list of 3 numbers such as \[4,4,4\], or a number of"),
+        ("mask.window", [2, 3, "x"], r"expected a list of 3 numbers such as \[4,4,4\], or a num"),
+        ("mask.window", 4.5, r"expected a number of tokens .*, or a list of 3 numbers such as \["),
         ("train.kernel", "flash5", r"expected one of .* \(did you mean flash4\?\)"),
         ("data.path", "a\nb", "holds a control character"),
     ],

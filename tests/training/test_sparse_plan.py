@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.training.dry_run import kernel_rows
 from mtrain_cli.training.run_plan import make_plan
 
@@ -26,10 +23,6 @@ def test_the_kernel_of_dense_steps_is_shown_with_its_reason():
     assert len(kernel_rows(make_plan(compose([*ELSEWHERE, "sparsity.dense_steps=0"])))) == 1
 
 
-def test_dense_steps_without_a_kernel_are_reported_by_their_key():
-    with pytest.raises(ConfigError) as caught:
-        make_plan(compose([*ELSEWHERE, "train.kernel=triton", "train.deterministic=true"]))
-    assert str(caught.value).startswith(
-        "sparsity.dense_steps=3: no kernel computes these steps: "
-        "train.kernel=auto: no fast kernel serves"
-    )
+def test_dense_steps_that_must_be_repeatable_run_on_triton():
+    plan = make_plan(compose([*ELSEWHERE, "train.kernel=triton", "train.deterministic=true"]))
+    assert kernel_rows(plan)[1][1].startswith("triton for the first 3 steps, which are dense: ")
