@@ -125,12 +125,12 @@ def _layouts(config: Config, rule: MaskRule) -> Table:
         named = config.changed(topology={"layout": name})
         layout = choose_layout(named, workers, workers).layout
         mask = rule.undivided(config.seq, layout.padded_seq)
-        share = share_of(mask, layout)
+        share = share_of(mask, layout, config.sparsity.block)
         table.add_row(
             name,
-            f"{max(share.pairs):,}",
-            f"{share.imbalance:.2f}",
+            f"{share.traffic.pairs.max():,}",
+            f"{share.traffic.imbalance:.2f}",
             f"{max(share.slices):,}",
-            f"{share.remote_share:.0%}",
+            f"{share.remote:.0%}",
         )
     return table

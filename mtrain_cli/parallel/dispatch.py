@@ -29,10 +29,11 @@ from mtrain_cli.parallel.traffic import (
     LayerMasks,
     Nodes,
     Traffic,
+    from_bits,
     needs_of_chunks,
     padded_length,
     pairs_per_query,
-    rows_sent,
+    rows_moved,
     times_of_rows,
     to_bits,
 )
@@ -202,8 +203,9 @@ def balance(
         BlockPrices(*(block * price for price in prices)),
         max(100, 8 * workers) if most_swaps is None else most_swaps,
     )
-    inner, outer = rows_sent(found.needs, found.held(), nodes, times)
-    traffic = Traffic(found.pairs, block * inner, block * outer)
+    blocks = padded // block
+    held = block * from_bits(found.held()[:, 0], blocks)
+    traffic = Traffic(found.pairs, *rows_moved(from_bits(found.needs, blocks), held, nodes, times))
     return Dispatch(chunk, found.owner, traffic, prices, seed, found.swaps)
 
 
