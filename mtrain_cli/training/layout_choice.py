@@ -42,36 +42,40 @@ class LayoutChoice:
 def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
     """Choose the layout of a context group of ``cp`` workers, ``per_node`` of them on a node.
 
-    With a dynamic index, workers hold whole blocks.
+    With a dynamic index, workers hold whole blocks. For dense attention, the balanced layout makes
+    ``topology.exchange=auto`` a group cast, because only a group cast profits from it.
 
     A mask other than ``causal`` may leave some queries with few keys. For dense attention, ``auto``
     then compares two costs (`mtrain_cli.parallel.dispatch`) of a sequence that is one document: of
     the balanced layout with a group cast, and of the layout and exchange that ``auto`` takes else.
     """
     balancer = _balancer(config, cp, per_node)
+    exchange, dense = config.topology.exchange, config.sparsity.pattern == "dense"
+    cast = by_mask_name(hierarchical=per_node < cp)
     if config.topology.layout == Balanced.name:
-        return LayoutChoice(_static_layout(balancer, config.mask), "as configured", balancer)
+        static = _static_layout(balancer, config.mask)
+        chosen = cast if exchange == "auto" and dense and balancer.groups > 1 else None
+        return LayoutChoice(static, "as configured", balancer, chosen)
     layout = make_layout(
         config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1
     )
-    exchange = config.topology.exchange
     traits = EXCHANGE_TRAITS.get(exchange)
     by_mask = traits is not None and traits.by_mask
     if (
         config.topology.layout != "auto"
         or balancer.groups == 1
-        or config.sparsity.pattern != "dense"
+        or not dense
         or config.mask.kind == "causal"
         or not (by_mask or exchange == "auto")
     ):
         return LayoutChoice(layout)
     now, balanced = _costs(balancer, config.mask, layout, by_mask=by_mask)
-    named = exchange if by_mask else by_mask_name(hierarchical=per_node < cp)
+    named = exchange if by_mask else cast
     present = f"{layout.name} and {exchange if by_mask else 'whole shards'} {now:.2f}"
     prices = f"a batch costs {balanced:.2f} of its mean pairs, with {present}"
-    if balanced > _WORTH_IT * now:
-        return LayoutChoice(layout, f"auto: with balanced and {named}, {prices}")
     reason = f"auto: with balanced and {named}, {prices}"
+    if balanced > _WORTH_IT * now:
+        return LayoutChoice(layout, reason)
     static = _static_layout(balancer, config.mask)
     return LayoutChoice(static, reason, balancer, None if by_mask else named)
 
