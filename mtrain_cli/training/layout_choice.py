@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, by_mask_name
@@ -17,7 +15,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.dispatch import Balancer, Dispatch, RowPrices
 from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
 from mtrain_cli.parallel.placement import Placement
-from mtrain_cli.parallel.traffic import ROW_BLOCK, Traffic, count_traffic
+from mtrain_cli.parallel.traffic import MovedRows, Nodes, Traffic, count_traffic
 
 # auto takes the balanced layout only if it costs less than this share of the present choice.
 _WORTH_IT = 0.98
@@ -131,28 +129,23 @@ def _costs(
         masks,
         shards,
         per_node=balancer.groups_per_node,
-        block=_block(shards),
         layers=balancer.layers,
     )
     if not by_mask:
         rows = inside.tokens_per_worker * sum(balancer.layers)
-        traffic = _whole_shards(traffic, rows, balancer.groups_per_node or inside.workers)
+        nodes = Nodes.of(inside.workers, balancer.groups_per_node)
+        traffic = _whole_shards(traffic, rows, nodes)
     present = traffic.cost(*dispatch.prices)
     return float(present.max()) / mean, float(dispatch.cost.max()) / mean
 
 
-def _block(shards: Sequence[IntArray]) -> int:
-    """Return a number of rows up to 128 that divides every contiguous piece of the shards."""
-    starts = (held[np.flatnonzero(np.diff(held, prepend=-2) != 1)] for held in shards)
-    return int(np.gcd.reduce(np.append(ROW_BLOCK, np.concatenate(list(starts)))))
-
-
-def _whole_shards(traffic: Traffic, rows: int, per_node: int) -> Traffic:
+def _whole_shards(traffic: Traffic, rows: int, nodes: Nodes) -> Traffic:
     """Return the traffic if every rank receives all shards, each of which enters a node once.
 
     rows: number of rows of a shard, summed over layers.
     """
-    node, local = np.divmod(np.arange(traffic.workers), per_node)
-    inside = (node[:, None] == node) & ~np.eye(traffic.workers, dtype=bool)
-    across = (local[:, None] == local) & (node[:, None] != node)
-    return Traffic(traffic.pairs, rows * (node[-1] + 1) * inside, rows * across)
+    inner, outer = (
+        np.full(nodes.workers, rows * shards)
+        for shards in ((nodes.per_node - 1) * nodes.count, nodes.count - 1)
+    )
+    return Traffic(traffic.pairs, MovedRows(inner, inner), MovedRows(outer, outer))
