@@ -60,11 +60,9 @@ def show(
         config_dir: Folder with your own option files, such as DIR/mask/mine.yaml. mtrain searches
             it before the shipped groups.
     """
-    from mtrain_cli.attention.mask_rule import MaskRule
     from mtrain_cli.commands.profile import check_output
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.console import Console
-    from mtrain_cli.parallel.dispatch import RowPrices
     from mtrain_cli.reporting.mask_view import views
     from mtrain_cli.reporting.terminal_width import print_table
 
@@ -72,18 +70,11 @@ def show(
     if plot is not None and not plot.is_dir() and plot.suffix not in _SUFFIXES:
         raise ConfigError(f"--plot {plot}: give a file that ends in {' or '.join(_SUFFIXES)}")
     check_output(plot, _is_picture, "picture", "--plot")
-    model, topology, console = config.model, config.topology, Console()
+    topology, console = config.topology, Console()
     given = (topology.context_parallel, topology.workers, _WORKERS)
     workers = next(number for number in given if isinstance(number, int))
     per_node = topology.gpus_per_node if isinstance(topology.gpus_per_node, int) else None
-    masks = views(
-        MaskRule.of(config).by_layers(model.num_layers),
-        config.seq,
-        workers,
-        per_node=per_node,
-        block_size=topology.block_size,
-        prices=RowPrices.on(None, model.num_heads, model.num_kv_heads),
-    )
+    masks = views(config, workers, per_node)
     for view in masks:
         console.print(_facts(config, view))
         print_table(console, _layouts(view, workers))

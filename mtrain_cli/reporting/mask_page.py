@@ -148,13 +148,13 @@ def _strip(share: LayoutShare, edges: np.ndarray, middles: list[float]) -> list[
 
 def travel_figure(masks: Sequence[MaskView]) -> plots.Figure:
     """Draw the rows that a group cast moves, by receiving and sending rank."""
-    most = max((int(s.traffic.sent.max()) for view in masks for s in view.shares), default=0)
+    most = max((int(s.sent.max()) for view in masks for s in view.shares), default=0)
     drawn = []
     for view in masks:
         for share in view.shares:
             workers = share.layout.workers
             shown = plots.evenly(range(workers), _SHOWN)
-            rows = share.traffic.sent.T[np.ix_(shown, shown)]
+            rows = share.sent.T[np.ix_(shown, shown)]
             few = len(shown) <= _NUMBERED
             numbered = {"text": [[_short(n) for n in row] for row in rows.tolist()]}
             trace = plots.heat(
@@ -199,12 +199,12 @@ def work_figure(masks: Sequence[MaskView]) -> plots.Figure:
                 (
                     "rows from the node",
                     plots.link_colour("inner"),
-                    prices.inner * traffic.inner.sum(0),
+                    prices.inner * traffic.inner.received,
                 ),
                 (
                     "rows from other nodes",
                     plots.link_colour("outer"),
-                    prices.outer * traffic.outer.sum(0),
+                    prices.outer * traffic.outer.received,
                 ),
             )
             data = [
@@ -237,10 +237,10 @@ def layout_cells(share: LayoutShare) -> tuple[str, ...]:
     return (
         share.layout.name,
         f"{share.traffic.pairs.max():,}",
-        f"{share.imbalance:.2f}",
+        f"{share.traffic.imbalance:.2f}",
         f"{max(share.slices):,}",
         f"{share.traffic.received.max():,}",
-        f"{share.remote_share:.1%}",
+        f"{share.remote:.1%}",
         f"{max(share.costs):.2f}",
     )
 

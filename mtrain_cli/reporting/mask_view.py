@@ -3,56 +3,50 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.schema import LAYOUTS, ConfigError
-from mtrain_cli.parallel.dispatch import Balancer, RowPrices
-from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
-from mtrain_cli.parallel.traffic import ROW_BLOCK, Traffic, count_traffic
+from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
+from mtrain_cli.parallel.cast_rows import row_block, too_many_to_count
+from mtrain_cli.parallel.dispatch import RowPrices
+from mtrain_cli.parallel.layout import Balanced, Layout
+from mtrain_cli.parallel.traffic import Traffic, count_traffic, rows_between
+from mtrain_cli.training.layout_choice import choose_layout, make_balancer
 
 _CELLS = 128  # rows and columns of a picture
 _MOST_CHUNKS = 4096  # that a search balances within seconds
-_MOST_COUNTED = 1 << 25  # blocks of rows of all workers
 
 
 @dataclass(frozen=True)
 class LayoutShare:
-    """What the workers of a layout compute under a mask, and which rows travel.
+    """What the workers of a layout compute under a mask, and which rows a group cast moves.
 
     layout: which worker holds which tokens.
     slices: number of rectangles, full, causal or banded, that cover the pairs of each worker.
-    traffic: pairs of each worker, and the rows that a group cast moves, by layer.
+    traffic: pairs and rows of each worker. A row is the key and the value of one token.
+    sent: int64 [workers, workers], the rows that worker s sends to worker r.
     prices: number of pairs that take as long as one received row.
-    tokens: number of tokens, without padding.
     """
 
     layout: Layout
     slices: tuple[int, ...]
     traffic: Traffic
+    sent: IntArray
     prices: RowPrices
-    tokens: int
 
     @property
-    def imbalance(self) -> float:
-        """Pairs of the worker with the most pairs, divided by the mean; 1.0 without pairs."""
-        return self.traffic.imbalance if self.traffic.pairs.any() else 1.0
-
-    @property
-    def remote_share(self) -> float:
+    def remote(self) -> float:
         """Share of the rows of other workers that a worker receives, as a mean over workers."""
-        return self.traffic.share_moved(self.tokens)
+        return self.traffic.share_moved(self.layout.padded_seq)
 
     @property
     def costs(self) -> list[float]:
         """Pairs and priced rows of each worker, divided by the mean number of pairs.
 
-        If nothing overlaps, an attention takes as long as the largest cost. The best cost is 1.
+        Without overlap, attention takes as long as the largest cost. The best cost is 1.
         """
         mean = max(1.0, float(self.traffic.pairs.mean()))
         return (self.traffic.cost(*self.prices) / mean).tolist()
@@ -72,84 +66,83 @@ class MaskView:
     shares: tuple[LayoutShare, ...]
 
 
-def views(
-    kinds: Sequence[tuple[MaskRule, int]],
-    seq: int,
-    workers: int,
-    *,
-    per_node: int | None = None,
-    block_size: int = ROW_BLOCK,
-    prices: RowPrices | None = None,
-) -> list[MaskView]:
+def views(config: Config, workers: int, per_node: int | None = None) -> list[MaskView]:
     """Count what each mask allows, and what it means for each layout.
 
     All kinds of layers share one balanced layout, because a batch has one. With too many chunks to
     balance within seconds, it is left out.
 
     Args:
-        kinds: each mask with the number of its layers, as from `MaskRule.by_layers`.
         per_node: number of workers that share a node; None if all do.
-        block_size: number of tokens per stripe of the striped layout.
-        prices: prices of received rows; None for the defaults of `RowPrices`.
 
     Raises:
         ConfigError: the workers do not fill nodes, or there are too many to count rows.
     """
-    if per_node is not None and workers % min(workers, per_node):
+    per_node = min(per_node or workers, workers)
+    if workers % per_node:
         raise ConfigError(
             f"topology.gpus_per_node={per_node}: must divide the number of workers, {workers}"
         )
-    names = [name for name in LAYOUTS if name != Balanced.name]
-    layouts = [make_layout(name, workers, seq, block_size) for name in names]
-    counts = tuple(count for _, count in kinds)
-    balancer = Balancer(workers, seq, per_node=per_node, prices=prices, layers=counts)
-    if balancer.padded_seq // balancer.chunk <= _MOST_CHUNKS:
-        masks = [[rule.undivided(seq, seq)] for rule, _ in kinds]
-        layouts.append(balancer.layout(masks))
-    found = []
+    # A group cast inside groups that share heads would move rows between groups.
+    config = config.changed(topology={"ulysses": "auto", "exchange": "auto"})
+    balancer = make_balancer(config, workers, per_node)
+    names = list(LAYOUTS)
+    if balancer.padded_seq // balancer.chunk > _MOST_CHUNKS:
+        names.remove(Balanced.name)
+    named = [config.changed(topology={"layout": name}) for name in names]
+    layouts = [choose_layout(one, workers, per_node).layout for one in named]
+    found, layers = [], config.model.num_layers
+    kinds = MaskRule.of(config).by_layers(layers)
     for rule, count in kinds:
         title = rule.mask.describe()
         if len(kinds) > 1:
-            title = f"{title}, {count} of {sum(counts)} layers"
+            title = f"{title}, {count} of {layers} layers"
         shares = (
-            share_of(rule.undivided(seq, layout.padded_seq), layout, per_node, prices)
+            share_of(
+                rule.undivided(config.seq, layout.padded_seq),
+                layout,
+                config.sparsity.block,
+                per_node=per_node,
+                prices=balancer.prices,
+            )
             for layout in layouts
         )
-        found.append(MaskView(title, rule.undivided(seq, seq), tuple(shares)))
+        found.append(MaskView(title, rule.undivided(config.seq, config.seq), tuple(shares)))
     return found
 
 
 def share_of(
     mask: SequenceMask,
     layout: Layout,
+    block: int | None = None,
+    *,
     per_node: int | None = None,
     prices: RowPrices | None = None,
 ) -> LayoutShare:
     """Count what each worker computes and receives.
 
     mask: padded like the layout.
-    per_node, prices: as in `views`.
+    block: number of tokens per block of a dynamic index; None for dense attention.
+    per_node: number of workers that share a node; None if all do.
+    prices: prices of received rows; None for the defaults of `RowPrices`.
 
     Raises:
         ConfigError: there are too many workers and rows to count.
     """
-    everywhere = np.arange(mask.padded)
-    shards = [layout.positions(rank) for rank in range(layout.workers)]
-    # Rows travel in blocks, which no two workers share.
-    edges = np.flatnonzero(np.diff(holders(layout))) + 1
-    block = math.gcd(ROW_BLOCK, layout.padded_seq, *edges.tolist())
-    if layout.workers * layout.padded_seq // block > _MOST_COUNTED:
+    if too_many_to_count(layout):
         raise ConfigError(
-            f"seq={mask.length}: with {layout.workers} workers, there are too many blocks of "
-            f"{block} rows to count; give fewer workers or a shorter sequence, a multiple of "
-            f"{ROW_BLOCK * layout.workers}"
+            f"seq={mask.length}: with {layout.workers} workers, there are too many rows to count; "
+            "give fewer workers or a shorter sequence"
         )
+    shards = [layout.positions(rank) for rank in range(layout.workers)]
+    everywhere = np.arange(mask.padded)
+    together = row_block(layout, block)
     return LayoutShare(
         layout,
         tuple(len(mask.spans(own, everywhere).slices) for own in shards),
-        count_traffic([[mask]], shards, per_node=per_node, block=block),
+        count_traffic([[mask]], shards, per_node=per_node, block=together),
+        rows_between([mask], shards, per_node=per_node, block=together),
         prices or RowPrices(),
-        mask.length,
     )
 
 

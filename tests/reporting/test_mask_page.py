@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from reporting.test_html import figures_in
 
-from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.mask_settings import MaskConfig
-from mtrain_cli.parallel.dispatch import RowPrices
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.reporting import mask_page
 from mtrain_cli.reporting.mask_view import MaskView, density, holders, views
 
@@ -20,8 +18,8 @@ NAMES = ["contiguous", "zigzag", "striped", "balanced"]
 
 @pytest.fixture(scope="module")
 def masks() -> list[MaskView]:
-    window, causal = (MaskRule(False, MaskConfig.sliding(300)), MaskRule(False))
-    return views([(window, 5), (causal, 1)], SEQ, 10, per_node=5, prices=RowPrices(10, 50))
+    words = ["mask=sliding_window", "mask.window=300", "mask.full_every=6", f"seq={SEQ}"]
+    return views(compose([*words, "model.num_layers=6"], plan=True), 10, 5)
 
 
 def chosen(figure, masks):
@@ -57,18 +55,18 @@ def test_the_strip_has_the_ranks_of_each_cell(masks):
 
 
 def test_a_cell_with_several_ranks_shows_their_shares():
-    (view,) = views([(MaskRule(False), 1)], 1024 * 128, 4, block_size=128)
+    (view,) = views(compose(["seq=128k"], plan=True), 4)
     (drawn,) = [one for one in mask_page.mask_figure([view]).views if one.labels[1] == "striped"]
     for row in drawn.data[1]["customdata"]:  # 1,024 tokens
         assert row == [rank for rank in range(4) for _ in range(4)]
 
 
 def test_the_heat_map_has_the_rows_of_each_pair_of_ranks(masks):
-    most = max(share.traffic.sent.max() for view in masks for share in view.shares)
+    most = max(share.sent.max() for view in masks for share in view.shares)
     for drawn, (_, share) in chosen(mask_page.travel_figure(masks), masks):
         (heat,) = drawn.data
         for receiving, sending in itertools.product(range(10), repeat=2):
-            rows = share.traffic.sent[sending, receiving]
+            rows = share.sent[sending, receiving]
             assert heat["z"][receiving][sending] == rows
             assert heat["text"][receiving][sending] == (str(rows) if rows else "")
         assert heat["zmax"] == most
@@ -80,7 +78,7 @@ def test_large_numbers_of_rows_are_short():
 
 
 def test_many_ranks_have_no_numbers_and_some_are_left_out():
-    (view,) = views([(MaskRule(False), 1)], 16 * 1024, 80)
+    (view,) = views(compose(["seq=16k"], plan=True), 80)
     figure = mask_page.travel_figure([view])
     (heat,) = figure.views[0].data
     assert "text" not in heat
@@ -92,7 +90,7 @@ def test_bars_add_up_to_the_cost(masks):
     for drawn, (_, share) in chosen(mask_page.work_figure(masks), masks):
         names = [bar["name"] for bar in drawn.data]
         assert names[0] == "pairs"
-        assert ("rows from other nodes" in names) == bool(share.traffic.outer.any())
+        assert ("rows from other nodes" in names) == bool(share.traffic.outer.received.any())
         total = np.sum([bar["y"] for bar in drawn.data], axis=0)
         np.testing.assert_allclose(total, share.costs, rtol=1e-3)
 
@@ -121,4 +119,5 @@ def test_the_page_has_tables_of_layouts_and_ranks(masks, tmp_path):
             assert row[0] == share.layout.name
             first, *rest = row
             assert f"<td class=words>{first}</td>" + "".join(f"<td>{c}</td>" for c in rest) in text
-    assert "costs as much as 10 pairs, and 50 if it comes from another node" in text
+    inner, outer = masks[0].shares[0].prices
+    assert f"costs as much as {inner:,} pairs, and {outer:,} if it comes from another node" in text
