@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, by_mask_name
@@ -17,7 +15,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.dispatch import Balancer, Dispatch, RowPrices
 from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
 from mtrain_cli.parallel.placement import Placement
-from mtrain_cli.parallel.traffic import ROW_BLOCK, Traffic, count_traffic
+from mtrain_cli.parallel.traffic import MovedRows, Nodes, Traffic, count_traffic
 
 # auto takes the balanced layout only if it costs less than this share of the present choice.
 _WORTH_IT = 0.98
@@ -42,36 +40,40 @@ class LayoutChoice:
 def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
     """Choose the layout of a context group of ``cp`` workers, ``per_node`` of them on a node.
 
-    With a dynamic index, workers hold whole blocks.
+    With a dynamic index, workers hold whole blocks. For dense attention, the balanced layout makes
+    ``topology.exchange=auto`` a group cast, because only a group cast profits from it.
 
     A mask other than ``causal`` may leave some queries with few keys. For dense attention, ``auto``
     then compares two costs (`mtrain_cli.parallel.dispatch`) of a sequence that is one document: of
     the balanced layout with a group cast, and of the layout and exchange that ``auto`` takes else.
     """
     balancer = _balancer(config, cp, per_node)
+    exchange, dense = config.topology.exchange, config.sparsity.pattern == "dense"
+    cast = by_mask_name(hierarchical=per_node < cp)
     if config.topology.layout == Balanced.name:
-        return LayoutChoice(_static_layout(balancer, config.mask), "as configured", balancer)
+        static = _static_layout(balancer, config.mask)
+        chosen = cast if exchange == "auto" and dense and balancer.groups > 1 else None
+        return LayoutChoice(static, "as configured", balancer, chosen)
     layout = make_layout(
         config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1
     )
-    exchange = config.topology.exchange
     traits = EXCHANGE_TRAITS.get(exchange)
     by_mask = traits is not None and traits.by_mask
     if (
         config.topology.layout != "auto"
         or balancer.groups == 1
-        or config.sparsity.pattern != "dense"
+        or not dense
         or config.mask.kind == "causal"
         or not (by_mask or exchange == "auto")
     ):
         return LayoutChoice(layout)
     now, balanced = _costs(balancer, config.mask, layout, by_mask=by_mask)
-    named = exchange if by_mask else by_mask_name(hierarchical=per_node < cp)
+    named = exchange if by_mask else cast
     present = f"{layout.name} and {exchange if by_mask else 'whole shards'} {now:.2f}"
     prices = f"a batch costs {balanced:.2f} of its mean pairs, with {present}"
-    if balanced > _WORTH_IT * now:
-        return LayoutChoice(layout, f"auto: with balanced and {named}, {prices}")
     reason = f"auto: with balanced and {named}, {prices}"
+    if balanced > _WORTH_IT * now:
+        return LayoutChoice(layout, reason)
     static = _static_layout(balancer, config.mask)
     return LayoutChoice(static, reason, balancer, None if by_mask else named)
 
@@ -127,28 +129,23 @@ def _costs(
         masks,
         shards,
         per_node=balancer.groups_per_node,
-        block=_block(shards),
         layers=balancer.layers,
     )
     if not by_mask:
         rows = inside.tokens_per_worker * sum(balancer.layers)
-        traffic = _whole_shards(traffic, rows, balancer.groups_per_node or inside.workers)
+        nodes = Nodes.of(inside.workers, balancer.groups_per_node)
+        traffic = _whole_shards(traffic, rows, nodes)
     present = traffic.cost(*dispatch.prices)
     return float(present.max()) / mean, float(dispatch.cost.max()) / mean
 
 
-def _block(shards: Sequence[IntArray]) -> int:
-    """Return a number of rows up to 128 that divides every contiguous piece of the shards."""
-    starts = (held[np.flatnonzero(np.diff(held, prepend=-2) != 1)] for held in shards)
-    return int(np.gcd.reduce(np.append(ROW_BLOCK, np.concatenate(list(starts)))))
-
-
-def _whole_shards(traffic: Traffic, rows: int, per_node: int) -> Traffic:
+def _whole_shards(traffic: Traffic, rows: int, nodes: Nodes) -> Traffic:
     """Return the traffic if every rank receives all shards, each of which enters a node once.
 
     rows: number of rows of a shard, summed over layers.
     """
-    node, local = np.divmod(np.arange(traffic.workers), per_node)
-    inside = (node[:, None] == node) & ~np.eye(traffic.workers, dtype=bool)
-    across = (local[:, None] == local) & (node[:, None] != node)
-    return Traffic(traffic.pairs, rows * (node[-1] + 1) * inside, rows * across)
+    inner, outer = (
+        np.full(nodes.workers, rows * shards)
+        for shards in ((nodes.per_node - 1) * nodes.count, nodes.count - 1)
+    )
+    return Traffic(traffic.pairs, MovedRows(inner, inner), MovedRows(outer, outer))

@@ -28,6 +28,9 @@ def test_a_configured_layout_is_kept():
     assert found.layout.name == "balanced"
     assert found.balancer is not None
     assert found.reason == "as configured"
+    assert found.exchange == "group_cast"
+    assert chosen("topology.layout=balanced", "topology.exchange=ring").exchange is None
+    assert chosen("topology.layout=balanced", "sparsity=vertical_slash").exchange is None
 
 
 @pytest.mark.parametrize(("per_node", "name"), [(4, "group_cast"), (2, "hierarchical_group_cast")])
