@@ -75,6 +75,8 @@ def show(
     workers = next(number for number in given if isinstance(number, int))
     per_node = topology.gpus_per_node if isinstance(topology.gpus_per_node, int) else None
     masks = views(config, workers, per_node)
+    if (name := config.data.mask_key) is not None:
+        console.print(f"data.mask_key={name}: masks from the data are not shown; mask=causal is")
     for view in masks:
         console.print(_facts(config, view))
         print_table(console, _layouts(view, workers))
