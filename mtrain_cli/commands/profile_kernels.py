@@ -28,6 +28,7 @@ from mtrain_cli.commands.profile import (
     calibrating,
     set_threads,
 )
+from mtrain_cli.commands.profile_masks import time_masks
 from mtrain_cli.config.schema import KERNELS, ConfigError
 
 if TYPE_CHECKING:
@@ -37,17 +38,22 @@ if TYPE_CHECKING:
     from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
 
 _BLOCKS = (16, 32, 64, 128)
+_LENGTHS = {"cuda": "32k,128k", "cpu": "1k,2k"}
+_LENGTHS_OF_MASKS = {"cuda": "4k,8k,16k,32k,64k,128k", "cpu": "1k,2k"}
+_DENSITIES = "0.1,0.05,0.02"
 
 
 @app.command("kernels")
 def kernels(
     seq: Annotated[str, option("N,...")] = "auto",
-    density: Annotated[str, option("D,...")] = "0.1,0.05,0.02",
+    density: Annotated[str, option("D,...")] = _DENSITIES,
     columns: Annotated[int | None, bounded(0, MOST_TOKENS)] = None,
     heads: Annotated[str, option("Q/KV,...")] = "16/2",
     head_dim: Annotated[int, bounded(16, MOST_HEAD_DIM)] = 128,
     block: Annotated[int | None, option("N")] = None,
     kernel: Annotated[str, name_list(complete_kernels)] = "",
+    mask: Annotated[str, name_list()] = "",
+    compare: Annotated[str, name_list()] = "",
     workers: Annotated[str, option("N,...")] = "",
     whole: Annotated[bool, flag("--whole/--no-whole")] = True,
     threads: Threads = None,
@@ -66,15 +72,22 @@ def kernels(
           Write a calibration for the simulator
       [cyan]mtrain profile kernels --seq 128k --density 5% --workers 8 --out mine.json[/cyan]
           Include the smaller calls of ring workers
+      [cyan]mtrain profile kernels --mask all --compare flex --out masks.json[/cyan]
+          Time dense attention under masks, and FlexAttention in the same run
 
     Args:
-        seq: Sequence lengths, such as 32k,128k. auto = 32k,128k on a GPU, 1k,2k on a CPU.
+        seq: Sequence lengths, such as 32k,128k. auto = 32k,128k on a GPU (4k to 128k with
+            --mask), 1k,2k on a CPU.
         density: Shares of the causal blocks that slashes fill, such as 0.05 or 5%.
         columns: Single key columns per head; by default 2048 on a GPU, 1/64 of the length on a CPU.
         heads: Numbers of query and key-value heads.
         head_dim: Width of one head.
         block: Tokens per block; by default 128 on a GPU, 16 on a CPU.
-        kernel: Kernels to time with an index; by default all that support it.
+        kernel: Kernels to time with an index, by default all that support it; or with --mask, by
+            default the one that train.kernel=auto takes.
+        mask: Time dense attention under these masks instead of indices: full, causal, documents,
+            documents_full, documents_block_causal, window, video, shared_question; or all.
+        compare: Also time flex, which is PyTorch's FlexAttention, under the same masks.
         workers: Also time the kernel calls of one worker when N workers share the sequence, in a
             ring and in an all-gather; such as 8,32.
         whole: Time whole sequences. --no-whole times only the calls that --workers adds.
@@ -88,7 +101,12 @@ def kernels(
     from mtrain_cli.reporting.terminal_width import limit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cases = _parse_cases(device, seq, density, columns, heads, head_dim, block)
+    if mask or compare:
+        _refuse_with_masks(mask, density, columns, block, workers, whole)
+    usual = (_LENGTHS_OF_MASKS if mask else _LENGTHS)[device]
+    cases = _parse_cases(
+        device, usual if seq == "auto" else seq, density, columns, heads, head_dim, block
+    )
     counts = _parse_workers(workers, seq, cases)
     if not whole and not counts:
         raise ConfigError("--no-whole: leaves nothing to time; add --workers N")
@@ -96,6 +114,9 @@ def kernels(
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     names = parse_names("--kernel", kernel, [k for k in KERNELS if k != "auto"]) if kernel else []
     bench = KernelBench(names, dtype, device, repeats)
+    if mask:
+        time_masks(bench, mask, compare, list(dict.fromkeys(case.dense for case in cases)), out)
+        return
     _require_a_kernel(bench, names, cases)
     console = Console(highlight=False, soft_wrap=True)
     shown = _Columns.fitting(limit(console), device)
@@ -111,6 +132,22 @@ def kernels(
         for time in profile_worker_calls(bench, cases, counts):
             add(time, shown.line_of_call(time))
         _print_remarks(console, shown, bench, cases)
+
+
+def _refuse_with_masks(
+    mask: str, density: str, columns: int | None, block: int | None, workers: str, whole: bool
+) -> None:
+    """Raise ConfigError for options that do not go with --mask, and for --compare without it."""
+    if not mask:
+        raise ConfigError("--compare: needs --mask, such as --mask causal,documents")
+    given = {
+        "--density": density != _DENSITIES, "--columns": columns is not None,
+        "--block": block is not None, "--workers": bool(workers), "--no-whole": not whole,
+    }  # fmt: skip
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"{', '.join(wrong)}: --mask times dense attention over whole sequences; give either"
+        )
 
 
 def _print_remarks(
@@ -142,8 +179,7 @@ def _parse_cases(
     from mtrain_cli.profiling.kernel_benchmark import KernelCase
 
     gpu = device == "cuda"
-    usual = "32k,128k" if gpu else "1k,2k"
-    lengths = parse_items("--seq", usual if seq == "auto" else seq, parse_size, "32k,128k")
+    lengths = parse_items("--seq", seq, parse_size, "32k,128k")
     if any(not 2 <= length <= MOST_TOKENS for length in lengths):
         raise ConfigError(f"--seq {seq}: each must be at least 2 tokens and at most 64m")
     densities = parse_items("--density", density, parse_share, "0.05 or 5%")

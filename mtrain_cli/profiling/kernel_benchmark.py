@@ -160,22 +160,26 @@ class KernelBench:
         if case.density is not None:
             names = [name for name, reason in self.survey(case) if reason is None]
         for name in names:
-            yield choose(name, self._request(case))[0]
+            yield choose(name, self.request(case))[0]
 
     def survey(self, case: KernelCase) -> list[tuple[str, str | None]]:
         """Return (name, reason) of every kernel: why it cannot run the case, or None if it can."""
         return [
             (name, reason)
-            for name, reason in survey(self._request(case))
+            for name, reason in survey(self.request(case))
             if (name in self.names if self.names else name != "reference")
         ]
 
-    def _request(self, case: KernelCase) -> KernelRequest:
+    def request(self, case: KernelCase, intervals: int = 1) -> KernelRequest:
+        """Return what a case needs from a kernel.
+
+        intervals: most intervals of keys that a query sees.
+        """
         capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
         index = None if case.density is None else IndexRequest(case.block, bitmap=False)
         return KernelRequest(
             self.device, capability, _dtype_name(self.dtype), case.head_dim, case.heads,
-            case.kv_heads, index=index,
+            case.kv_heads, index=index, intervals=intervals,
         )  # fmt: skip
 
     def unsupported(self, cases: Sequence[KernelCase]) -> list[tuple[str, str, bool]]:

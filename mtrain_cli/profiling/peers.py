@@ -1,10 +1,43 @@
-"""Other implementations of context parallelism, which a benchmark times for comparison."""
+"""Other implementations of attention, which a benchmark times for comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+# Whether a query sees a key: a function of batch, head, query position and key position.
+Predicate = Callable[[Any, Any, Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FlexAttention:
+    """PyTorch's FlexAttention, compiled, under one mask.
+
+    block_mask: FlexAttention's lists of blocks, which are made once and not timed.
+    """
+
+    attend: Callable[..., torch.Tensor]
+    block_mask: Any
+
+    @staticmethod
+    def make(predicate: Predicate, seq: int, device: str) -> FlexAttention:
+        """Build the lists of blocks, and prepare to compile for this mask and shape."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        # Every mask and length compiles anew. Past a limit, Dynamo would stop to compile and
+        # compute all pairs.
+        torch._dynamo.reset()
+        # Uncompiled, the lists of blocks take memory for every pair.
+        make_lists = torch.compile(create_block_mask, dynamic=False) if device == "cuda" else None
+        block_mask = (make_lists or create_block_mask)(predicate, None, None, seq, seq, device)
+        return FlexAttention(torch.compile(flex_attention, dynamic=False), block_mask)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the output for q [1, heads, tokens, head_dim], and k and v with kv_heads."""
+        return self.attend(q, k, v, block_mask=self.block_mask, enable_gqa=True)
 
 
 def torch_context_parallel(

@@ -1,4 +1,4 @@
-"""PyTorch's context parallelism gets the heads and the mask of our attention.
+"""PyTorch's attention gets the heads and the mask of our attention.
 
 Without GPUs, its ring and cuDNN are replaced: one process computes the whole sequence.
 """
@@ -14,7 +14,7 @@ from torch.distributed.tensor import experimental
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn import attention
 
-from mtrain_cli.profiling.peers import torch_context_parallel
+from mtrain_cli.profiling.peers import FlexAttention, torch_context_parallel
 
 WORLD, HEADS, KV_HEADS, SEQ, WIDTH = 3, 6, 2, 5, 4
 
@@ -58,3 +58,13 @@ def test_query_heads_share_kv_heads_in_consecutive_groups_under_a_causal_mask(mo
     # PyTorch's load balancing cuts each buffer into two parts per rank.
     (buffer,), (dim,) = options["buffers"], options["buffer_seq_dims"]
     assert buffer.shape[dim] % (2 * WORLD) == 0
+
+
+def test_flex_attention_computes_the_pairs_of_its_predicate(monkeypatch):
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compiled.append(call) or call)
+    attend = FlexAttention.make(lambda b, h, q, k: q - k == 1, SEQ, "cpu")  # noqa: ARG005
+    assert [call.__name__ for call in compiled] == ["flex_attention"]
+    q, k, v = (torch.randn(1, heads, SEQ, 16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    values = v.repeat_interleave(HEADS // KV_HEADS, 1)
+    torch.testing.assert_close(attend(q, k, v)[:, :, 1:], values[:, :, :-1])
