@@ -97,7 +97,7 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _static_dispatch(balancer: Balancer, mask: MaskConfig) -> Dispatch:
     """Return the dispatch of sequences that are one document."""
     padded = balancer.padded_seq
@@ -111,7 +111,7 @@ def _static_layout(balancer: Balancer, mask: MaskConfig) -> Balanced:
     return balancer.layout_of(_static_dispatch(balancer, mask))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)  # a search for the longest sequence tries about 20, twice
 def _costs(
     balancer: Balancer, mask: MaskConfig, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:
