@@ -104,7 +104,7 @@ def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> 
 
     masks: the masks of each kind of layer, one per sequence of the batch.
     """
-    topology, balancer = config.topology, _balancer(config, cp, per_node)
+    topology, balancer = config.topology, make_balancer(config, cp, per_node)
     free = topology.layout == topology.exchange == "auto"
     if not free or balancer.groups == 1 or config.sparsity.pattern != "dense":
         return ""
