@@ -111,8 +111,8 @@ def _layouts(config: Config, rule: MaskRule) -> Table:
     from rich.table import Table
 
     from mtrain_cli.config.schema import LAYOUTS
-    from mtrain_cli.parallel.layout import make_layout
     from mtrain_cli.reporting.mask_view import share_of
+    from mtrain_cli.training.layout_choice import choose_layout
 
     topology = config.topology
     given = (topology.context_parallel, topology.workers, _WORKERS)
@@ -122,14 +122,15 @@ def _layouts(config: Config, rule: MaskRule) -> Table:
     for name in ("pairs, most", "most/mean", "slices, most", "remote keys"):
         table.add_column(name, justify="right")
     for name in LAYOUTS:
-        layout = make_layout(name, workers, config.seq, topology.block_size)
+        named = config.changed(topology={"layout": name})
+        layout = choose_layout(named, workers, workers).layout
         mask = rule.undivided(config.seq, layout.padded_seq)
-        share = share_of(mask, layout)
+        share = share_of(mask, layout, config.sparsity.block)
         table.add_row(
             name,
-            f"{max(share.pairs):,}",
-            f"{share.imbalance:.2f}",
+            f"{share.traffic.pairs.max():,}",
+            f"{share.traffic.imbalance:.2f}",
             f"{max(share.slices):,}",
-            f"{share.remote_share:.0%}",
+            f"{share.remote:.0%}",
         )
     return table

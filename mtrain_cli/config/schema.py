@@ -43,7 +43,7 @@ _STEPS_OR_0 = NOT_NEGATIVE.up_to(*STEPS)
 _LAYERS = at_least(0, "must be true, false or a number of layers, 0 or more")
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only enlarge the index
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 EXCHANGES = ("auto", *EXCHANGE_TRAITS, *HEAD_SHARING)
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -156,8 +156,9 @@ class TopologyConfig:
         share of this machine's memory, or 128 if there is no GPU
     gpus_per_node: number of workers per node; if a host has more workers, this number divides the
         host into virtual nodes; auto = as launched
-    layout: which worker holds which tokens; auto = zigzag for dense attention without
-        data.document_mask, else striped
+    layout: which worker holds which tokens; balanced = assigned per batch from its masks; auto =
+        zigzag for dense attention without data.document_mask, else striped; balanced for masks
+        with which it costs less
     exchange: how keys and values reach the queries; auto = chosen by bytes, links and memory
     ulysses: number of workers in a group that trades tokens for heads (all-to-all); the groups then
         exchange keys and values; auto = all workers with exchange=ulysses, else 1

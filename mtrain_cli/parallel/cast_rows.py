@@ -16,14 +16,13 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.parallel.schedule import GROUP_CAST, Schedule
-from mtrain_cli.parallel.traffic import ROW_BLOCK
+from mtrain_cli.parallel.traffic import ROW_BLOCK, blocks_needed, count_traffic
 
 _MOST_COUNTED = 1 << 25  # blocks of all ranks
 _BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
@@ -172,7 +171,26 @@ def largest_shares(
     if not peers or too_many_to_count(layout):
         return whole_shares(schedule)
     inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
-    return _RowPlanner(inside, masks, block).shares(len(peers[-1]) if len(peers) > 1 else None)
+    traffic = count_traffic(
+        [masks],
+        [inside.positions(rank) for rank in range(inside.workers)],
+        per_node=len(peers[-1]) if len(peers) > 1 else None,
+        block=row_block(inside, block),
+    )
+    moved = (traffic.outer, traffic.inner)[-len(peers) :]
+    rows = inside.tokens_per_worker * len(masks)
+    return tuple(
+        (Fraction(int(of.sent.max()), rows), Fraction(int(of.received.max()), rows)) for of in moved
+    )
+
+
+def row_block(layout: Layout, block: int | None = None) -> int:
+    """Return the number of rows that a group cast moves together.
+
+    block: number of tokens per block of a dynamic index; None for dense attention.
+    """
+    short = 1 << (layout.tokens_per_worker // _BLOCKS_PER_SHARD).bit_length() >> 1
+    return block or min(ROW_BLOCK, max(1, short))
 
 
 def whole_shares(schedule: Schedule) -> tuple[tuple[Fraction, Fraction], ...]:
@@ -197,52 +215,14 @@ class _RowPlanner:
     """Finds the rows that move between the ranks of a layout under the masks of a batch."""
 
     def __init__(self, layout: Layout, masks: Sequence[SequenceMask], block: int | None) -> None:
-        self.layout, self.masks = layout, masks
-        short = 1 << (layout.tokens_per_worker // _BLOCKS_PER_SHARD).bit_length() >> 1
-        self.block = block or min(ROW_BLOCK, max(1, short))
+        self.block = row_block(layout, block)
         self._positions = [layout.positions(rank) for rank in range(layout.workers)]
-        self._needed = np.stack([self._needed_blocks(rank) for rank in range(layout.workers)])
-
-    def _needed_blocks(self, rank: int) -> NDArray[np.bool_]:
-        """Return which blocks of keys the queries of a rank see, bool [blocks]."""
-        blocks = -(-self.layout.padded_seq // self.block)
-        opened = np.zeros(blocks + 1, np.int64)
-        for mask in self.masks:
-            low, high = mask.bounds(self._positions[rank])
-            seen = high > low
-            opened += np.bincount(low[seen] // self.block, minlength=blocks + 1)
-            opened -= np.bincount((high[seen] - 1) // self.block + 1, minlength=blocks + 1)
-        return opened.cumsum()[:-1] > 0
+        self._needed = blocks_needed([masks], self._positions, self.block)[:, 0]
 
     def _wanted(self, positions: IntArray, ranks: Iterable[int]) -> IntArray:
         """Return the indices of the positions that one of the ranks needs, ascending."""
         needed = np.any(self._needed[list(ranks)], axis=0)
         return np.flatnonzero(np.asarray(needed)[positions // self.block])
-
-    def shares(self, node: int | None) -> tuple[tuple[Fraction, Fraction], ...]:
-        """Return for each cast the largest number of rows that any rank sends and receives.
-
-        The numbers are divided by the number of a rank's own rows. node: number of ranks per node
-        of a hierarchical cast; None for a flat one.
-        """
-        workers, blocks = self._needed.shape
-        counts = [np.bincount(p // self.block, minlength=blocks) for p in self._positions]
-        own = np.stack(counts).astype(np.int32)
-        tokens = self.layout.tokens_per_worker
-        # Tables [nodes, ranks of a node, blocks]. A flat cast runs inside one node of all ranks.
-        shape = (-1, node or workers, blocks)
-        needed, held = self._needed.reshape(shape), own.reshape(shape)
-        found = []
-        if node is not None:
-            by_node = needed.any(1, keepdims=True)
-            sent = (held * (by_node.sum(0) - by_node)).sum(-1)
-            arrived = by_node * (held.sum(0) - held)
-            found.append((sent.max(), arrived.sum(-1).max()))
-            held = held + arrived
-        sent = (held * (needed.sum(1, keepdims=True) - needed)).sum(-1)
-        received = (needed * (held.sum(1, keepdims=True) - held)).sum(-1)
-        found.append((sent.max(), received.max()))
-        return tuple((Fraction(int(s), tokens), Fraction(int(r), tokens)) for s, r in found)
 
     def rows(self, rank: int, peers: Sequence[Sequence[int]]) -> CastRows:
         """Return the rows of a rank. peers: as in `CastRows.make`."""

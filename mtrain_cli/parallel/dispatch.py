@@ -29,10 +29,11 @@ from mtrain_cli.parallel.traffic import (
     LayerMasks,
     Nodes,
     Traffic,
+    from_bits,
     needs_of_chunks,
     padded_length,
     pairs_per_query,
-    rows_sent,
+    rows_moved,
     times_of_rows,
     to_bits,
 )
@@ -202,8 +203,9 @@ def balance(
         BlockPrices(*(block * price for price in prices)),
         max(100, 8 * workers) if most_swaps is None else most_swaps,
     )
-    inner, outer = rows_sent(found.needs, found.held(), nodes, times)
-    traffic = Traffic(found.pairs, block * inner, block * outer)
+    blocks = padded // block
+    held = block * from_bits(found.held()[:, 0], blocks)
+    traffic = Traffic(found.pairs, *rows_moved(from_bits(found.needs, blocks), held, nodes, times))
     return Dispatch(chunk, found.owner, traffic, prices, seed, found.swaps)
 
 
@@ -229,6 +231,15 @@ class Balancer:
     layers: tuple[int, ...] = (1,)
 
     @property
+    def groups(self) -> int:
+        """Number of groups of ranks that share heads."""
+        return self.workers // self.heads
+
+    @property
+    def groups_per_node(self) -> int | None:
+        return None if self.per_node is None else max(1, self.per_node // self.heads)
+
+    @property
     def chunk(self) -> int:
         return chunk_tokens(self.seq, self.workers, max(self.unit, 1))
 
@@ -242,21 +253,24 @@ class Balancer:
         masks: as in `balance`, of sequences with `seq` tokens.
         """
         padded = [[mask.repadded(self.padded_seq) for mask in kind] for kind in masks]
-        per_node = None if self.per_node is None else max(1, self.per_node // self.heads)
         return balance(
             padded,
-            self.workers // self.heads,
+            self.groups,
             self.chunk,
-            per_node=per_node,
+            per_node=self.groups_per_node,
             prices=self.prices,
             layers=self.layers,
         )
 
     def layout(self, masks: LayerMasks) -> Balanced:
         """Return the layout of a batch. masks: as in `dispatch`."""
-        owner = self.dispatch(masks).owner
+        return self.layout_of(self.dispatch(masks))
+
+    def layout_of(self, dispatch: Dispatch) -> Balanced:
+        """Return the layout of a batch from a result of `dispatch`."""
+        owner = dispatch.owner
         if self.heads > 1:
-            owner = _dealt_inside(owner, self.workers // self.heads, self.heads)
+            owner = _dealt_inside(owner, self.groups, self.heads)
         return Balanced.of(owner, self.workers, self.seq, self.chunk)
 
 

@@ -59,45 +59,49 @@ class Nodes:
 
 
 @dataclass(frozen=True)
+class MovedRows:
+    """The number of rows that each rank sends and receives, int64 [workers]."""
+
+    sent: IntArray
+    received: IntArray
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What each rank computes, sends and receives, per head and layer.
 
     pairs: int64 [workers], query-key pairs that a rank computes.
-    inner: int64 [workers, workers], rows that rank s sends to rank r of the same node. They include
-        rows of other nodes that rank s relays.
-    outer: int64 [workers, workers], rows that rank s sends to rank r of another node. Both ranks
-        have the same local number. A row enters a node once.
+    inner: rows that move between ranks of a node. They include rows of other nodes that a rank
+        relays.
+    outer: rows that move between nodes, from a rank to the ranks with the same local number. A row
+        enters a node once.
     """
 
     pairs: IntArray
-    inner: IntArray
-    outer: IntArray
+    inner: MovedRows
+    outer: MovedRows
 
     @property
     def workers(self) -> int:
         return len(self.pairs)
 
     @property
-    def sent(self) -> IntArray:
-        """Rows that rank s sends to rank r, int64 [workers, workers]."""
-        return self.inner + self.outer
-
-    @property
     def received(self) -> IntArray:
         """Rows that each rank receives, int64 [workers]."""
-        return self.sent.sum(0)
+        return self.inner.received + self.outer.received
 
     @property
     def imbalance(self) -> float:
-        """The largest number of pairs of a rank, divided by the mean."""
-        return float(self.pairs.max() * self.workers / max(1, self.pairs.sum()))
+        """The largest number of pairs of a rank, divided by the mean; 1.0 without pairs."""
+        total = int(self.pairs.sum())
+        return int(self.pairs.max()) * self.workers / total if total else 1.0
 
     def cost(self, inner: int, outer: int) -> IntArray:
         """Return pairs plus priced rows of each rank, int64 [workers].
 
         inner, outer: price of a row that a rank of the same node sends, and of another node.
         """
-        return self.pairs + inner * self.inner.sum(0) + outer * self.outer.sum(0)
+        return self.pairs + inner * self.inner.received + outer * self.outer.received
 
     def share_moved(self, rows: int) -> float:
         """Return the rows received, divided by the rows that a ring moves.
@@ -122,65 +126,62 @@ def count_traffic(
         shards: the positions that each rank holds, for all positions of the masks.
         per_node: number of ranks that share a node; None if all do. With None, every row goes
             directly from the rank that holds it to each rank that needs it.
-        block: number of rows that travel together.
+        block: number of rows that travel together, at most. Of a block that several ranks share,
+            each rank sends its own rows.
         layers: number of layers of each kind, over which the counts are summed; None for one each.
-
-    Raises:
-        ValueError: two ranks share a block of rows.
     """
-    workers, nodes = len(shards), Nodes.of(len(shards), per_node)
-    owner = np.empty(padded_length(masks), np.int64)
-    for rank, positions in enumerate(shards):
-        owner[positions] = rank
-    owners = owner.reshape(-1, block) if len(owner) % block == 0 else None
-    if owners is None or (owners != owners[:, :1]).any():
-        raise ValueError(
-            f"Two ranks share a block of {block} rows. Give a block size that divides every "
-            "contiguous piece of a shard."
-        )
-    pairs, times = np.zeros(workers, np.int64), times_of_rows(masks, layers)
-    np.add.at(pairs, owner, pairs_per_query(masks, layers))
-    held = np.repeat((owners[:, 0] == np.arange(workers)[:, None])[:, None], len(masks), axis=1)
-    needed = blocks_needed(masks, owner, workers, block)
-    inner, outer = rows_sent(to_bits(needed), to_bits(held), nodes, times)
-    return Traffic(pairs, block * inner, block * outer)
+    nodes, per_query = Nodes.of(len(shards), per_node), pairs_per_query(masks, layers)
+    pairs = np.array([per_query[positions].sum() for positions in shards])
+    blocks = -(-padded_length(masks) // block)
+    held = np.stack([np.bincount(positions // block, minlength=blocks) for positions in shards])
+    needed = blocks_needed(masks, shards, block)
+    return Traffic(pairs, *rows_moved(needed, held, nodes, times_of_rows(masks, layers)))
 
 
 def blocks_needed(
-    masks: LayerMasks, owner: IntArray, workers: int, block: int = ROW_BLOCK
+    masks: LayerMasks, shards: Sequence[IntArray], block: int = ROW_BLOCK
 ) -> NDArray[np.bool_]:
     """Return whether a query of each rank sees a key of each block, [workers, kinds, blocks].
 
-    owner: int64 [padded], the rank that holds each position.
+    shards: the positions that each rank holds.
     """
-    blocks = -(-len(owner) // block)
-    every = slice(None)
+    blocks = -(-padded_length(masks) // block)
     return np.stack(
-        [_seen(of_kind, every, owner, workers, block, blocks) for of_kind in masks], axis=1
+        [
+            [_seen(kind, rows, np.zeros_like(rows), 1, block, blocks)[0] for kind in masks]
+            for rows in shards
+        ]
     )
 
 
-def rows_sent(needs: Bits, held: Bits, nodes: Nodes, times: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the blocks that rank s sends to rank r, inside nodes and between nodes.
+def rows_moved(
+    needed: NDArray[np.bool_], held: IntArray, nodes: Nodes, times: IntArray
+) -> tuple[MovedRows, MovedRows]:
+    """Return the rows that each rank sends and receives, inside nodes and between nodes.
 
-    A rank receives a block of another node through its relay: the rank of its node that has the
-    local number of the block's holder.
+    A rank receives a row of another node through its relay: the rank of its node that has the
+    local number of the row's holder.
 
-    needs, held: [workers, kinds, words], the blocks that each rank needs and holds.
-    Returns: inner and outer, int64 [workers, workers].
+    needed: [workers, kinds, blocks], whether a rank needs each block.
+    held: int64 [workers, blocks], number of rows of each block that a rank holds.
+    times: int64 [kinds], the number of times that a row of each kind counts.
     """
-    n, g = nodes.count, nodes.per_node
-    inner, outer = (np.zeros((n, g, n, g), np.int64) for _ in range(2))
-    needs, held = (bits.reshape(n, g, *bits.shape[1:]) for bits in (needs, held))
-    passed = np.bitwise_or.reduce(held, axis=0)  # [g, ...], what local number s holds or relays
-    entering = np.bitwise_or.reduce(needs, axis=1)
-    local, node = np.arange(g), np.arange(n)
-    for r in range(n):
-        inner[r, :, r] = count_bits(needs[r] & passed[:, None], times)
-        inner[r, local, r, local] = 0
-        for s in node[node != r]:
-            outer[s, local, r, local] = count_bits(entering[r] & held[s], times)
-    return inner.reshape(n * g, n * g), outer.reshape(n * g, n * g)
+    n, g, kinds = nodes.count, nodes.per_node, needed.shape[1]
+    needed = needed.reshape(n, g, kinds, -1)
+    held = held.reshape(n, g, 1, -1).astype(np.int32)
+
+    def count(rows: NDArray[np.int32]) -> IntArray:
+        return rows.sum(-1, dtype=np.int64).reshape(n * g, kinds) @ times
+
+    entering = needed.any(1, keepdims=True)  # whether a node needs each block
+    relayed = entering * (held.sum(0, dtype=np.int32) - held)
+    outer = MovedRows(count(held * (entering.sum(0, dtype=np.int32) - entering)), count(relayed))
+    passed = held + relayed
+    inner = MovedRows(
+        count(passed * (needed.sum(1, keepdims=True, dtype=np.int32) - needed)),
+        count(needed * (passed.sum(1, keepdims=True, dtype=np.int32) - passed)),
+    )
+    return inner, outer
 
 
 def needs_of_chunks(masks: LayerMasks, chunk: int, block: int) -> Bits:
@@ -200,7 +201,7 @@ def needs_of_chunks(masks: LayerMasks, chunk: int, block: int) -> Bits:
 
 def _seen(
     masks: Sequence[SequenceMask],
-    rows: slice,
+    rows: slice | IntArray,
     group: IntArray,
     groups: int,
     block: int,
@@ -222,6 +223,11 @@ def _seen(
             opened += np.bincount(row + first, minlength=size)
             opened -= np.bincount(row + stop, minlength=size)
     return np.cumsum(opened.reshape(groups, blocks + 1), axis=1)[:, :blocks] > 0
+
+
+def from_bits(bits: Bits, blocks: int) -> NDArray[np.bool_]:
+    """Return the flags [..., blocks] that `to_bits` packed."""
+    return np.unpackbits(bits.view(np.uint8), axis=-1, count=blocks).view(np.bool_)
 
 
 def to_bits(flags: NDArray[np.bool_]) -> Bits:

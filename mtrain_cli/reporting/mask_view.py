@@ -10,7 +10,9 @@ from html import escape
 import numpy as np
 
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.cast_rows import row_block
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.traffic import Traffic, count_traffic
 
 _CELLS = 128  # rows and columns of a picture
 _SIDE = 5  # pixels per cell
@@ -18,50 +20,30 @@ _SIDE = 5  # pixels per cell
 
 @dataclass(frozen=True)
 class LayoutShare:
-    """What the workers of a layout compute under a mask. Each tuple has one entry per worker.
+    """What the workers of a layout compute and receive under a mask.
 
-    layout: name of the layout.
-    pairs: number of query-key pairs.
-    slices: number of rectangles, full, causal or banded, that cover these pairs.
-    remote: number of keys of other workers that some query of the worker sees.
-    others: number of keys of other workers.
+    traffic: pairs and rows of each worker. A row is the key and the value of one token.
+    slices: number of rectangles, full, causal or banded, that cover the pairs of each worker.
+    remote: share of the rows of other workers that `group_cast` moves to a worker, as a mean over
+        the workers.
     """
 
-    layout: str
-    pairs: tuple[int, ...]
+    traffic: Traffic
     slices: tuple[int, ...]
-    remote: tuple[int, ...]
-    others: int
-
-    @property
-    def imbalance(self) -> float:
-        """Pairs of the worker with the most pairs, divided by the mean; 1.0 without pairs."""
-        mean = sum(self.pairs) / len(self.pairs)
-        return max(self.pairs) / mean if mean else 1.0
-
-    @property
-    def remote_share(self) -> float:
-        """Share of the keys of other workers that a worker needs, as a mean over workers."""
-        return sum(self.remote) / (len(self.remote) * self.others) if self.others else 0.0
+    remote: float
 
 
-def share_of(mask: SequenceMask, layout: Layout) -> LayoutShare:
-    """Count what each worker computes. mask: padded like the layout."""
+def share_of(mask: SequenceMask, layout: Layout, block: int | None = None) -> LayoutShare:
+    """Count what each worker computes and receives.
+
+    mask: padded like the layout.
+    block: number of tokens per block of a dynamic index; None for dense attention.
+    """
+    shards = [layout.positions(rank) for rank in range(layout.workers)]
+    traffic = count_traffic([[mask]], shards, block=row_block(layout, block))
     everywhere = np.arange(mask.padded)
-    pairs, slices, remote = [], [], []
-    for rank in range(layout.workers):
-        own = layout.positions(rank)
-        spans = mask.spans(own, everywhere)
-        edges = np.zeros(mask.padded + 1, np.int64)
-        np.add.at(edges, spans.low.ravel(), 1)
-        np.add.at(edges, spans.high.ravel(), -1)
-        needed = edges.cumsum()[:-1] > 0
-        needed[own] = False
-        pairs.append(spans.pairs)
-        slices.append(len(spans.slices))
-        remote.append(int(needed.sum()))
-    others = mask.length * (layout.workers - 1) // layout.workers
-    return LayoutShare(layout.name, tuple(pairs), tuple(slices), tuple(remote), others)
+    slices = tuple(len(mask.spans(own, everywhere).slices) for own in shards)
+    return LayoutShare(traffic, slices, traffic.share_moved(layout.padded_seq))
 
 
 def picture(masks: Sequence[tuple[str, SequenceMask]]) -> str:

@@ -16,7 +16,7 @@ from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Balanced, Layout, Striped
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
@@ -120,6 +120,7 @@ def shard_sizes(
             layout,
             config.sparsity.block,
             CAUSAL if config.mask.full_every else config.mask,
+            config.data.document_mask,
         ),
     )
 
@@ -133,17 +134,28 @@ def _programs(exchange: str, options: ScheduleOptions, traits: Traits) -> tuple[
 
 @cache
 def _casts(
-    exchange: str, options: ScheduleOptions, layout: Layout, block: int | None, mask: MaskConfig
+    exchange: str,
+    options: ScheduleOptions,
+    layout: Layout,
+    block: int | None,
+    mask: MaskConfig,
+    documents: bool,
 ) -> tuple[tuple[Fraction, Fraction], ...]:
     """Return the largest shares of rows that group casts move under a mask; () without them.
 
-    Documents can only make them smaller.
+    Documents make them smaller, unless they change the layout. A balanced layout of packed
+    documents then moves at most about as much as one that deals out its chunks in turn.
     """
     schedule = make_schedule(exchange, options)
     if not schedule.traits.by_mask or too_many_to_count(layout):
         return whole_shares(schedule)
     whole = MaskRule(document_mask=False, mask=mask).undivided(layout.seq, layout.padded_seq)
-    return largest_shares(schedule, layout, [whole], block)
+    shares = largest_shares(schedule, layout, [whole], block)
+    if layout.name != Balanced.name or not documents:
+        return shares
+    dealt = Striped(layout.workers, layout.seq, layout.block_size, layout.unit)
+    spread = largest_shares(schedule, dealt, [whole], block)
+    return tuple((max(a, c), max(b, d)) for (a, b), (c, d) in zip(shares, spread, strict=True))
 
 
 # A search for settings that fit asks for the same few programs and sizes thousands of times.

@@ -392,6 +392,8 @@ def describe_sparsity(plan: RunPlan) -> str:
 def describe_layout(plan: RunPlan) -> str:
     layout = plan.layout
     blocks = f", blocks of {layout.block_size}" if layout.name == "striped" else ""
+    if layout.name == "balanced":
+        blocks = f", chunks of {layout.block_size:,} assigned for each batch"
     pads = layout.padded_seq - layout.seq
     padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
     tokens = f"{layout.tokens_per_worker:,} tokens per worker{padding}"
@@ -401,6 +403,8 @@ def describe_layout(plan: RunPlan) -> str:
 def _layout_reason(plan: RunPlan) -> str:
     """Return why `Config.layout` chose the layout."""
     config = plan.config
+    if plan.layout_reason:
+        return plan.layout_reason
     if config.topology.layout != "auto":
         return "as configured"
     if plan.dims.cp == 1:

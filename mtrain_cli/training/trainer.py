@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import time
@@ -140,6 +141,7 @@ class Trainer:
             self.exchange,
             mask=MaskRule.of(config),
             layers=config.model.num_layers,
+            balancer=self.choices.balancer,
             keep=attention_kept(config.train),
             offload=self.offload,
         )
@@ -160,6 +162,7 @@ class Trainer:
         self._spikes = SpikeWatch(config.run.spike_sigma)
         # Kinds of steps after which garbage was frozen: True for sparse, False for dense.
         self._frozen_after: set[bool] = set()
+        self._compared_layouts = self.choices.balancer is None
         self._peak_flops: float | None = None
         if self.device.type == "cuda":
             self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device))
@@ -394,7 +397,29 @@ class Trainer:
             raise error or PeerLostError(
                 f"rank {first_without} has no data for step {self.step + 1}"
             )
+        if not self._compared_layouts:
+            self._compare_layouts(on_host)
         return on_host, waited
+
+    def _compare_layouts(self, on_host: Sequence[HostBatch]) -> None:
+        """Check that the ranks of each context group gave the first batches the same layout.
+
+        Every rank balances its batches itself. Ranks with different versions of NumPy might not
+        find the same layout.
+        """
+        self._compared_layouts = True
+        dims, rank = self.environment.dims, self.environment.rank
+        layouts = repr([host.layout for host in on_host])
+        digest = hashlib.sha256(layouts.encode()).hexdigest()
+        group = dims.coordinate("dp", rank)
+        answers = share((group, digest), self.host_group)
+        other = next((r for r, (g, d) in enumerate(answers) if g == group and d != digest), None)
+        if other is not None:
+            raise ConfigError(
+                f"topology.layout={self.config.topology.layout}: ranks {rank} and {other} balance "
+                "the same batch differently. Give all machines the same versions of mtrain and "
+                "NumPy, or set topology.layout=striped."
+            )
 
     def _first_rank_with(self, flag: bool) -> int | None:
         """Return the first rank whose `flag` is true, or None."""

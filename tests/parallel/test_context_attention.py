@@ -19,6 +19,7 @@ from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import _Attend
+from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.index_group import gather_rows, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
@@ -27,7 +28,7 @@ from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
 SEQ, BATCH, HEAD_DIM, BLOCK = 61, 2, 8, 4
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 HEADS = ((4, 4), (4, 2), (4, 1))
 INDICES = ("dense", "vertical_slash", "diagonals", "bitmap", "nothing")
 
@@ -242,7 +243,12 @@ def cells(
                 )
             group = groups[way.per_node, way.heads]
             for layout_name in LAYOUTS:
-                layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
+                balancer = None
+                if layout_name == "balanced":
+                    balancer = Balancer(world, SEQ, BLOCK, way.heads)
+                    layout: Layout = balancer.layout([masks("causal", balancer.padded_seq)])
+                else:
+                    layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
                 exchange = make_exchange(
                     way.exchange,
                     layout,
@@ -252,9 +258,6 @@ def cells(
                     circulates=way.circulates,
                     shared_columns=way.shared_columns,
                 )
-                positions = layout.positions(rank)
-                real = positions < SEQ
-                own = torch.from_numpy(np.minimum(positions, SEQ - 1))
                 for kind in kinds:
                     index = index_of(kind, heads, layout)
                     turn = (
@@ -268,14 +271,19 @@ def cells(
                         name = (heads, kv_heads, mask_name, kind, layout.padded_seq)
                         if name not in expected:
                             expected[name] = oracle(heads, kv_heads, mask_name, index)
+                        batch_masks = masks(mask_name, layout.padded_seq)
+                        if balancer is not None:
+                            layout = balancer.layout([batch_masks])
+                        positions = layout.positions(rank)
+                        real = positions < SEQ
+                        own = torch.from_numpy(np.minimum(positions, SEQ - 1))
                         # Padding must not affect the result: fill it with a large number.
                         q, k, v, dout = (t[:, own] for t in inputs(heads, kv_heads, dtype))
                         for t in (q, k, v):
                             t[:, ~real] = 50.0
                             t.requires_grad_()
-                        batch_masks = masks(mask_name, layout.padded_seq)
                         request = None if index is None else IndexRequest(BLOCK, bitmap=False)
-                        work = Plan.make(exchange, batch_masks, request).tiles
+                        work = Plan.make(exchange, batch_masks, request, layout=layout).tiles
                         if isinstance(index, BlockBitmap):
                             held = np.unique(positions // BLOCK).astype(np.int32)
                             mine = BlockBitmap(

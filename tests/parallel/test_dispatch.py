@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from parallel.mask_samples import documents, local_mask, random_mask, sliding_window
 
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.parallel.cast_rows import CastRows
-from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens
+from mtrain_cli.parallel.dispatch import Balancer, RowPrices, balance, chunk_tokens
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import count_traffic
 
@@ -38,8 +39,11 @@ def test_a_dispatch_is_counted_as_its_shards_are(seed, workers, chunk):
     assert sorted(np.concatenate(shards).tolist()) == list(range(padded))
     block = int(np.gcd(chunk, 128))
     counted = count_traffic(kinds, shards, per_node=per_node, block=block, layers=[2, 1])
-    for field in ("pairs", "inner", "outer"):
-        assert np.array_equal(getattr(dispatch.traffic, field), getattr(counted, field))
+    assert dispatch.traffic.pairs.tolist() == counted.pairs.tolist()
+    for field in ("inner", "outer"):
+        mine, theirs = getattr(dispatch.traffic, field), getattr(counted, field)
+        assert mine.sent.tolist() == theirs.sent.tolist()
+        assert mine.received.tolist() == theirs.received.tolist()
     assert dispatch.cost.tolist() == counted.cost(250, 1500).tolist()
 
 
@@ -87,14 +91,14 @@ def test_over_nodes_few_rows_enter_a_node():
     unaware = balance([[mask]], 8, chunk).positions
     counted = count_traffic([[mask]], [unaware(rank) for rank in range(8)], per_node=4)
     assert aware.cost.max() < counted.cost(250, 1500).max()
-    assert aware.traffic.outer.sum() < counted.outer.sum() / 2
+    assert aware.traffic.outer.sent.sum() < counted.outer.sent.sum() / 2
 
 
 def test_over_nodes_all_ranks_relay_the_edge_of_a_window():
     mask = sliding_window(1 << 18, 4096)
     dispatch = balance([[mask]], 16, chunk_tokens(1 << 18, 16), per_node=8)
-    assert dispatch.traffic.outer.sum() == 4096
-    assert dispatch.traffic.outer.sum(0).max() == 512
+    assert dispatch.traffic.outer.sent.sum() == 4096
+    assert dispatch.traffic.outer.received.max() == 512
 
 
 def test_two_layers_of_a_kind_equal_two_kinds():
@@ -135,8 +139,9 @@ def test_group_casts_send_the_rows_that_the_dispatch_counts(workers, per_node, s
         rows = CastRows.make(dispatch.layout(), masks, rank, list(peers.values()))
         for (level, among), cast in zip(peers.items(), rows.casts, strict=True):
             sent[level][rank, list(among)] = sequences * np.array(cast.sent)
-    assert sent["inner"].tolist() == dispatch.traffic.inner.tolist()
-    assert sent["outer"].tolist() == dispatch.traffic.outer.tolist()
+    for level, moved in (("inner", dispatch.traffic.inner), ("outer", dispatch.traffic.outer)):
+        assert sent[level].sum(1).tolist() == moved.sent.tolist()
+        assert sent[level].sum(0).tolist() == moved.received.tolist()
     assert sent["inner"].any()
 
 
@@ -220,3 +225,33 @@ def test_chunks_are_equal_and_need_little_padding(seq, workers, unit):
 def test_chunks_of_powers_of_two():
     sizes = [(1 << 19, 8), (1 << 19, 32), (1 << 16, 8), (1 << 22, 32), (1 << 13, 8)]
     assert [chunk_tokens(*size) for size in sizes] == [2048, 512, 512, 4096, 128]
+
+
+@pytest.mark.parametrize(("workers", "heads", "seq"), [(4, 1, 5000), (8, 2, 8000), (6, 3, 999)])
+def test_a_balancer_makes_layouts_of_one_shape(workers, heads, seq):
+    balancer = Balancer(workers, seq, heads=heads, per_node=workers)
+    found = []
+    for seed in (1, 2):
+        mask = documents(seq, 300, seed)
+        layout = balancer.layout([[mask]])
+        shards = [layout.positions(rank) for rank in range(workers)]
+        assert layout.padded_seq == balancer.padded_seq >= seq
+        assert {len(held) for held in shards} == {layout.padded_seq // workers}
+        assert np.array_equal(np.sort(np.concatenate(shards)), np.arange(layout.padded_seq))
+        # The ranks that share heads hold together what the dispatch gives their group.
+        dispatch = balancer.dispatch([[mask]])
+        for group in range(workers // heads):
+            members = shards[group * heads : (group + 1) * heads]
+            assert np.array_equal(np.concatenate(members), dispatch.positions(group))
+        found.append(layout)
+    assert found[0] != found[1]
+
+
+def test_prices_follow_the_cluster():
+    assert RowPrices.on(None, 16, 2) == pytest.approx(RowPrices(), rel=0.02)
+    cluster = load_cluster("a100_4x8")
+    slow = RowPrices.on(cluster, 16, 2)
+    inner, outer = (of.collective_bandwidth_gbps.value for of in (cluster.inner, cluster.outer))
+    assert slow.outer / slow.inner == pytest.approx(inner / outer, rel=0.02)
+    few, many = (RowPrices.on(None, 16, kv_heads).inner for kv_heads in (2, 4))
+    assert many == pytest.approx(2 * few, abs=1)

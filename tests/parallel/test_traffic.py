@@ -13,31 +13,31 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import (
     count_bits,
     count_traffic,
+    from_bits,
     needs_of_chunks,
     to_bits,
 )
 
 
-def sent_one_by_one(kinds, owner, per_node, block, layers):
-    """Send every block that a dense mask needs, one message at a time."""
-    workers = owner.max() + 1
+def sent_one_by_one(kinds, owner, workers, per_node, block, layers):
+    """Send what each rank holds of every block that a dense mask needs, one message at a time."""
     pairs = np.zeros(workers, np.int64)
     inner, outer = np.zeros((2, workers, workers), np.int64)
     for masks, count in zip(kinds, layers, strict=True):
         seen = [dense(mask) for mask in masks]
         np.add.at(pairs, owner, count * np.sum(seen, axis=(0, 2)))
-        rows = count * len(masks) * block
         for at in range(0, len(owner), block):
-            holder = owner[at]
             needing = {int(r) for one in seen for r in owner[one[:, at : at + block].any(1)]}
-            for node in range(workers // per_node):
-                receivers = {r for r in needing if r // per_node == node}
-                sender = holder
-                if receivers and node != holder // per_node:
-                    sender = node * per_node + holder % per_node
-                    outer[holder, sender] += rows
-                for receiver in receivers - {int(sender)}:
-                    inner[sender, receiver] += rows
+            for holder, held in np.transpose(np.unique(owner[at : at + block], return_counts=True)):
+                rows = count * len(masks) * held
+                for node in range(workers // per_node):
+                    receivers = {r for r in needing if r // per_node == node}
+                    sender = holder
+                    if receivers and node != holder // per_node:
+                        sender = node * per_node + holder % per_node
+                        outer[holder, sender] += rows
+                    for receiver in receivers - {int(sender)}:
+                        inner[sender, receiver] += rows
     return pairs, inner, outer
 
 
@@ -47,11 +47,17 @@ def sent_one_by_one(kinds, owner, per_node, block, layers):
     workers=st.sampled_from([(1, 1), (3, 3), (4, 4), (4, 2), (6, 2), (6, 3), (4, 1)]),
     block=st.sampled_from([1, 4, 16]),
     sequences=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    shared=st.booleans(),
 )
-def test_counts_equal_messages_sent_one_by_one(seed, workers, block, sequences):
+def test_counts_equal_messages_sent_one_by_one(seed, workers, block, sequences, shared):
+    """shared: whether ranks share blocks, and the last block is shorter."""
     rng = np.random.default_rng(seed)
     workers, per_node = workers
     padded = workers * block * int(rng.integers(1, 5))
+    owner = np.repeat(rng.permutation(np.arange(padded // block) % workers), block)
+    if shared:
+        padded = max(1, padded - int(rng.integers(0, block)))
+        owner = rng.integers(0, workers, padded)
     kinds = [
         [
             local_mask(rng, padded) if rng.random() < 0.5 else random_mask(rng, padded, 2)
@@ -60,7 +66,6 @@ def test_counts_equal_messages_sent_one_by_one(seed, workers, block, sequences):
         for count in sequences
     ]
     layers = rng.integers(1, 4, len(kinds)).tolist()
-    owner = np.repeat(rng.permutation(np.arange(padded // block) % workers), block)
     traffic = count_traffic(
         kinds,
         [np.flatnonzero(owner == r) for r in range(workers)],
@@ -68,10 +73,11 @@ def test_counts_equal_messages_sent_one_by_one(seed, workers, block, sequences):
         block=block,
         layers=layers,
     )
-    pairs, inner, outer = sent_one_by_one(kinds, owner, per_node, block, layers)
+    pairs, inner, outer = sent_one_by_one(kinds, owner, workers, per_node, block, layers)
     assert traffic.pairs.tolist() == pairs.tolist()
-    assert traffic.inner.tolist() == inner.tolist()
-    assert traffic.outer.tolist() == outer.tolist()
+    for moved, messages in ((traffic.inner, inner), (traffic.outer, outer)):
+        assert moved.sent.tolist() == messages.sum(1).tolist()
+        assert moved.received.tolist() == messages.sum(0).tolist()
     assert traffic.received.tolist() == (inner + outer).sum(0).tolist()
     cost = pairs + 3 * inner.sum(0) + 5 * outer.sum(0)
     assert traffic.cost(3, 5).tolist() == cost.tolist()
@@ -103,21 +109,12 @@ def test_needs_of_chunks_are_those_of_a_dense_mask(monkeypatch):
 
 
 @pytest.mark.parametrize("blocks", [1, 64, 65, 200])
-def test_bits_count_the_flags(blocks):
+def test_bits_keep_and_count_the_flags(blocks):
     flags = np.random.default_rng(blocks).random((5, 2, blocks)) < 0.5
+    assert np.array_equal(from_bits(to_bits(flags), blocks), flags)
     assert (
         count_bits(to_bits(flags), np.array([1, 7])).tolist() == (flags.sum(-1) @ [1, 7]).tolist()
     )
-
-
-def test_a_block_of_two_ranks_is_refused():
-    mask = SequenceMask.causal(64, 64)
-    halves = [np.arange(0, 64, 2), np.arange(1, 64, 2)]
-    assert count_traffic([[mask]], halves, block=1).pairs.sum() == 64 * 65 // 2
-    with pytest.raises(ValueError, match="share a block of 2 rows"):
-        count_traffic([[mask]], halves, block=2)
-    with pytest.raises(ValueError, match="share a block of 128 rows"):
-        count_traffic([[mask]], halves)
 
 
 def test_nodes_of_different_sizes_are_refused():
@@ -125,3 +122,10 @@ def test_nodes_of_different_sizes_are_refused():
     thirds = [np.arange(r * 20, r * 20 + 20) for r in range(3)]
     with pytest.raises(ValueError, match="3 workers do not fill nodes of 2"):
         count_traffic([[mask]], thirds, per_node=2, block=20)
+
+
+def test_a_mask_without_pairs_is_balanced():
+    mask = SequenceMask.from_slices([], 8, 8)
+    traffic = count_traffic([[mask]], [np.arange(4), np.arange(4, 8)], block=4)
+    assert traffic.imbalance == 1.0
+    assert traffic.share_moved(8) == 0.0
