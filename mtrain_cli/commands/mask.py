@@ -64,6 +64,8 @@ def show(
     config = compose(list(overrides or ()), config_dir, plan=True)
     check_output(plot, _is_page, "picture", "--plot")
     console = Console()
+    if (name := config.data.mask_key) is not None:
+        console.print(f"data.mask_key={name}: masks from the data are not shown; mask=causal is")
     layers, drawn = config.model.num_layers, []
     rules = MaskRule.of(config).by_layers(layers)
     for rule, count in rules:

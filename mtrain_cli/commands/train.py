@@ -170,9 +170,11 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
 def require_data(config: Config) -> None:
     """Raise ConfigError if the data are missing or of another kind, before workers start."""
     from mtrain_cli.config.validate import require_manifest
+    from mtrain_cli.data.open_dataset import require_columns
     from mtrain_cli.data.text_files import open_corpus
 
     require_manifest(config.data)
+    require_columns(config)
     if config.data.kind == "text" and config.data.mix is None:
         open_corpus(config.data)
 

@@ -215,6 +215,10 @@ class DataConfig:
     text_key: text: key or column that holds the text in .jsonl and .parquet files
     token_dtype: tokens: integer type of a .bin file; auto = uint16 if model.vocab_size fits, else
         uint32
+    mask_key: tokens: name of the column with the mask of each document as a list of slices, which
+        `mtrain data prepare --mask-key` keeps; null = the documents bring no masks
+    positions_key: tokens: name of the column with the rotary position of each token, which
+        `mtrain data prepare --positions-key` keeps; null = the positions in the sequence
     document_mask: keep attention inside each packed document
     shuffle: shuffle the documents once, by seed, before packing
     eval_sequences: number of sequences held out of training, to evaluate the loss by position; 0 =
@@ -227,6 +231,8 @@ class DataConfig:
     tokenizer: str = option()
     text_key: str = option()
     token_dtype: str = option(("auto", "uint16", "uint32"))
+    mask_key: str | None = option()
+    positions_key: str | None = option()
     document_mask: bool = option()
     shuffle: bool = option()
     eval_sequences: int = option(NOT_NEGATIVE.up_to(*_SEQUENCES))

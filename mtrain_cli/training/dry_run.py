@@ -12,8 +12,9 @@ from rich.text import Text
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
-from mtrain_cli.config.sizes import format_size
+from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.console import two_columns
+from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
@@ -42,6 +43,8 @@ DOCUMENTS = {
     "mtrain simulate",
     False: "attention crosses documents (data.document_mask=false)",
 }
+# What plans and predictions assume with data.mask_key.
+CAUSAL_DOCUMENTS = "a plan does not read the masks of the data and assumes causal documents"
 USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan shows
 
 
@@ -181,6 +184,10 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 def mask_rows(config: Config) -> list[tuple[str, str]]:
     """Return a row on the mask, and a row on the labels that it shows; no rows if it is causal."""
+    if (name := config.data.mask_key) is not None:
+        intervals = with_count(most_intervals(config), "interval")
+        own = f"from the data (data.mask_key={name}), at most {intervals} of keys per query"
+        return [("mask", own), ("", f"{CAUSAL_DOCUMENTS}: FLOP, memory and times are estimates")]
     if config.mask.kind == "causal":
         return []
     mask = MaskRule.of(config).undivided(config.seq, config.seq)

@@ -9,6 +9,7 @@ import torch
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.kernel_registry import choose
 from mtrain_cli.config.schema import Config, TopologyConfig
+from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
@@ -139,7 +140,7 @@ def kernel_request(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         deterministic=config.train.deterministic,
-        intervals=config.mask.intervals(config.seq),
+        intervals=most_intervals(config),
     )
 
 

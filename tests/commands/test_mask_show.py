@@ -76,3 +76,9 @@ def test_training_needs_a_label_that_the_mask_hides(tmp_path):
     assert not (tmp_path / "run").exists()
     require_labels(compose(["seq=64", "mask=prefix_lm", "mask.prefix=63"]))
     require_labels(compose(["seq=64"]))
+
+
+def test_masks_of_the_data_are_not_shown():
+    found = run("show", "seq=1k", "data=tokens", "data.path=/", "data.mask_key=mask")
+    assert found.exit_code == 0, found.output
+    assert "data.mask_key=mask: masks from the data are not shown; mask=causal is" in found.stdout

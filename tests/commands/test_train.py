@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from masked_documents import masked_store
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
@@ -204,6 +205,15 @@ def test_data_of_another_kind_are_refused_before_workers_start(launched, words, 
         assert problem in result.stderr
     assert not launched
     assert sorted(path.name for path in Path().iterdir()) == ["a.json", "empty"]
+
+
+def test_columns_that_the_data_lack_are_refused_before_workers_start(launched, tmp_path):
+    path = masked_store(tmp_path / "masked")
+    for words in (["data.mask_key=m"], ["data.positions_key=at", "seq=8"]):
+        result = CliRunner().invoke(app, ["train", "data=tokens", f"data.path={path}", *words])
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert words[0] in result.stderr
+    assert not launched
 
 
 def test_a_number_of_workers_that_fills_no_whole_nodes_is_refused_by_its_own_key():

@@ -166,6 +166,9 @@ def test_a_group_cast_is_planned_with_the_keys_that_the_mask_shows(name):
     window = ["mask=sliding_window", "mask.window=1k"]
     assert sum(received(*window)) < 1 < sum(received()) <= sum(received("mask=full"))
     assert received(*window, "mask.full_every=2") == received()
+    # Masks from the data may show everything.
+    data = ["data=tokens", "data.path=/", "data.mask_key=mask"]
+    assert received(*data) == received("mask=full")
 
 
 @pytest.mark.parametrize(("global_tokens", "sums"), [(0, 0), (128, 1)])

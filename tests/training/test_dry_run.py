@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention.missing_packages import hide_packages
+from masked_documents import masked_store
 from rich.console import Console
 from training.test_run_plan import LARGE, without_gpu
 
@@ -446,3 +447,12 @@ def test_an_assumed_number_of_gpus_is_marked_as_such():
         == "2 GPUs = 1 data x 2 context, assumed; set topology.workers to your number of GPUs"
     )
     assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"
+
+
+def test_a_plan_says_what_it_assumes_of_masks_from_the_data(tmp_path):
+    words = ["data=tokens", f"data.path={masked_store(tmp_path)}", "topology.device=cpu"]
+    plain = compose([*words, "model.vocab_size=264"])
+    assert module.mask_rows(plain) == []
+    shown = text(dry_run(plain.changed(data={"mask_key": "mask"})), 200)
+    assert "from the data (data.mask_key=mask), at most 2 intervals of keys per query" in shown
+    assert "does not read the masks of the data and assumes causal documents" in shown
