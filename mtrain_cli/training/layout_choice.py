@@ -47,7 +47,7 @@ def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
     then compares two costs (`mtrain_cli.parallel.dispatch`) of a sequence that is one document: of
     the balanced layout with a group cast, and of the layout and exchange that ``auto`` takes else.
     """
-    balancer = _balancer(config, cp, per_node)
+    balancer = make_balancer(config, cp, per_node)
     exchange, dense = config.topology.exchange, config.sparsity.pattern == "dense"
     cast = by_mask_name(hierarchical=per_node < cp)
     if config.topology.layout == Balanced.name:
@@ -78,7 +78,8 @@ def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
     return LayoutChoice(static, reason, balancer, None if by_mask else named)
 
 
-def _balancer(config: Config, cp: int, per_node: int) -> Balancer:
+def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
+    """Return the balancer of a context group, also if the run has another layout."""
     topology, model, mask = config.topology, config.model, config.mask
     cluster = None
     if topology.cluster != "auto":
