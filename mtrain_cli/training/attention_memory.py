@@ -121,20 +121,10 @@ def shard_sizes(
             exchange.options(layout.workers),
             layout,
             config.sparsity.block,
-            _widest(config),
+            CAUSAL if config.mask.full_every else config.mask,
             config.data.document_mask,
         ),
     )
-
-
-def _widest(config: Config) -> MaskConfig:
-    """Return a mask that allows the pairs of every mask of a run.
-
-    Which pairs a mask from the data allows is unknown before the data are read.
-    """
-    if config.data.mask_key is not None:
-        return MaskConfig(kind="full")
-    return CAUSAL if config.mask.full_every else config.mask
 
 
 @cache

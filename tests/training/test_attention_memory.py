@@ -166,7 +166,8 @@ def test_a_group_cast_is_planned_with_the_keys_that_the_mask_shows(name):
     window = ["mask=sliding_window", "mask.window=1k"]
     assert sum(received(*window)) < 1 < sum(received()) <= sum(received("mask=full"))
     assert received(*window, "mask.full_every=2") == received()
-    # Masks from the data may show everything.
+    # Masks from the data may show everything, which moves no more rows than a causal mask on the
+    # rank that moves most.
     data = ["data=tokens", "data.path=/", "data.mask_key=mask"]
     assert received(*data) == received("mask=full")
 
