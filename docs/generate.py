@@ -190,6 +190,7 @@ ON_SITE = {
     "../mtrain_cli/config/schema.py": "reference/configuration.md",
     "../mtrain_cli/commands": "reference/commands.md",
     "../profiles/definitions.md": "definitions.md",
+    "../CONTRIBUTING.md": "contributing.md",
 }
 
 
