@@ -23,6 +23,7 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.data.corpora import Corpus
+    from mtrain_cli.data.token_documents import TokenFields
 
 app = typer.Typer(name="data", no_args_is_help=True, rich_markup_mode="rich")
 
@@ -47,6 +48,9 @@ def prepare(
     tokenizer: Annotated[str, option("bytes|bpe|FILE", complete=complete_tokenizers)] = "bytes",
     vocab_size: Annotated[int | None, bounded(most=MOST_IDS)] = None,
     text_key: Annotated[str, option("KEY")] = "text",
+    tokens_key: Annotated[str | None, option("KEY")] = None,
+    mask_key: Annotated[str | None, option("KEY")] = None,
+    positions_key: Annotated[str | None, option("KEY")] = None,
     from_tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
     domain: Annotated[str | None, option("A,B")] = None,
     min_tokens: Annotated[str, option("N")] = "0",
@@ -70,6 +74,8 @@ def prepare(
           Read the text from another field
       [cyan]mtrain data prepare mds/ out/ --from-tokenizer a.json --tokenizer b.json[/cyan]
           Tokenize MDS shards again, for another model
+      [cyan]mtrain data prepare q.jsonl data/q --tokens-key input_ids --mask-key mask[/cyan]
+          Keep the token ids of the source, and the attention mask of each document
 
     Args:
         source: A .txt, .md, .py, .jsonl or .parquet file, or a folder of them; a folder of MDS
@@ -78,6 +84,13 @@ def prepare(
         tokenizer: Raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json.
         vocab_size: Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.
         text_key: Field that holds the text in .jsonl and .parquet files.
+        tokens_key: Field that holds the token ids of a document in .jsonl and .parquet files,
+            instead of text. --tokenizer names the tokenizer that made them. No end token is added.
+        mask_key: Field that holds the mask of a document: a list of slices [query start, query
+            stop, key start, key stop, kind] in tokens of the document. The kind is full, causal,
+            inverse, bicausal or 0 to 3. null = causal. Only with --tokens-key.
+        positions_key: Field that holds the rotary position of each token; null = the positions in
+            the sequence. Only with --tokens-key.
         from_tokenizer: Tokenizer that made the token ids in SOURCE; only for MDS shards.
         domain: Keep only these domains. The domain of a document is its field 'domain', or else the
             first folder of its path below SOURCE.
@@ -98,7 +111,8 @@ def prepare(
     least, most = _parse_count("--min-tokens", min_tokens), _parse_count("--max-tokens", max_tokens)
     filters = Filters(domains, least, most, truncate, min_chars)
     console = Console(soft_wrap=True, highlight=False)
-    corpus = _corpus(source, text_key, from_tokenizer, domains)
+    fields = _token_fields(tokens_key, mask_key, positions_key)
+    corpus = _corpus(source, text_key, from_tokenizer, domains, fields)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
         with progress_bar() as report:
@@ -109,21 +123,59 @@ def prepare(
     console.print(f"{'Already complete' if had_store else 'Wrote'}: {out}")
     rounded = -(-store.meta.vocab_size // 8) * 8
     describe_store(console, store, rounded)
-    path = shlex.quote(f"data.path={out}")
-    console.print(f"Next:\n  mtrain train data=tokens {path} model.vocab_size={rounded}")
+    given = {"path": out, "mask_key": mask_key, "positions_key": positions_key}
+    words = (
+        shlex.quote(f"data.{key}={value}") for key, value in given.items() if value is not None
+    )
+    console.print(f"Next:\n  mtrain train data=tokens {' '.join(words)} model.vocab_size={rounded}")
+
+
+def _token_fields(
+    tokens_key: str | None, mask_key: str | None, positions_key: str | None
+) -> TokenFields | None:
+    """Return the fields of documents of token ids; None for text."""
+    from mtrain_cli.data.record_key import RecordKey
+    from mtrain_cli.data.token_documents import TokenFields
+
+    given = {"--mask-key": mask_key, "--positions-key": positions_key}
+    columns = {
+        typed: None if name is None else RecordKey(name, typed) for typed, name in given.items()
+    }
+    if tokens_key is not None:
+        return TokenFields(RecordKey(tokens_key, "--tokens-key"), *columns.values())
+    for typed, name in given.items():
+        if name is not None:
+            raise ConfigError(
+                f"{typed} {name}: counts tokens, so the documents must come as token ids. Give "
+                "their key with --tokens-key."
+            )
+    return None
 
 
 def _corpus(
-    source: str, text_key: str, from_tokenizer: str | None, domains: tuple[str, ...]
+    source: str,
+    text_key: str,
+    from_tokenizer: str | None,
+    domains: tuple[str, ...],
+    fields: TokenFields | None,
 ) -> Corpus:
-    """Return the corpus of SOURCE: MDS shards of token ids, Python's own sources, or text files."""
+    """Return the corpus of SOURCE: MDS shards, Python's own sources, or files of text or token ids.
+
+    fields: fields of documents of token ids; None for text.
+    """
     from mtrain_cli.data.corpora import stdlib_corpus
     from mtrain_cli.data.mds_corpus import mds_corpus, mds_folders
-    from mtrain_cli.data.text_files import text_corpus
+    from mtrain_cli.data.text_files import text_corpus, token_corpus
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     path = Path(source).expanduser()
-    if source != "stdlib" and path.is_dir() and mds_folders(path):
+    is_mds = source != "stdlib" and path.is_dir() and bool(mds_folders(path))
+    if fields is not None and (source == "stdlib" or is_mds or from_tokenizer is not None):
+        raise ConfigError(
+            f"--tokens-key {fields.tokens.name}: reads .jsonl and .parquet files, not MDS shards "
+            "or stdlib. Leave it out, or write the documents as .jsonl."
+        )
+    if is_mds:
         if from_tokenizer is None:
             raise ConfigError(
                 f"SOURCE={source}: holds token ids, not text; to decode them, give the tokenizer "
@@ -137,6 +189,8 @@ def _corpus(
         )
     if source == "stdlib":
         return stdlib_corpus(origin="SOURCE=stdlib")
+    if fields is not None:
+        return token_corpus(source, fields)
     return text_corpus(source, text_key, path_option="SOURCE", key_option="--text-key")
 
 

@@ -30,7 +30,7 @@ from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.mds_corpus import open_mds_folders
 from mtrain_cli.data.mds_source import DOMAIN, TOKENS, sample_lengths
 from mtrain_cli.data.prepare import PreparationProgress
-from mtrain_cli.data.store import TokenStore
+from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
 
 _SNIPPET = 240  # tokens
@@ -61,6 +61,7 @@ def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
         console.print(
             f"  cut at --max-tokens: {with_count(meta.cut, 'document')}, without an end token"
         )
+    _print_columns(console, meta)
     _print_domains(console, _by_domain(store))
 
 
@@ -92,6 +93,7 @@ def show_store(shown: Inspection, store: TokenStore) -> None:
         f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, "
         f"end token {meta.eos}"
     )
+    _print_columns(console, meta)
     console.print(f"  sha256 {meta.sha256}{' (checked)' if shown.check else ''}")
     _print_lengths(console, _by_domain(store))
     tokenizer = shown.tokenizer or store.open_tokenizer
@@ -112,6 +114,23 @@ def show_array(shown: Inspection, store: TokenStore) -> None:
     console.print(f"  {store.meta.tokenizer}; largest id {largest:,}{where}")
     _print_lengths(console, _by_domain(store))
     _print_snippet(console, store.document(document), document, shown.tokenizer)
+
+
+def _print_columns(console: Console, meta: StoreMeta) -> None:
+    """Print a line on the masks and a line on the rotary positions, if the store has them."""
+    columns, total = meta.columns, meta.num_documents
+    if meta.mask_key:
+        intervals = with_count(columns.intervals, "interval")
+        console.print(
+            f"  masks in the column {meta.mask_key}: {columns.masked:,} of {total:,} "
+            f"documents, at most {intervals} of keys per query"
+        )
+    if meta.positions_key:
+        upto = f", up to {columns.largest_position:,}" if columns.positioned else ""
+        console.print(
+            f"  rotary positions in the column {meta.positions_key}: "
+            f"{columns.positioned:,} of {total:,} documents{upto}"
+        )
 
 
 def _require_document(store: TokenStore, document: int) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtrain_cli.commands.options import ConfigDir, Overrides, option, writing
+from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mtrain_cli.attention.mask import SequenceMask
-    from mtrain_cli.attention.mask_rule import MaskRule
     from mtrain_cli.config.schema import Config
+    from mtrain_cli.reporting.mask_view import MaskView
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
+_SVG = ".svg"
+_SUFFIXES = (".html", _SVG)
 _WORKERS = 8  # if topology.context_parallel and topology.workers are auto
 
 
@@ -52,84 +55,81 @@ def show(
           Compare layouts for 32 workers
 
     Args:
-        plot: Also draw the mask to this HTML file.
+        plot: Also draw to this file. FILE.html shows the mask, which worker holds which rows, and
+            which rows travel. FILE.svg shows the mask only.
         config_dir: Folder with your own option files, such as DIR/mask/mine.yaml. mtrain searches
             it before the shipped groups.
     """
-    from mtrain_cli.attention.mask_rule import MaskRule
     from mtrain_cli.commands.profile import check_output
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.console import Console
+    from mtrain_cli.reporting.mask_view import views
+    from mtrain_cli.reporting.terminal_width import print_table
 
     config = compose(list(overrides or ()), config_dir, plan=True)
-    check_output(plot, _is_page, "picture", "--plot")
-    console = Console()
-    layers, drawn = config.model.num_layers, []
-    rules = MaskRule.of(config).by_layers(layers)
-    for rule, count in rules:
-        title = rule.mask.describe()
-        if len(rules) > 1:
-            title = f"{title}, {count} of {layers} layers"
-        whole = rule.undivided(config.seq, config.seq)
-        console.print(_facts(f"{title}; seq {config.seq:,}", config, whole))
-        console.print(_layouts(config, rule))
-        drawn.append((f"{title}, seq {config.seq:,}", whole))
+    if plot is not None and not plot.is_dir() and plot.suffix not in _SUFFIXES:
+        raise ConfigError(f"--plot {plot}: give a file that ends in {' or '.join(_SUFFIXES)}")
+    check_output(plot, _is_picture, "picture", "--plot")
+    topology, console = config.topology, Console()
+    given = (topology.context_parallel, topology.workers, _WORKERS)
+    workers = next(number for number in given if isinstance(number, int))
+    per_node = topology.gpus_per_node if isinstance(topology.gpus_per_node, int) else None
+    masks = views(config, workers, per_node)
+    if (name := config.data.mask_key) is not None:
+        console.print(f"data.mask_key={name}: masks from the data are not shown; mask=causal is")
+    for view in masks:
+        console.print(_facts(config, view))
+        print_table(console, _layouts(view, workers))
     if plot is not None:
-        from mtrain_cli.reporting.mask_view import picture
-
         with writing(plot):
-            plot.write_text(picture(drawn), encoding="utf-8")
+            _draw(plot, masks, config)
         console.print(f"drawn to {plot}", highlight=False)
 
 
-def _is_page(file: Path) -> bool:
+def _is_picture(file: Path) -> bool:
     with file.open("rb") as opened:
-        return opened.read(15).lower() == b"<!doctype html>"
+        return opened.read(15).lower().startswith((b"<!doctype html>", b"<svg "))
 
 
-def _facts(title: str, config: Config, whole: SequenceMask) -> Table:
+def _draw(plot: Path, masks: Sequence[MaskView], config: Config) -> None:
+    """Draw the masks to a page, or the mask of the first kind of layers to an SVG file."""
+    from mtrain_cli.reporting import mask_page
+    from mtrain_cli.reporting.mask_svg import svg
+
+    if plot.suffix == _SVG:
+        plot.write_text(
+            svg(masks[0].mask, f"{masks[0].title}, seq {config.seq:,}"), encoding="utf-8"
+        )
+    else:
+        title = f"{config.mask.describe()}, seq {config.seq:,}"
+        mask_page.write(plot, title, masks)
+
+
+def _facts(config: Config, view: MaskView) -> Table:
     from mtrain_cli.console import two_columns
     from mtrain_cli.training.flops import causal_pairs
 
-    seq = config.seq
-    keys = (whole.high - whole.low).sum(0)
-    counted = seq - int(whole.shows_later_keys().sum())
+    seq, mask = config.seq, view.mask
+    keys = (mask.high - mask.low).sum(0)
+    counted = seq - int(mask.shows_later_keys().sum())
     sparse = config.mask.keeps_causal_intervals and not config.mask.full_every
     fits = "with sparse patterns" if sparse else "dense attention only"
     return two_columns(
         [
-            ("mask", title),
-            ("pairs", f"{whole.pairs:,}, {whole.pairs / causal_pairs(seq):.3g} of causal"),
+            ("mask", f"{view.title}; seq {seq:,}"),
+            ("pairs", f"{mask.pairs:,}, {mask.pairs / causal_pairs(seq):.3g} of causal"),
             ("keys per query", f"{keys.mean():,.0f} on average, {keys.max():,} at most"),
-            ("intervals", f"{whole.intervals} per query at most; {fits}"),
+            ("intervals", f"{mask.intervals} per query at most; {fits}"),
             ("labels", f"{counted:,} of {seq:,} count"),
         ]
     )
 
 
-def _layouts(config: Config, rule: MaskRule) -> Table:
-    from rich.table import Table
+def _layouts(view: MaskView, workers: int) -> Table:
+    from mtrain_cli.reporting.mask_page import HEADS, layout_cells
+    from mtrain_cli.reporting.terminal_width import new_table
 
-    from mtrain_cli.config.schema import LAYOUTS
-    from mtrain_cli.parallel.layout import make_layout
-    from mtrain_cli.reporting.mask_view import share_of
-
-    topology = config.topology
-    given = (topology.context_parallel, topology.workers, _WORKERS)
-    workers = next(number for number in given if isinstance(number, int))
-    table = Table(title=f"{workers} workers", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("layout")
-    for name in ("pairs, most", "most/mean", "slices, most", "remote keys"):
-        table.add_column(name, justify="right")
-    for name in LAYOUTS:
-        layout = make_layout(name, workers, config.seq, topology.block_size)
-        mask = rule.undivided(config.seq, layout.padded_seq)
-        share = share_of(mask, layout, config.sparsity.block)
-        table.add_row(
-            name,
-            f"{share.traffic.pairs.max():,}",
-            f"{share.traffic.imbalance:.2f}",
-            f"{max(share.slices):,}",
-            f"{share.remote:.0%}",
-        )
+    table = new_table(HEADS, title=f"{workers} workers")
+    for share in view.shares:
+        table.add_row(*layout_cells(share))
     return table

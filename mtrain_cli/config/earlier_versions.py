@@ -14,6 +14,8 @@ LATER = {
     "data.mix": None,
     "data.token_dtype": "auto",
     "data.eval_sequences": 0,
+    "data.mask_key": None,
+    "data.positions_key": None,
     "train.eval_every": 0,
     "optim.skip_spikes": False,
     "optim.decay_steps": "auto",

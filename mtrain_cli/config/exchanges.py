@@ -47,6 +47,11 @@ def exchange_name(*, gathers: bool, hierarchical: bool) -> str:
     return _FIRST[ExchangeTraits(gathers, hierarchical)]
 
 
+def by_mask_name(*, hierarchical: bool) -> str:
+    """Return the name of the exchange that moves only the rows that a mask needs."""
+    return _FIRST[ExchangeTraits(gathers=True, hierarchical=hierarchical, by_mask=True)]
+
+
 def flat_name(name: str) -> str:
     """Return the flat counterpart of a hierarchical exchange, such as ring for hierarchical_ring.
 

@@ -43,7 +43,7 @@ _STEPS_OR_0 = NOT_NEGATIVE.up_to(*STEPS)
 _LAYERS = at_least(0, "must be true, false or a number of layers, 0 or more")
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only enlarge the index
 
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 EXCHANGES = ("auto", *EXCHANGE_TRAITS, *HEAD_SHARING)
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -156,8 +156,9 @@ class TopologyConfig:
         share of this machine's memory, or 128 if there is no GPU
     gpus_per_node: number of workers per node; if a host has more workers, this number divides the
         host into virtual nodes; auto = as launched
-    layout: which worker holds which tokens; auto = zigzag for dense attention without
-        data.document_mask, else striped
+    layout: which worker holds which tokens; balanced = assigned per batch from its masks; auto =
+        zigzag for dense attention without data.document_mask, else striped; balanced for masks
+        with which it costs less
     exchange: how keys and values reach the queries; auto = chosen by bytes, links and memory
     ulysses: number of workers in a group that trades tokens for heads (all-to-all); the groups then
         exchange keys and values; auto = all workers with exchange=ulysses, else 1
@@ -218,6 +219,10 @@ class DataConfig:
     text_key: text: key or column that holds the text in .jsonl and .parquet files
     token_dtype: tokens: integer type of a .bin file; auto = uint16 if model.vocab_size fits, else
         uint32
+    mask_key: tokens: name of the column with the mask of each document as a list of slices, which
+        `mtrain data prepare --mask-key` keeps; null = the documents bring no masks
+    positions_key: tokens: name of the column with the rotary position of each token, which
+        `mtrain data prepare --positions-key` keeps; null = the positions in the sequence
     document_mask: keep attention inside each packed document
     shuffle: shuffle the documents once, by seed, before packing
     eval_sequences: number of sequences held out of training, to evaluate the loss by position; 0 =
@@ -230,6 +235,8 @@ class DataConfig:
     tokenizer: str = option()
     text_key: str = option()
     token_dtype: str = option(("auto", "uint16", "uint32"))
+    mask_key: str | None = option()
+    positions_key: str | None = option()
     document_mask: bool = option()
     shuffle: bool = option()
     eval_sequences: int = option(NOT_NEGATIVE.up_to(*_SEQUENCES))

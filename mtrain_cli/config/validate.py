@@ -55,6 +55,7 @@ def problems(config: Config) -> list[str]:
         *_mixed_layers(config),
         *_batch(config.train, config.topology),
         *_data(config.data, config.model),
+        *_columns(config),
         *_optim(config),
         *_train(config.train, config.topology),
         *_offload(config.train, config.model.num_layers),
@@ -282,6 +283,35 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
         yield f"{given}: is a folder; give its tokenizer.json{named}"
     elif not tokenizer.is_file():
         yield f"{given}: no such file; give the path of a Hugging Face tokenizer.json, or bytes"
+
+
+def _columns(config: Config) -> Iterator[str]:
+    """Yield the conflicts of masks and positions that come from the data."""
+    data, mask, pattern = config.data, config.mask, config.sparsity.pattern
+    for name, what in (("mask_key", "masks"), ("positions_key", "positions")):
+        if (value := getattr(data, name)) is None:
+            continue
+        given = f"data.{name}={value}"
+        if data.kind != "tokens":
+            yield (
+                f"{given}: data={data.kind} has no {what} for its documents; give data=tokens and "
+                "what `mtrain data prepare --tokens-key` wrote"
+            )
+        if not data.document_mask:
+            yield (
+                f"data.document_mask=false: {given} gives each document {what} of its own, so "
+                "attention stays inside; give data.document_mask=true"
+            )
+    if data.mask_key is None:
+        return
+    given = f"data.mask_key={data.mask_key}"
+    if mask.kind != "causal":
+        yield f"mask.kind={mask.kind}: {given} takes the mask from the data; give mask=causal"
+    if pattern != "dense":
+        yield (
+            f"sparsity.pattern={pattern}: needs a mask in which each query sees one interval of "
+            f"keys up to itself, which {given} does not promise; give sparsity=dense"
+        )
 
 
 def _mix(data: DataConfig, expected: str) -> Iterator[str]:

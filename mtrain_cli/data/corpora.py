@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.token_documents import TokenDocument, TokenFields
 
 # Characters in a piece of text. Small enough that a tokenizer can spread a batch of pieces over
 # many cores.
@@ -37,6 +38,7 @@ class Document:
     record: number of records in the unit up to the end of this document, including empty records.
     end: number of bytes in the unit up to the end of this document, for a progress bar.
     domain: name of the document's domain, such as code. Empty if unknown.
+    tokens: the document's token ids, which replace its text; None for text.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Document:
     record: int
     end: int
     domain: str = ""
+    tokens: TokenDocument | None = None
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,14 @@ class Corpus:
     description: name of the corpus in the metadata of a token store.
     origin: how the user named the corpus, for messages.
     signature: hash that changes whenever the documents may have changed.
+    fields: keys of documents that come as token ids; None for text.
     """
 
     description: str
     origin: str
     signature: str
     units: tuple[Unit, ...]
+    fields: TokenFields | None = None
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from mtrain_cli.attention.document_slices import causal_slices, cut_slices
+from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.data.document_columns import NO_COLUMNS
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
@@ -89,6 +93,10 @@ class PackedDataset:
     seed: determines the random order of the units.
     document_mask: if true, the last token of a document has no label. If false, the whole sequence
         is one document with number 0.
+    masked: if true, each sample has the slices of its documents' masks. A document without a mask
+        is causal.
+    positioned: if true, each sample has the rotary positions of its documents. A document without
+        positions has its positions in the sequence.
     location: where the tokens are, for `describe`.
     vocab_size: vocabulary size of the model. If the store does not know its own vocabulary, every
         token must be below this number.
@@ -103,6 +111,8 @@ class PackedDataset:
         seed: int = 0,
         shuffle: bool = True,
         document_mask: bool = True,
+        masked: bool = False,
+        positioned: bool = False,
         location: str = "",
         vocab_size: int = 0,
         held_out: int = 0,
@@ -112,6 +122,8 @@ class PackedDataset:
         self.vocab_size = store.meta.vocab_size or vocab_size
         self.fingerprint = store.meta.sha256
         self._store, self._document_mask, self._location = store, document_mask, location
+        self._masked, self._positioned = masked, positioned
+        self._columns = store.columns if isinstance(store, TokenStore) else NO_COLUMNS
         self._order = shuffled_order(store.meta.num_documents, seed) if shuffle else None
         self._starts = store.offsets
         if self._order is not None:
@@ -168,7 +180,17 @@ class PackedDataset:
             labels[ends[ends <= self.seq] - 1] = IGNORED
             documents[ends[ends < self.seq]] = 1
             np.cumsum(documents, out=documents)
-        return Sample(tokens, labels, documents)
+        slices = self._slices(begin, begin + real) if self._masked else None
+        positions = None
+        if self._positioned:
+            positions = self._positions(begin, begin + stream.size)
+            # If the position does not rise, the next token continues another text, such as the
+            # question of another answer.
+            labels[: stream.size - 1][
+                positions[1 : stream.size] <= positions[: stream.size - 1]
+            ] = IGNORED
+            positions = positions[: self.seq]
+        return Sample(tokens, labels, documents, slices, positions)
 
     def describe(self) -> str:
         """Return one line: source, documents, tokens, tokenizer, sequences, and location."""
@@ -217,6 +239,41 @@ class PackedDataset:
                 targets = np.concatenate([part.target_mask() for part in parts])
         self._check(stream)
         return stream, ends, targets
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield each part of a unit in the tokens ``begin`` to ``end`` - 1 of the stream.
+
+        Yields:
+            (unit, start, stop, place): the tokens ``start`` to ``stop`` - 1 of the unit are the
+            tokens from ``place`` on, counted from ``begin``.
+        """
+        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        last = int(np.searchsorted(self._starts, end, side="left"))
+        for number in range(first, last):
+            low, high = self._starts[number : number + 2].tolist()
+            unit = number if self._order is None else int(self._order[number])
+            start = max(begin - low, 0)
+            yield unit, start, min(high, end) - low, low + start - begin
+
+    def _slices(self, begin: int, end: int) -> IntArray:
+        """Return the slices of a sequence, in positions of the sequence, int64 [slices, 5]."""
+        parts = []
+        for unit, start, stop, place in self._parts(begin, end):
+            own = self._columns.slices_of(unit)
+            part = causal_slices(stop - start) if own is None else cut_slices(own, start, stop)
+            part[:, :4] += place
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def _positions(self, begin: int, end: int) -> np.ndarray:
+        """Return the rotary position of each token, int32[end - begin], at least [seq]."""
+        positions = np.arange(max(self.seq, end - begin), dtype=np.int32)
+        for unit, start, stop, place in self._parts(begin, end):
+            offset = int(self._store.offsets[unit])
+            own = self._columns.positions_of(offset + start, offset + stop)
+            if own is not None:
+                positions[place : place + stop - start] = own
+        return positions
 
     def _check(self, stream: np.ndarray) -> None:
         """Raise ConfigError if a token id is outside the vocabulary."""

@@ -10,7 +10,7 @@ from mtrain_cli.data.arrays import SUFFIXES, open_array
 from mtrain_cli.data.checked_files import require_folder
 from mtrain_cli.data.dataset import Dataset, PackedDataset, TokenSource
 from mtrain_cli.data.mixture import MixedDataset, parse_mix
-from mtrain_cli.data.store import TokenStore
+from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
 from mtrain_cli.data.tokenizers import open_tokenizer
@@ -28,18 +28,81 @@ def open_dataset(config: Config) -> Dataset:
             ids than the model; or the corpus is shorter than one sequence.
     """
     data = config.data
+    require_columns(config)
     if data.mix is None:
-        origin = f"data.path={data.path}" if data.path else f"data={data.kind}"
+        ((origin, data),) = _parts(data)
         return _open_part(config, data, origin, data.eval_sequences)
     weights = parse_mix(data.mix)
     parts = {}
-    for name, weight in weights.items():
-        path = str(Path(data.path, name) if data.path else Path(name).expanduser())
+    for (name, weight), (origin, part) in zip(weights.items(), _parts(data), strict=True):
         held_out = max(1, round(data.eval_sequences * weight)) if data.eval_sequences else 0
-        parts[name] = _open_part(
-            config, replace(data, path=path), f"data.mix: {name}: {path}", held_out
-        )
+        parts[name] = _open_part(config, part, origin, held_out)
     return MixedDataset(parts, weights)
+
+
+def require_columns(config: Config) -> None:
+    """Check that the corpora have the columns of `data.mask_key` and `data.positions_key`.
+
+    In a mixture, a corpus may have no column: its documents are causal, and have their positions in
+    the sequence. Only meta.json is read.
+
+    Raises:
+        ConfigError: no corpus has the column, a corpus has one of another name, or a position is
+            too large for ``seq``.
+    """
+    data = config.data
+    for option, name in (("mask_key", data.mask_key), ("positions_key", data.positions_key)):
+        if name is None:
+            continue
+        metas = _metas(data)
+        for origin, meta in metas.items():
+            own = "" if meta is None else getattr(meta, option)
+            if own != name and (own or not any(m and getattr(m, option) for m in metas.values())):
+                columns = ", ".join(meta.keys) if meta and meta.keys else "none"
+                raise ConfigError(
+                    f"data.{option}={name}: {origin} has no such column. Its columns: {columns}. "
+                    f"`mtrain data prepare --{option.replace('_', '-')}` adds one."
+                )
+            largest = -1 if meta is None else meta.columns.largest_position
+            if option == "positions_key" and largest >= config.seq:
+                raise ConfigError(
+                    f"data.{option}={name}: {origin} has positions up to {largest:,}, but "
+                    f"seq={config.seq} has 0 to {config.seq - 1:,}. Set seq={largest + 1} or more, "
+                    "or prepare documents with smaller positions."
+                )
+
+
+def most_intervals(config: Config) -> int:
+    """Return the most separate intervals of keys that a query sees under the mask of a run.
+
+    Masks from the data count as 1 if the data are missing, as they may be in a plan.
+    """
+    data = config.data
+    if data.mask_key is None:
+        return config.mask.intervals(config.seq)
+    if data.path is None:
+        return 1
+    return max(1 if meta is None else meta.columns.intervals for meta in _metas(data).values())
+
+
+def _parts(data: DataConfig) -> list[tuple[str, DataConfig]]:
+    """Return (origin, settings) of each corpus. origin: how the user named it, for messages."""
+    if data.mix is None:
+        return [(f"data.path={data.path}" if data.path else f"data={data.kind}", data)]
+    parts = []
+    for name in parse_mix(data.mix):
+        path = str(Path(data.path, name) if data.path else Path(name).expanduser())
+        parts.append((f"data.mix: {name}: {path}", replace(data, path=path)))
+    return parts
+
+
+def _metas(data: DataConfig) -> dict[str, StoreMeta | None]:
+    """Return the metadata of each token store by origin; None for arrays."""
+    folders = {origin: Path(part.path or "").expanduser() for origin, part in _parts(data)}
+    return {
+        origin: StoreMeta.read(folder, origin) if folder.is_dir() else None
+        for origin, folder in folders.items()
+    }
 
 
 def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
@@ -62,6 +125,8 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
         seed=config.seed,
         shuffle=data.shuffle,
         document_mask=data.document_mask,
+        masked=data.mask_key is not None,
+        positioned=data.positions_key is not None,
         location=location,
         vocab_size=config.model.vocab_size,
         held_out=held_out,

@@ -18,9 +18,12 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document
+from mtrain_cli.data.document_columns import ColumnWriter, column_sizes
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.permutation import mix64
 from mtrain_cli.data.store import (
@@ -124,10 +127,10 @@ def tokenise(
     position, characters = start, 0
     for number, unit in enumerate(corpus.units[start.unit :], start.unit):
         for document in unit.documents(start.record if number == start.unit else 0):
-            end = CorpusPosition(number, document.record, base + document.end), document.domain
-            for item in chain[_Item](_pieces_to_encode(document, tokenizer, writer), [end]):
+            end = CorpusPosition(number, document.record, base + document.end), document
+            for item in chain[_Item](_content(document, tokenizer, writer), [end]):
                 batch.append(item)
-                characters += len(item) if isinstance(item, str) else 0
+                characters += len(item) if isinstance(item, str | np.ndarray) else 0
                 if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
                     position = _write_batch(batch, tokenizer, writer, position)
                     yield position
@@ -136,8 +139,9 @@ def tokenise(
     yield _write_batch(batch, tokenizer, writer, position)
 
 
-# A piece of a document; or, after its last piece, the position after the document and its domain.
-_Item = str | tuple[CorpusPosition, str]
+# A piece of a document's text, or its token ids; or, after that, the position after the document
+# and the document.
+_Item = str | np.ndarray | tuple[CorpusPosition, Document]
 
 
 def _write_batch(
@@ -150,9 +154,11 @@ def _write_batch(
     for item in batch:
         if isinstance(item, str):
             writer.append(next(encoded))
+        elif isinstance(item, np.ndarray):
+            writer.append(item)
         else:
-            position, domain = item
-            writer.end_document(domain)
+            position, document = item
+            writer.end_document(document.domain, document.tokens)
     writer.flush()
     return position
 
@@ -180,6 +186,8 @@ def prepare_store(
         RunError: the disk is full or fails. The next call continues.
     """
     given = None if tokenizer == "bpe" else open_tokenizer(tokenizer, "--tokenizer", ("bpe",))
+    if corpus.fields is not None:
+        _require_ids(given, filters)
     if given is not None and vocab_size is not None:
         raise ConfigError(
             f"--vocab-size {vocab_size}: only for --tokenizer bpe. The tokenizer {tokenizer} has "
@@ -215,6 +223,25 @@ def prepare_store(
     return TokenStore.open(out)
 
 
+def _require_ids(tokenizer: Tokenizer | None, filters: Filters) -> None:
+    """Check the settings for documents of token ids. Remove the end token: they hold their own.
+
+    Raises:
+        ConfigError: the settings need text.
+    """
+    if tokenizer is None:
+        raise ConfigError(
+            "--tokenizer bpe: learns from text, but SOURCE holds token ids (--tokens-key). Give "
+            "the tokenizer that made them: bytes, or the path of a tokenizer.json."
+        )
+    if filters.min_chars:
+        raise ConfigError(
+            f"--min-chars {filters.min_chars}: counts characters, but SOURCE holds token ids "
+            "(--tokens-key). Give --min-tokens instead."
+        )
+    tokenizer.eos = None
+
+
 def _fill(
     partial: Path,
     corpus: Corpus,
@@ -243,6 +270,27 @@ def _fill(
         raise
 
 
+def _content(
+    document: Document, tokenizer: Tokenizer, writer: StoreWriter
+) -> Iterator[str] | Iterator[np.ndarray]:
+    """Yield the pieces of a document's text, or its token ids.
+
+    Raises:
+        ConfigError: an id is not one of the tokenizer's.
+    """
+    if document.tokens is None:
+        return _pieces_to_encode(document, tokenizer, writer)
+    ids = document.tokens.ids
+    if wrong := ids[(ids < 0) | (ids >= tokenizer.vocab_size)].tolist():
+        raise ConfigError(
+            f"{document.name}: token {wrong[0]} is not one of the {tokenizer.vocab_size:,} ids of "
+            f"{tokenizer.name}. Give the tokenizer that made these tokens with --tokenizer."
+        )
+    if writer.leaves_out(document.domain):
+        return iter(())
+    return iter([ids])
+
+
 def _pieces_to_encode(
     document: Document, tokenizer: Tokenizer, writer: StoreWriter
 ) -> Iterator[str]:
@@ -251,8 +299,7 @@ def _pieces_to_encode(
     If the filters leave the document out for its domain or length, yield nothing.
     """
     filters = writer.filters
-    if filters.domains and document.domain not in filters.domains:
-        writer.reject("of another domain")
+    if writer.leaves_out(document.domain):
         return
     pieces = iter(document.pieces)
     if filters.min_chars:
@@ -333,13 +380,23 @@ def _write_arrays(
     report: Callable[[PreparationProgress], None],
 ) -> None:
     """Write the documents after the journal's position to the arrays, then write the metadata."""
-    written = journal.written
+    written, columns = journal.written, journal.written.columns
     with ExitStack() as stack:
         tokens, offsets, labels = (
             stack.enter_context(_open_array(partial / name, size))
             for name, size in written.file_sizes(tokenizer).items()
         )
-        writer = StoreWriter(tokens, offsets, tokenizer, written, labels=labels, filters=filters)
+        sizes = column_sizes(corpus.fields, columns, written.tokens, written.documents)
+        files = {n: stack.enter_context(_open_array(partial / n, s)) for n, s in sizes.items()}
+        writer = StoreWriter(
+            tokens,
+            offsets,
+            tokenizer,
+            written,
+            labels=labels,
+            filters=filters,
+            columns=ColumnWriter(files, columns, first=not written.documents) if files else None,
+        )
 
         def show(stage: str, read: int) -> None:
             counts = written.tokens, written.documents

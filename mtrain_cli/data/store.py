@@ -5,6 +5,8 @@
     offsets[d + 1]]. No document is empty.
 ``domains.bin``: domain of each document, uint16[num_documents]. A domain is an index into
     `StoreMeta.domains`. The file exists only if the corpus has domains.
+``slices.bin``, ``slice_offsets.bin``, ``positions.bin``: see `document_columns`. The files exist
+    only if the store has the columns.
 ``meta.json``: a `StoreMeta`. It is written last, so a folder without it is not a store.
 ``tokenizer.json``: the tokenizer, unless it is the byte tokenizer.
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +28,20 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
 from mtrain_cli.data.corpora import Corpus
+from mtrain_cli.data.document_columns import (
+    INTEGER,
+    NO_COLUMNS,
+    POSITION,
+    POSITIONS,
+    SLICE_FIELDS,
+    SLICE_OFFSETS,
+    SLICES,
+    ColumnWriter,
+    DocumentColumns,
+    WrittenColumns,
+)
 from mtrain_cli.data.filters import EVERYTHING, Filters
+from mtrain_cli.data.token_documents import TokenDocument
 from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 
 VERSION = 1
@@ -36,6 +51,9 @@ _DOMAIN: np.dtype = np.dtype("<u2")
 _OFFSET: np.dtype = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _HASH_CHUNK = 1 << 24
+# Fields of `StoreMeta` that earlier versions lacked, with the value for their stores.
+_LATER = {"domains": [], "left_out": {}, "cut": 0, "mask_key": "", "positions_key": ""}
+_LATER |= {"columns": asdict(WrittenColumns())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +66,16 @@ class StoreMeta:
     tokenizer_identity: `Tokenizer.identity`; empty if unknown.
     eos: id of the end token; None if documents have no end token.
     vocab_size: number of ids of the tokenizer; 0 if unknown.
-    sha256: hash of tokens.bin followed by documents.bin.
+    sha256: hash of tokens.bin, documents.bin and the files of columns, in this order.
     source: description of the corpus.
     recipe: identities of the corpus, the tokenizer and the filters. Two stores with the same recipe
         hold the same tokens.
     domains: names of the domains.
     left_out: number of documents that the filters left out, by reason.
     cut: number of documents that the filters cut at --max-tokens.
+    mask_key: name of the column of masks; empty if the store has no masks.
+    positions_key: name of the column of rotary positions; empty if the store has none.
+    columns: what the columns hold.
     """
 
     version: int = VERSION
@@ -71,6 +92,14 @@ class StoreMeta:
     domains: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     cut: int = 0
+    mask_key: str = ""
+    positions_key: str = ""
+    columns: WrittenColumns = field(default_factory=WrittenColumns)
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of the columns."""
+        return [name for name in (self.mask_key, self.positions_key) if name]
 
     @classmethod
     def read(cls, folder: Path, origin: str) -> StoreMeta:
@@ -88,7 +117,7 @@ class StoreMeta:
             unsupported=f", but this mtrain reads version {VERSION}. {again}",
             advice=f". {again}",
         )
-        content = {"domains": [], "left_out": {}, "cut": 0, **content}
+        content = {**_LATER, **content}
         missing = [known.name for known in fields(cls) if known.name not in content]
         if missing:
             raise ConfigError(f"{origin}: {META} lacks {', '.join(missing)}. {again}")
@@ -96,7 +125,8 @@ class StoreMeta:
             meta = documents.checked(cls, content)
         except documents.UnreadableError as error:
             raise ConfigError(f"{origin}: {META} is broken ({error}). {again}") from None
-        counts = (meta.vocab_size, meta.num_tokens, meta.num_documents)
+        columns = meta.columns.intervals, meta.columns.slices + 1
+        counts = (meta.vocab_size, meta.num_tokens, meta.num_documents, *columns)
         if meta.dtype not in _DTYPES or min(counts) < 1:
             raise ConfigError(
                 f"{origin}: {META} is broken (dtype {meta.dtype}, counts {counts}). {again}"
@@ -135,6 +165,7 @@ class TokenStore:
     offsets: int64[num_documents + 1]. Document d is tokens[offsets[d] : offsets[d + 1]].
     folder: folder of the store; None if the store is in memory only.
     domains: uint16[num_documents], indices into ``meta.domains``; None without domains.
+    columns: masks and rotary positions of the documents.
     """
 
     meta: StoreMeta
@@ -142,6 +173,7 @@ class TokenStore:
     offsets: np.ndarray
     folder: Path | None = None
     domains: np.ndarray | None = None
+    columns: DocumentColumns = NO_COLUMNS
 
     @classmethod
     def open(cls, path: str | Path, origin: str | None = None) -> TokenStore:
@@ -171,7 +203,7 @@ class TokenStore:
                     f"{origin}: {DOMAINS} is corrupt: it holds domains that {META} does not list. "
                     "Prepare the store again."
                 )
-        return cls(meta, tokens, offsets, folder, domains)
+        return cls(meta, tokens, offsets, folder, domains, _open_columns(folder, meta, origin))
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
         """Return the tokens ``start`` to ``stop`` - 1 of document ``unit``."""
@@ -194,12 +226,12 @@ class TokenStore:
         return open_tokenizer(str(self.folder / TOKENIZER), option="tokenizer of the store")
 
     def verify(self) -> None:
-        """Read the tokens and offsets, and compare their hash with ``meta.sha256``.
+        """Read the arrays, and compare their hash with ``meta.sha256``.
 
         Raises:
             ConfigError: the hashes differ.
         """
-        digest = _sha256(self.tokens, self.offsets)
+        digest = _sha256(self.tokens, self.offsets, *self.columns.arrays)
         if digest != self.meta.sha256:
             raise ConfigError(
                 f"{self.folder}: its sha256 is {digest}, but {META} lists {self.meta.sha256}. The "
@@ -212,7 +244,7 @@ class Written:
     """What the files of an unfinished store hold.
 
     tokens, documents: number of tokens, and number of documents.
-    domains, left_out, cut: as in `StoreMeta`.
+    domains, left_out, cut, columns: as in `StoreMeta`.
     """
 
     tokens: int = 0
@@ -220,9 +252,10 @@ class Written:
     domains: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     cut: int = 0
+    columns: WrittenColumns = field(default_factory=WrittenColumns)
 
     def file_sizes(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Return the size of each file in bytes, by file name."""
+        """Return the size of each file without columns in bytes, by file name."""
         return {
             TOKENS: self.tokens * _token_dtype(tokenizer).itemsize,
             DOCUMENTS: (self.documents + 1) * _OFFSET.itemsize if self.documents else 0,
@@ -239,6 +272,7 @@ class StoreWriter:
         None if the store needs no domains.
     written: what the files already hold; None if the files are empty.
     filters: conditions that a document must meet.
+    columns: writes masks and rotary positions; None if the store needs none.
     """
 
     def __init__(
@@ -250,8 +284,10 @@ class StoreWriter:
         *,
         labels: BinaryIO | None = None,
         filters: Filters = EVERYTHING,
+        columns: ColumnWriter | None = None,
     ) -> None:
         self.tokenizer, self.filters, self.written = tokenizer, filters, written or Written()
+        self._columns = columns
         self._dtype = _token_dtype(tokenizer)
         self._tokens, self._offsets, self._labels = tokens, offsets, labels
         self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], self._dtype)
@@ -272,10 +308,13 @@ class StoreWriter:
         self._pending_tokens.append(ids)
         self._open_document += ids.size
 
-    def end_document(self, domain: str = "") -> None:
+    def end_document(self, domain: str = "", content: TokenDocument | None = None) -> None:
         """Append the end token and close the document.
 
         A document without tokens, or a document that the filters reject, is not written.
+
+        Args:
+            content: the document, if it comes as token ids.
         """
         if self._open_document:
             reason = self._close_document()
@@ -283,9 +322,19 @@ class StoreWriter:
                 self._drop(reason)
             else:
                 self._accept(domain)
+                if self._columns is not None and content is not None:
+                    self._columns.append(content, self._open_document)
         self._open_document = self._flushed = 0
         self._exceeds_limit = False
         self._open_start = len(self._pending_tokens)
+
+    def leaves_out(self, domain: str) -> bool:
+        """Return whether the filters leave out documents of a domain. If so, count one."""
+        wanted = self.filters.domains
+        if not wanted or domain in wanted:
+            return False
+        self.reject("of another domain")
+        return True
 
     def reject(self, reason: str) -> None:
         """Count a document that the filters leave out. reason: key of ``left_out``."""
@@ -334,7 +383,7 @@ class StoreWriter:
         self.reject(reason)
 
     def flush(self) -> None:
-        """Write all pending tokens, offsets and labels to the files."""
+        """Write all pending tokens, offsets, labels and columns to the files."""
         if self._pending_tokens:
             ids = np.concatenate(self._pending_tokens)
             assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.tokenizer.vocab_size)
@@ -345,11 +394,14 @@ class StoreWriter:
         self._flushed, self._open_start = self._open_document, 0
         for pending in (self._pending_tokens, self._pending_offsets, self._pending_labels):
             pending.clear()  # type: ignore[attr-defined]
+        if self._columns is not None:
+            self._columns.flush()
 
     def sync(self) -> None:
         """Call `flush`, and wait until everything is on disk."""
         self.flush()
-        for file in filter(None, (self._tokens, self._offsets, self._labels)):
+        columns = self._columns.files.values() if self._columns is not None else ()
+        for file in filter(None, (self._tokens, self._offsets, self._labels, *columns)):
             file.flush()
             os.fsync(file.fileno())
 
@@ -375,6 +427,9 @@ class StoreWriter:
         tokens = _map_array(folder / TOKENS, self._dtype, written.tokens, origin)
         offsets = _map_array(folder / DOCUMENTS, _OFFSET, written.documents + 1, origin)
         meta = self._meta(corpus, recipe, tokens, offsets)
+        columns = _open_columns(folder, meta, origin).arrays
+        if columns:
+            meta = replace(meta, sha256=_sha256(tokens, offsets, *columns))
         if not meta.domains:
             (folder / DOMAINS).unlink(missing_ok=True)
         meta.write(folder)
@@ -383,14 +438,15 @@ class StoreWriter:
         if self.written.documents == 0:
             reasons = ", ".join(f"{n:,} {why}" for why, n in self.written.left_out.items())
             kept = f" that the filters keep: {reasons}" if reasons else ""
-            raise ConfigError(f"{corpus.origin}: holds no text{kept}")
+            content = "text" if corpus.fields is None else "documents of tokens"
+            raise ConfigError(f"{corpus.origin}: holds no {content}{kept}")
 
     def _meta(
         self, corpus: Corpus, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray
     ) -> StoreMeta:
         """Return the metadata of a store that holds the arrays ``tokens`` and ``offsets``."""
         assert self._open_document == 0
-        written, tokenizer = self.written, self.tokenizer
+        written, tokenizer, fields = self.written, self.tokenizer, corpus.fields
         return StoreMeta(
             dtype=self._dtype.name,
             tokenizer=tokenizer.name,
@@ -405,6 +461,9 @@ class StoreWriter:
             domains=written.domains if any(written.domains) else [],
             left_out=written.left_out,
             cut=written.cut,
+            mask_key=fields.mask.name if fields and fields.mask else "",
+            positions_key=fields.positions.name if fields and fields.positions else "",
+            columns=written.columns,
         )
 
 
@@ -422,6 +481,28 @@ def write_json(path: Path, content: dict) -> None:
     os.replace(unfinished, path)
 
 
+def _open_columns(folder: Path, meta: StoreMeta, origin: str) -> DocumentColumns:
+    """Map the columns of a store.
+
+    Raises:
+        ConfigError: a file is missing, or does not match meta.json.
+    """
+    slices = offsets = positions = None
+    if meta.mask_key:
+        count = meta.columns.slices
+        slices = _map_array(folder / SLICES, INTEGER, count * SLICE_FIELDS, origin)
+        slices = slices.reshape(-1, SLICE_FIELDS)
+        offsets = _map_array(folder / SLICE_OFFSETS, INTEGER, meta.num_documents + 1, origin)
+        if offsets[0] or offsets[-1] != count or np.any(np.diff(offsets) < 0):
+            raise ConfigError(
+                f"{origin}: {SLICE_OFFSETS} is corrupt: its offsets do not rise from 0 to {count}. "
+                "Prepare the store again."
+            )
+    if meta.positions_key:
+        positions = _map_array(folder / POSITIONS, POSITION, meta.num_tokens, origin)
+    return DocumentColumns(slices, offsets, positions)
+
+
 def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
     place, expected = f"{origin}: {path.name}", count * dtype.itemsize
     with explain_read_errors(place, f"{place} is missing. Prepare the store again."):
@@ -431,13 +512,15 @@ def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarr
                 f"{place} has {size:,} bytes, but {META} implies {expected:,}. The file is "
                 "incomplete, or belongs to another store: prepare the store again."
             )
+        if not size:
+            return np.zeros(0, dtype)  # an empty file cannot be mapped
         # A view of class ndarray, because slicing an np.memmap takes microseconds.
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
 
-def _sha256(tokens: np.ndarray, offsets: np.ndarray) -> str:
+def _sha256(*arrays: np.ndarray) -> str:
     digest = hashlib.sha256()
-    for array in (tokens, offsets):
+    for array in (array.reshape(-1) for array in arrays):
         for start in range(0, array.size, _HASH_CHUNK):
             digest.update(np.ascontiguousarray(array[start : start + _HASH_CHUNK]).data)
     return digest.hexdigest()

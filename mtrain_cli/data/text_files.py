@@ -1,5 +1,6 @@
 """Read the user's text from .txt, .md, .py, .jsonl and .parquet files.
 
+.jsonl and .parquet files may hold token ids instead.
 A .txt, .md or .py file is one document. Each line of a .jsonl file is one document, and so is each
 row of a .parquet file. A fault in a file raises a ConfigError of one line. To add a format, write a
 function of type ``Reader`` and add it to ``READERS``.
@@ -11,18 +12,20 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice, repeat
+from itertools import count, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError, DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
 from mtrain_cli.data.parquet_pages import rows_per_read
+from mtrain_cli.data.record_key import RecordKey
+from mtrain_cli.data.token_documents import TokenDocument, TokenFields
 
 _BLOCK = 1 << 22  # bytes of a plain file to read at once
 # Key or column that names the domain of a record. Without it, the domain is the first folder in the
@@ -32,23 +35,54 @@ LONGEST_LINE = 1 << 30  # bytes of a .jsonl line
 _MAX_ROWS = 1024  # parquet rows to turn into Python strings at once
 
 
-@dataclass(frozen=True)
-class TextKey:
-    """The key of a .jsonl record, or the column of a .parquet file, that holds the text.
+class Fields(Protocol):
+    """What a record must hold, and how it becomes the content of a document.
 
-    name: name of the key or column.
-    option: configuration key or command-line option that sets the name, for messages.
+    keys: keys that a record must have.
+    identity: text that differs between readers that may read other documents from the same file.
     """
 
-    name: str
-    option: str
+    @property
+    def keys(self) -> tuple[RecordKey, ...]: ...
+    @property
+    def identity(self) -> str: ...
+    def read(
+        self, record: Mapping[str, Any], location: str
+    ) -> Iterable[str] | TokenDocument | None: ...
 
-    def missing_error(self, location: str, present: Iterable[str]) -> ConfigError:
-        """Return the error for a record or file at ``location`` whose keys are ``present``."""
-        names = ", ".join(islice(present, 12)) or "none"
-        return ConfigError(
-            f"{self.option}={self.name}: {location} has no such key. Its keys: {names}"
-        )
+
+@dataclass(frozen=True)
+class TextField:
+    """Reads text from records. key: key of the text."""
+
+    key: RecordKey
+
+    @property
+    def keys(self) -> tuple[RecordKey, ...]:
+        return (self.key,)
+
+    @property
+    def identity(self) -> str:
+        return self.key.name
+
+    def read(self, record: Mapping[str, Any], location: str) -> Iterable[str]:
+        """Return the pieces of one record's text. A text of None has no pieces.
+
+        Args:
+            location: file and record, for messages.
+
+        Raises:
+            ConfigError: the value is neither text nor None.
+        """
+        text = record[self.key.name]
+        if text is None:
+            return ()
+        if not isinstance(text, str):
+            raise self.key.value_error(location, f"holds {_json_kind(text)}, not text")
+        if not text.isascii():
+            # JSON can hold half of a surrogate pair, which cannot be encoded as UTF-8. Replace it.
+            text = text.encode("utf-8", "replace").decode("utf-8")
+        return split_text([text])
 
 
 def open_corpus(data: DataConfig) -> Corpus:
@@ -71,7 +105,7 @@ def open_corpus(data: DataConfig) -> Corpus:
 def text_corpus(
     path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key"
 ) -> Corpus:
-    """Open the corpus in a file, or in all readable files of a folder and its subfolders.
+    """Open the corpus of text in a file, or in all readable files of a folder and its subfolders.
 
     The files of a folder are sorted by relative path. Hidden files and folders are skipped. The
     signature covers relative paths, sizes and modification times, so no file is read here.
@@ -85,20 +119,41 @@ def text_corpus(
     Raises:
         ConfigError: the path is missing, or holds no file of a readable kind.
     """
+    return _open(path, path_option, TextField(RecordKey(text_key, key_option)), READERS)
+
+
+def token_corpus(path: str, fields: TokenFields, path_option: str = "SOURCE") -> Corpus:
+    """Open the corpus of token ids in a .jsonl or .parquet file, or in a folder of them.
+
+    Args:
+        fields: keys of the ids, the masks and the positions.
+        path, path_option: as in `text_corpus`.
+
+    Raises:
+        ConfigError: the path is missing, or holds no .jsonl or .parquet file.
+    """
+    readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS}
+    return replace(_open(path, path_option, fields, readers), fields=fields)
+
+
+def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Reader]) -> Corpus:
+    """Open a corpus as `text_corpus` does. readers: by suffix, the kinds of files to read."""
     origin, root = f"{path_option}={path}", Path(path).expanduser()
-    key, kinds = TextKey(text_key, key_option), _readable_kinds()
+    *first, last = readers
+    kinds, content = f"{', '.join(first)} or {last}", "text" if readers is READERS else "token ids"
     if root.is_dir():
-        files = sorted(_files_below(root), key=lambda file: file.relative_to(root).parts)
+        found = _files_below(root, readers)
+        files = sorted(found, key=lambda file: file.relative_to(root).parts)
         if not files:
             raise ConfigError(f"{origin}: the folder holds no {kinds} file")
-    elif root.suffix.lower() in READERS or not root.exists():
+    elif root.suffix.lower() in readers or not root.exists():
         files = [root]
     else:
         raise ConfigError(
-            f"{origin}: cannot read a {root.suffix or 'nameless'} file as text. Give a {kinds} "
-            "file, or a folder of them."
+            f"{origin}: cannot read a {root.suffix or 'nameless'} file as {content}. Give a "
+            f"{kinds} file, or a folder of them."
         )
-    digest = hashlib.sha256(text_key.encode())
+    digest = hashlib.sha256(fields.identity.encode())
     units = []
     for file in files:
         hint = "" if file == root else f" as {file}"
@@ -108,31 +163,26 @@ def text_corpus(
         name = file.relative_to(root).as_posix() if root.is_dir() else file.name
         facts = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0"
         digest.update(facts.encode("utf-8", "surrogateescape"))
-        reader = READERS[file.suffix.lower()]
+        reader = readers[file.suffix.lower()]
         label = origin if file == root else f"{origin}: {file}"
         domain = name.partition("/")[0] if "/" in name else ""
-        documents = partial(_read_guarded, reader, file, label, key, domain)
+        documents = partial(_read_guarded, reader, file, label, fields, domain)
         units.append(Unit(name, status.st_size, documents))
     return Corpus(str(path), origin, digest.hexdigest(), tuple(units))
 
 
-def _files_below(root: Path) -> Iterator[Path]:
+def _files_below(root: Path, suffixes: Container[str]) -> Iterator[Path]:
     def is_visible(name: str) -> bool:
         return not name.startswith(".") and name != "__pycache__"
 
     for folder, folders, names in os.walk(root):
         folders[:] = filter(is_visible, folders)
         files = (Path(folder, name) for name in filter(is_visible, names))
-        yield from (file for file in files if file.suffix.lower() in READERS)
-
-
-def _readable_kinds() -> str:
-    *first, last = READERS
-    return f"{', '.join(first)} or {last}"
+        yield from (file for file in files if file.suffix.lower() in suffixes)
 
 
 def _read_guarded(
-    reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int
+    reader: Reader, path: Path, label: str, fields: Fields, domain: str, skip: int
 ) -> Iterator[Document]:
     """Yield the documents of a file. A document without a domain gets ``domain``.
 
@@ -145,11 +195,11 @@ def _read_guarded(
         ConfigError, RunError: the file cannot be read.
     """
     with explain_read_errors(f"{label}:"):
-        for document in reader(path, label, key, skip):
+        for document in reader(path, label, fields, skip):
             yield document if document.domain or not domain else replace(document, domain=domain)
 
 
-def _read_plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Document]:
+def _read_plain(path: Path, label: str, _fields: Fields, skip: int) -> Iterator[Document]:
     if skip == 0:
         pieces = split_text(_decode_blocks(path, label))
         yield Document(path.name, pieces, record=1, end=path.stat().st_size)
@@ -175,7 +225,18 @@ def _decode_blocks(path: Path, label: str) -> Iterator[str]:
         ) from None
 
 
-def _read_jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
+def _document(
+    fields: Fields, record: Mapping[str, Any], path: Path, number: int, end: int, kind: str
+) -> Document:
+    """Return the document of record ``number`` of a file. kind: what the file calls a record."""
+    content, name = fields.read(record, f"{path} {kind} {number}"), f"{path.name}:{number}"
+    domain = _domain(record.get(DOMAIN))
+    if content is None or isinstance(content, TokenDocument):
+        return Document(name, (), number, end, domain, content)
+    return Document(name, content, number, end, domain)
+
+
+def _read_jsonl(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
     with path.open("rb") as file:
         lines = _read_lines(file, label)
         end = sum(len(line) for line in islice(lines, skip))
@@ -183,16 +244,14 @@ def _read_jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Doc
             end += len(line)
             if not line.strip():
                 continue
-            record = _parse_record(line, f"{label} line {number}", key)
-            location = f"{path} line {number}"
-            if key.name not in record:
-                raise key.missing_error(location, record)
-            pieces = _text_pieces(record[key.name], key, location)
-            domain = _domain(record.get(DOMAIN))
-            yield Document(f"{path.name}:{number}", pieces, number, end, domain)
+            record = _parse_record(line, f"{label} line {number}", fields.keys[0])
+            for key in fields.keys:
+                if key.name not in record:
+                    raise key.missing_error(f"{path} line {number}", record)
+            yield _document(fields, record, path, number, end, "line")
 
 
-def _parse_record(line: bytes, location: str, key: TextKey) -> dict[str, Any]:
+def _parse_record(line: bytes, location: str, key: RecordKey) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -227,7 +286,7 @@ def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
         yield line
 
 
-def _read_parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
+def _read_parquet(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -238,7 +297,7 @@ def _read_parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[D
     row = skip
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for document in _parquet_documents(file, path, label, key, skip):
+            for document in _parquet_documents(file, path, label, fields, skip):
                 yield document
                 row = document.record
     except UnicodeDecodeError as error:
@@ -252,12 +311,13 @@ def _read_parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[D
 
 
 def _parquet_documents(
-    file: Any, path: Path, label: str, key: TextKey, skip: int
+    file: Any, path: Path, label: str, fields: Fields, skip: int
 ) -> Iterator[Document]:
     names, size, rows = file.schema_arrow.names, path.stat().st_size, file.metadata.num_rows
-    if key.name not in names:
-        raise key.missing_error(str(path), names)
-    columns = [key.name, *({DOMAIN} & set(names) - {key.name})]
+    for key in fields.keys:
+        if key.name not in names:
+            raise key.missing_error(str(path), names)
+    columns = list(dict.fromkeys([*(key.name for key in fields.keys), *({DOMAIN} & set(names))]))
     row = 0
     for number in range(file.num_row_groups):
         group = file.metadata.row_group(number)
@@ -266,36 +326,26 @@ def _parquet_documents(
             continue
         batch_rows = rows_per_read(path, group, columns, f"{label}: row group {number}", _MAX_ROWS)
         for batch in file.iter_batches(batch_rows, row_groups=[number], columns=columns):
-            texts = batch.column(key.name).to_pylist()
-            domains = batch.column(DOMAIN).to_pylist() if len(columns) == 2 else repeat("")
-            for text, domain in zip(texts, domains, strict=False):
+            values = [_values(batch.column(name)) for name in columns]
+            for cells in zip(*values, strict=True):
                 row += 1
                 if row > skip:
-                    pieces, end = _text_pieces(text, key, f"{path} row {row}"), size * row // rows
-                    yield Document(f"{path.name}:{row}", pieces, row, end, _domain(domain))
+                    record = dict(zip(columns, cells, strict=True))
+                    yield _document(fields, record, path, row, size * row // rows, "row")
+
+
+def _values(column: Any) -> Iterable[Any]:
+    """Return the values of a parquet column. Lists of integers become arrays, which are faster."""
+    from pyarrow import types
+
+    if types.is_list(column.type) and types.is_integer(column.type.value_type):
+        cells = (cell.values for cell in column)
+        return (None if cell is None else cell.to_numpy(zero_copy_only=False) for cell in cells)
+    return column.to_pylist()
 
 
 def _domain(value: Any) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _text_pieces(text: Any, key: TextKey, location: str) -> Iterable[str]:
-    """Return the pieces of one record's text. A text of None has no pieces.
-
-    Args:
-        location: file and record, for messages.
-
-    Raises:
-        ConfigError: ``text`` is neither text nor None.
-    """
-    if text is None:
-        return ()
-    if not isinstance(text, str):
-        raise ConfigError(f"{key.option}={key.name}: {location} holds {_json_kind(text)}, not text")
-    if not text.isascii():
-        # JSON can hold half of a surrogate pair, which cannot be encoded as UTF-8. Replace it.
-        text = text.encode("utf-8", "replace").decode("utf-8")
-    return split_text([text])
 
 
 def _json_kind(value: Any) -> str:
@@ -304,6 +354,7 @@ def _json_kind(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-Reader = Callable[[Path, str, TextKey, int], Iterator[Document]]
+Reader = Callable[[Path, str, Fields, int], Iterator[Document]]
 READERS: dict[str, Reader] = dict.fromkeys((".txt", ".md", ".py"), _read_plain)
 READERS |= {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+_OF_RECORDS = (".jsonl", ".parquet")  # kinds of files that can hold token ids

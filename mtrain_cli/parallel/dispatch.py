@@ -231,6 +231,15 @@ class Balancer:
     layers: tuple[int, ...] = (1,)
 
     @property
+    def groups(self) -> int:
+        """Number of groups of ranks that share heads."""
+        return self.workers // self.heads
+
+    @property
+    def groups_per_node(self) -> int | None:
+        return None if self.per_node is None else max(1, self.per_node // self.heads)
+
+    @property
     def chunk(self) -> int:
         return chunk_tokens(self.seq, self.workers, max(self.unit, 1))
 
@@ -244,21 +253,24 @@ class Balancer:
         masks: as in `balance`, of sequences with `seq` tokens.
         """
         padded = [[mask.repadded(self.padded_seq) for mask in kind] for kind in masks]
-        per_node = None if self.per_node is None else max(1, self.per_node // self.heads)
         return balance(
             padded,
-            self.workers // self.heads,
+            self.groups,
             self.chunk,
-            per_node=per_node,
+            per_node=self.groups_per_node,
             prices=self.prices,
             layers=self.layers,
         )
 
     def layout(self, masks: LayerMasks) -> Balanced:
         """Return the layout of a batch. masks: as in `dispatch`."""
-        owner = self.dispatch(masks).owner
+        return self.layout_of(self.dispatch(masks))
+
+    def layout_of(self, dispatch: Dispatch) -> Balanced:
+        """Return the layout of a batch from a result of `dispatch`."""
+        owner = dispatch.owner
         if self.heads > 1:
-            owner = _dealt_inside(owner, self.workers // self.heads, self.heads)
+            owner = _dealt_inside(owner, self.groups, self.heads)
         return Balanced.of(owner, self.workers, self.seq, self.chunk)
 
 

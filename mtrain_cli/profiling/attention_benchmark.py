@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
@@ -26,7 +25,7 @@ from mtrain_cli.profiling.measurement import (
 )
 from mtrain_cli.profiling.peers import torch_context_parallel
 from mtrain_cli.profiling.profile_writer import ProfileWriter
-from mtrain_cli.profiling.recorded_work import estimated_indices
+from mtrain_cli.profiling.recorded_work import Estimated, estimated
 
 PEER = "torch context_parallel, cuDNN"
 HEADER = (
@@ -84,7 +83,8 @@ def _measure(
             for recorded in rotated((False, True), sample):
                 seconds[recorded] = attention(recorded)
                 if recorded:
-                    kept = [(attention.attend.plan.masks, attention.estimated)]
+                    assert attention.estimated is not None
+                    kept = [attention.estimated]
                     writer.recorded(attention.case, sample + 1, kept)
             attention.times.append(seconds[False])
             writer.timed(attention.case, sum(seconds[False]), sum(seconds[True]))
@@ -130,7 +130,7 @@ class _Attention:
     """One layer's attention in one case, on this worker.
 
     times: (forward, backward) times in seconds of each iteration without recording.
-    estimated: indices that the latest iteration estimated, by layer; None for dense attention.
+    estimated: what the latest iteration computed.
     """
 
     case: MeasurementCase
@@ -138,7 +138,7 @@ class _Attention:
     attend: ContextAttention
     inputs: _Inputs
     times: list[tuple[float, float]] = field(default_factory=list)
-    estimated: Mapping[int, Index] | None = None
+    estimated: Estimated | None = None
 
     @staticmethod
     def make(
@@ -178,7 +178,7 @@ class _Attention:
         with recorder.iteration():
             seconds = self.inputs.time_passes(partial(batch, layer=0), recorder)
         self.case.exchange.set_recorder(None)
-        self.estimated = estimated_indices(batch)
+        self.estimated = estimated(batch)
         return seconds
 
 

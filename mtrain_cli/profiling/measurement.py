@@ -108,7 +108,7 @@ class MeasurementCase:
         schedule, choices = self.exchange.schedule, self.choices
         return {
             "label": self.label,
-            "layout": config.layout,
+            "layout": choices.layout.name,
             "exchange": choices.exchange.label,
             "pattern": config.sparsity.pattern,
             "kernel": choices.kernel.name,

@@ -16,7 +16,7 @@ from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
-from mtrain_cli.profiling.recorded_work import estimated_indices
+from mtrain_cli.profiling.recorded_work import estimated
 from mtrain_cli.records import record_files
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.callback import Callback, FinishedStep
@@ -84,7 +84,9 @@ class TrainingProfile(Callback):
         config, choices = trainer.config, trainer.choices
 
         def case(number: int, config: Config, choices: ResolvedRun, what: str) -> MeasurementCase:
-            label = f"{config.sparsity.pattern} {config.layout} {choices.exchange.label}{what}"
+            label = (
+                f"{config.sparsity.pattern} {choices.layout.name} {choices.exchange.label}{what}"
+            )
             return MeasurementCase(number, label, config, choices, trainer.exchange)
 
         cases = [case(0, config, choices, "")]
@@ -157,12 +159,12 @@ class TrainingProfile(Callback):
             return
         began = time.perf_counter()
         self._trainer.record(None)
-        estimated = [(attend.plan.masks, estimated_indices(attend)) for attend in self._seen]
+        computed = [estimated(attend) for attend in self._seen]
         self._seen.clear()
-        dense = any(indices is None for _, indices in estimated)
+        dense = any(batch.indices is None for batch in computed)
         dense = dense or self._trainer.choices.pattern is None
         case = self._by_kind.get(dense) or next(iter(self._by_kind.values()))
-        self._writer.recorded(case, self._trainer.step, estimated)
+        self._writer.recorded(case, self._trainer.step, computed)
         self._samples += 1
         try:
             self._writer.sampled(self._trainer.step, self._samples)

@@ -78,12 +78,12 @@ class ProfileWriter:
 
         Args:
             iteration: number of the training step, or of the sample of an attention-only profile.
-            estimated: masks and indices of each micro-batch.
+            estimated: what each micro-batch computed.
         """
         # Keep the indices in host memory, not on the GPU.
-        held: list[Estimated] = [
-            (masks, indices and {layer: index.to("cpu") for layer, index in indices.items()})
-            for masks, indices in estimated
+        held = [
+            of._replace(indices=of.indices and {i: x.to("cpu") for i, x in of.indices.items()})
+            for of in estimated
         ]
         work = own_work(case.exchange, case.config.model.num_heads, self._layers(case), held)
         self._last[case.number], self._iteration = held, iteration
@@ -198,7 +198,7 @@ class ProfileWriter:
         cases = [case for case in chosen.values() if case.number in self._last]
         if not cases:
             return
-        masks, _ = self._last[cases[0].number][0]
+        masks = self._last[cases[0].number][0].masks
         columns = {
             case.config.sparsity.pattern: case.config.sparsity.column_bound for case in cases
         }
@@ -210,7 +210,7 @@ class ProfileWriter:
             dtype_bytes=first.choices.dtype.itemsize,
             workers=self.bench.environment.dims.cp,
             per_node=first.exchange.schedule.per_node,
-            layout=first.config.layout,
+            layout=first.choices.layout.name,
             exchange=first.exchange.schedule.exchange,
             block_size=first.config.topology.block_size,
             needs_out=first.choices.kernel.needs_out,
@@ -238,7 +238,7 @@ class ProfileWriter:
         first_group = e.dims.coordinate("dp", e.rank) == 0
         for case in cases:
             pattern = case.config.sparsity.pattern
-            _, indices = self._last[case.number][0]
+            indices = self._last[case.number][0].indices
             for layer in self._layers(case):
                 if indices is None:
                     yield pattern, layer, None

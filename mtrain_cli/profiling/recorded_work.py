@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.profiling.record_collector import Work
 from mtrain_cli.simulation.work_counts import WorkCounter
 
-# (masks, indices by layer) of a micro-batch. The indices are None for dense attention.
-Estimated = tuple[Sequence[SequenceMask], Mapping[int, Index] | None]
+
+class Estimated(NamedTuple):
+    """What attention computed in a micro-batch.
+
+    layout: which rank holds which tokens.
+    masks: one per sequence.
+    indices: the indices by layer; None for dense attention.
+    """
+
+    layout: Layout
+    masks: Sequence[SequenceMask]
+    indices: Mapping[int, Index] | None
 
 
-def estimated_indices(attend: ContextAttention) -> Mapping[int, Index] | None:
-    """Return the indices that were estimated for a batch, by layer; None for dense attention."""
-    return None if attend.index is None else attend.index.estimated
+def estimated(attend: ContextAttention) -> Estimated:
+    """Return what an attention has computed for its batch."""
+    indices = None if attend.index is None else attend.index.estimated
+    return Estimated(attend.plan.placement.layout, attend.plan.masks, indices)
 
 
 def own_work(
@@ -28,16 +41,16 @@ def own_work(
     Args:
         heads: number of query heads.
         layers: numbers of the layers whose attention ran.
-        micro_batches: masks and indices of each micro-batch. A bitmap may hold only this worker's
-            query blocks.
+        micro_batches: what each micro-batch computed. A bitmap may hold only this worker's query
+            blocks.
     """
     rank = exchange.group.rank
     work: Work = {}
-    for micro, (masks, indices) in enumerate(micro_batches):
+    for micro, (layout, masks, indices) in enumerate(micro_batches):
         block = next(iter(indices.values())).block if indices else None
         counter = WorkCounter.make(
             exchange.schedule,
-            exchange.layout,
+            layout,
             masks,
             heads,
             block,

@@ -14,7 +14,7 @@ from mtrain_cli.profiling.measurement import (
     rotated,
 )
 from mtrain_cli.profiling.profile_writer import ProfileWriter
-from mtrain_cli.profiling.recorded_work import Estimated, estimated_indices
+from mtrain_cli.profiling.recorded_work import Estimated, estimated
 from mtrain_cli.training.batch import BatchMaker, PackedSample
 from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import attention_kept
@@ -73,6 +73,7 @@ class _Rehearsal(Callback):
                 pattern=case.choices.pattern,
                 keep=attention_kept(trainer.config.train),
                 offload=trainer.offload,
+                balancer=case.choices.balancer,
             )
             for case in writer.cases
         ]
@@ -97,9 +98,9 @@ class _Rehearsal(Callback):
             progress.now(case.label)
             seconds = {}
             for recorded in rotated((False, True), sample):
-                estimated, seconds[recorded] = self._compute(case, micro_batches, recorded=recorded)
+                computed, seconds[recorded] = self._compute(case, micro_batches, recorded=recorded)
                 if recorded:
-                    writer.recorded(case, self.trainer.step + 1, estimated)
+                    writer.recorded(case, self.trainer.step + 1, computed)
             writer.timed(case, seconds[False], seconds[True])
             progress.done()
         writer.sampled(self.trainer.step + 1, sample + 1)
@@ -132,8 +133,5 @@ class _Rehearsal(Callback):
         trainer.states.drop_gradients()
         trainer.recorder = None
         case.exchange.set_recorder(None)
-        estimated: list[Estimated] = [
-            (batch.masks, estimated_indices(attend))
-            for batch, attend in zip(batches, attends, strict=True)
-        ]
-        return estimated, seconds
+        computed = [estimated(attend) for attend in attends]
+        return computed, seconds

@@ -221,7 +221,7 @@ def _document(
             "seq": config.seq,
             "global_batch": config.train.global_batch,
             "cp": e.dims.cp,
-            "layout": config.layout,
+            "layout": choices.layout.name,
             "exchange": choices.exchange.label,
             "pattern": config.sparsity.pattern,
             "kernel": choices.kernel.name,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
-import json
 import shlex
-from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,24 +11,23 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from mtrain_cli import __version__, resource_dir
-from mtrain_cli.config.atomic_files import replace_text
-from mtrain_cli.printable import same_width
-from mtrain_cli.reporting import tables
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config import resolved_file
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.reporting import elements, mask_svg, tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.figures import figures
-from mtrain_cli.reporting.plots import Figure
-from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
+from mtrain_cli.reporting.report_source import RESOLVED, ReportSource, labelled_cases
 from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
 from mtrain_cli.reporting.sweeps import WORDS, cells
 from mtrain_cli.reporting.training_tables import medians_note, training_headings, training_row
+from mtrain_cli.training.dry_run import mask_rows
 
 DEFINITIONS = "definitions.md"
-_HERE = Path(__file__).parent
-# plotly.js-cartesian-dist-min 4.1.1 from npm, gzipped, with its MIT licence in the same folder.
-# plotly.py ships only the full library of 4.8 MB.
-_PLOTLY = _HERE / "plotly" / "plotly-cartesian.min.js.gz"
+_MASK_SIDE = 128  # pixels
+_MOST_BOUNDS = 1 << 25  # intervals of all queries, which take seconds to make
 
 
 def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
@@ -48,92 +43,13 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         _summary(sources),
         _compared(sources),
         _causes(sources),
-        *map(_figure, drawn),
+        *map(elements.figure, drawn),
         _definitions(),
         f"<footer>written by mtrain {escape(__version__)}</footer>",
     ]
-    views_of = [
-        {"name": f.name, "together": f.together, "views": [asdict(view) for view in f.views]}
-        for f in drawn
-    ]
-    data = json.dumps(views_of, separators=(",", ":"), allow_nan=False)
-    style, script, page = (
-        (_HERE / "page" / name).read_text(encoding="utf-8")
-        for name in ("style.css", "script.js", "page.html")
-    )
-    page = page.format(
-        title=escape(", ".join(source.name for source in sources)),
-        style=style,
-        body="\n".join(body),
-        plotly=_base64(_PLOTLY.read_bytes()),
-        data=_base64(gzip.compress(data.encode(), mtime=0)),
-        script=script,
-    )
-    # Replace control characters: a user may print the file to a terminal.
-    replace_text(path, same_width(page))
+    title = ", ".join(source.name for source in sources)
+    elements.write(path, title, body, drawn)
     return path
-
-
-def _base64(packed: bytes) -> str:
-    """Encode bytes as base64 text, which cannot contain the end of a script element."""
-    return base64.b64encode(packed).decode()
-
-
-# --- elements -----
-
-
-def _section(title: str, content: str, note: str = "") -> str:
-    """Return a section of the page, or "" without content."""
-    return f"<section><h2>{escape(title)}</h2>{content}{_note(note)}</section>" if content else ""
-
-
-def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>' if text else ""
-
-
-def _list(rows: Sequence[tuple[str, Any]]) -> str:
-    """Return a definition list of (name, value)."""
-    listed = (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows)
-    return f"<dl>{''.join(listed)}</dl>"
-
-
-def _remarks(lines: Sequence[str]) -> str:
-    return "".join(f'<p class="remark">{escape(line)}</p>' for line in lines)
-
-
-def _table(
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    words: Collection[int] = (0,),
-    states: Sequence[str] = (),
-) -> str:
-    """Return a table, or "" without rows.
-
-    Args:
-        words: indices of the columns that hold text. The other columns hold numbers.
-        states: CSS class of each row.
-    """
-    if not rows:
-        return ""
-
-    def cells(tag: str, texts: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=words' if i in words else ''}>{escape(text)}</{tag}>"
-            for i, text in enumerate(texts)
-        )
-
-    begins = [f'<tr class="{state}">' for state in states] or ["<tr>"] * len(rows)
-    body = "".join(
-        f"{begin}{cells('td', row)}</tr>" for begin, row in zip(begins, rows, strict=True)
-    )
-    table = f"<thead><tr>{cells('th', heads)}</tr></thead><tbody>{body}</tbody>"
-    return f"{_TABLE}{table}{_TABLE_END}"
-
-
-_TABLE, _TABLE_END = '<div class="scroll"><table>', "</table></div>"  # A wide table scrolls.
-
-
-# --- sections -----
 
 
 def _header(source: ReportSource) -> str:
@@ -165,8 +81,24 @@ def _header(source: ReportSource) -> str:
     # The remarks say what an incomplete source lacks.
     kind = escape(source.kind) + (", complete" if source.complete else "")
     head = f"<h1>{escape(source.name)} <small>{kind}</small></h1>"
-    listed = _list([(name, value) for name, value in rows.items() if value])
-    return f"<header>{head}{_remarks(source.remarks)}{listed}{_settings(source)}</header>"
+    listed = elements.definition_list([(name, value) for name, value in rows.items() if value])
+    described = f"{listed}{_mask(source)}{_settings(source)}"
+    return f"<header>{head}{elements.remarks(source.remarks)}{described}</header>"
+
+
+def _mask(source: ReportSource) -> str:
+    """Return the mask of a run with its picture; "" if it is causal or unknown, or is too large."""
+    try:
+        config = resolved_file.load(source.folder / RESOLVED)
+    except ConfigError:
+        return ""
+    if config.seq * config.mask.intervals(config.seq) > _MOST_BOUNDS:
+        return ""
+    rows = mask_rows(config)
+    if not rows:
+        return ""
+    picture = mask_svg.inline(MaskRule.of(config).undivided(config.seq, config.seq), _MASK_SIDE)
+    return f"<h3>Mask</h3>{elements.definition_list(rows)}{picture}"
 
 
 def _restarts(source: ReportSource) -> str | None:
@@ -182,29 +114,32 @@ def _settings(source: ReportSource) -> str:
     """Return the main settings of a run, and a list of all settings that a reader can unfold."""
     if not source.settings:
         return ""
-    every = _list([(key, shown(key, value)) for key, value in source.settings.items()])
+    every = elements.definition_list(
+        [(key, shown(key, value)) for key, value in source.settings.items()]
+    )
     fold = f"<details><summary>all {len(source.settings)} settings</summary>{every}</details>"
-    return f"<h3>Settings</h3>{_list(card(source.settings))}{fold}"
+    return f"<h3>Settings</h3>{elements.definition_list(card(source.settings))}{fold}"
 
 
 def _differences(sources: Sequence[ReportSource]) -> str:
     """Return warnings if workers or machines of the runs differ, then the settings that differ."""
     if len(sources) < 2:
         return ""
-    content = _remarks(incomparable(sources))
+    content = elements.remarks(incomparable(sources))
     described = [source for source in sources if source.settings]
     if len(described) > 1:
         rows = differing([source.settings for source in described])
-        table = _table(
+        table = elements.table(
             ("setting", *(source.name for source in described)),
             [(key, *values) for key, values in rows],
         )
+        left_out = elements.note("run.name and run.dir are left out.")
         content += (
-            f'<div class="settings">{table}</div>{_note("run.name and run.dir are left out.")}'
+            f'<div class="settings">{table}</div>{left_out}'
             if rows
             else "<p>All settings are the same.</p>"
         )
-    return _section("Settings that differ", content)
+    return elements.section("Settings that differ", content)
 
 
 def _host(facts: dict[str, Any]) -> str:
@@ -255,14 +190,14 @@ def _summary(sources: Sequence[ReportSource]) -> str:
         "share of the time that attention kernels take. Waits are per worker and iteration, "
         "passes per layer."
     )
-    return _section("Load balance", _table(heads, rows), note)
+    return elements.section("Load balance", elements.table(heads, rows), note)
 
 
 def _trained(sources: Sequence[ReportSource]) -> str:
     trained = [source for source in sources if source.metrics]
     rows = [[source.name, *training_row(source)] for source in trained]
-    table = _table(("run", *training_headings(trained)), rows)
-    return _section("Training", table, f"{medians_note(trained).capitalize()}.")
+    table = elements.table(("run", *training_headings(trained)), rows)
+    return elements.section("Training", table, f"{medians_note(trained).capitalize()}.")
 
 
 def _recorded_steps(sources: Sequence[ReportSource]) -> str:
@@ -278,10 +213,10 @@ def _recorded_steps(sources: Sequence[ReportSource]) -> str:
         named = (line.split(maxsplit=1) for line in step_lines(source.step))
         facts = [f"<li>{name}: {escape(text)}</li>" for name, text in named]
         title = f"<h3>{escape(source.name)}</h3>" if len(sources) > 1 else ""
-        table = _table(("part", "ms", "share", "min", "max", "rank of max"), rows)
+        table = elements.table(("part", "ms", "share", "min", "max", "rank of max"), rows)
         content += f"{title}{table}<ul>{''.join(facts)}</ul>"
     note = "ms per step: mean, min and max over ranks."
-    return _section("One training step", content, note)
+    return elements.section("One training step", content, note)
 
 
 def _sparsity(sources: Sequence[ReportSource]) -> str:
@@ -300,7 +235,7 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
         "Means over layers and heads. Density: computed share of all causal pairs. Density in "
         "mask: computed share of the pairs inside documents."
     )
-    return _section("Patterns", _table(heads, rows), note)
+    return elements.section("Patterns", elements.table(heads, rows), note)
 
 
 def _steps(source: ReportSource) -> str:
@@ -314,14 +249,14 @@ def _steps(source: ReportSource) -> str:
         "best or worst bound. Bold: the fastest row that fits into memory, among rows with equal "
         "settings and the same number of GPUs."
     )
-    return _section("Predicted steps", _table(heads, rows, words, states), note)
+    return elements.section("Predicted steps", elements.table(heads, rows, words, states), note)
 
 
 def _compared(sources: Sequence[ReportSource]) -> str:
     rows = comparison_cells(comparison(sources))
     heads = ("run", "case", "what", sources[0].name, "this", "difference", "noise")
     title = f"Compared with {sources[0].name}"
-    return _section(title, _table(heads, rows, words=range(3)), f"{NOISE}.")
+    return elements.section(title, elements.table(heads, rows, words=range(3)), f"{NOISE}.")
 
 
 def _causes(sources: Sequence[ReportSource]) -> str:
@@ -330,29 +265,7 @@ def _causes(sources: Sequence[ReportSource]) -> str:
         causes = "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes)
         text = f"<ol>{causes}</ol>" if causes else f"<p>{tables.no_causes(case)}</p>"
         content += f"<h3>{escape(label)}</h3>{text}"
-    return _section("Why workers wait", content)
-
-
-def _figure(figure: Figure) -> str:
-    """Return the HTML elements of a figure: a panel per view, or a single panel with selectors."""
-    if figure.together:
-        panels = "".join(
-            f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3>'
-            f'<div class="figure" data-panel="{i}"></div></div>'
-            for i, view in enumerate(figure.views)
-        )
-        place = f'<div class="panels" id="figure-{figure.name}">{panels}</div>'
-    else:
-        selectors = "".join(
-            f"<label>{escape(name)} "
-            f'<select data-figure="{figure.name}" data-at="{i}"></select></label>'
-            for i, name in enumerate(figure.selectors)
-        )
-        place = (
-            f'<div class="selectors">{selectors}</div>'
-            f'<div class="figure" id="figure-{figure.name}"></div>'
-        )
-    return _section(figure.title, place, figure.note)
+    return elements.section("Why workers wait", content)
 
 
 def _definitions() -> str:
@@ -366,8 +279,8 @@ def _definitions() -> str:
 def _markdown(text: str) -> str:
     """Convert Markdown to HTML, with headings two levels down."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
-    parser.add_render_rule("table_open", lambda *_: _TABLE)
-    parser.add_render_rule("table_close", lambda *_: _TABLE_END)
+    parser.add_render_rule("table_open", lambda *_: elements.TABLE)
+    parser.add_render_rule("table_close", lambda *_: elements.TABLE_END)
     tokens = parser.parse(text)
     for token in tokens:
         if token.type in ("heading_open", "heading_close"):

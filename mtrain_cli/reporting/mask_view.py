@@ -1,83 +1,165 @@
-"""What a mask allows, and what it means for each layout: tables and a picture for `mtrain mask`."""
+"""What a mask allows, and what it means for each layout: the counts of `mtrain mask show`."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 
-from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.cast_rows import row_block
-from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.traffic import Traffic, count_traffic
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
+from mtrain_cli.parallel.cast_rows import row_block, too_many_to_count
+from mtrain_cli.parallel.dispatch import RowPrices
+from mtrain_cli.parallel.layout import Balanced, Layout
+from mtrain_cli.parallel.traffic import Traffic, count_traffic, rows_between
+from mtrain_cli.training.layout_choice import choose_layout, make_balancer
 
 _CELLS = 128  # rows and columns of a picture
-_SIDE = 5  # pixels per cell
+_MOST_CHUNKS = 4096  # that a search balances within seconds
 
 
 @dataclass(frozen=True)
 class LayoutShare:
-    """What the workers of a layout compute and receive under a mask.
+    """What the workers of a layout compute under a mask, and which rows a group cast moves.
 
-    traffic: pairs and rows of each worker. A row is the key and the value of one token.
+    layout: which worker holds which tokens.
     slices: number of rectangles, full, causal or banded, that cover the pairs of each worker.
-    remote: share of the rows of other workers that `group_cast` moves to a worker, as a mean over
-        the workers.
+    traffic: pairs and rows of each worker. A row is the key and the value of one token.
+    sent: int64 [workers, workers], the rows that worker s sends to worker r.
+    prices: number of pairs that take as long as one received row.
     """
 
-    traffic: Traffic
+    layout: Layout
     slices: tuple[int, ...]
-    remote: float
+    traffic: Traffic
+    sent: IntArray
+    prices: RowPrices
+
+    @property
+    def remote(self) -> float:
+        """Share of the rows of other workers that a worker receives, as a mean over workers."""
+        return self.traffic.share_moved(self.layout.padded_seq)
+
+    @property
+    def costs(self) -> list[float]:
+        """Pairs and priced rows of each worker, divided by the mean number of pairs.
+
+        Without overlap, attention takes as long as the largest cost. The best cost is 1.
+        """
+        mean = max(1.0, float(self.traffic.pairs.mean()))
+        return (self.traffic.cost(*self.prices) / mean).tolist()
 
 
-def share_of(mask: SequenceMask, layout: Layout, block: int | None = None) -> LayoutShare:
+@dataclass(frozen=True)
+class MaskView:
+    """The mask of one kind of layer.
+
+    title: the mask, and its layers if the others have another mask.
+    mask: the mask of a sequence that is one document, without padding.
+    shares: one per layout.
+    """
+
+    title: str
+    mask: SequenceMask
+    shares: tuple[LayoutShare, ...]
+
+
+def views(config: Config, workers: int, per_node: int | None = None) -> list[MaskView]:
+    """Count what each mask allows, and what it means for each layout.
+
+    All kinds of layers share one balanced layout, because a batch has one. With too many chunks to
+    balance within seconds, it is left out.
+
+    Args:
+        per_node: number of workers that share a node; None if all do.
+
+    Raises:
+        ConfigError: the workers do not fill nodes, or there are too many to count rows.
+    """
+    per_node = min(per_node or workers, workers)
+    if workers % per_node:
+        raise ConfigError(
+            f"topology.gpus_per_node={per_node}: must divide the number of workers, {workers}"
+        )
+    # A group cast inside groups that share heads would move rows between groups.
+    config = config.changed(topology={"ulysses": "auto", "exchange": "auto"})
+    balancer = make_balancer(config, workers, per_node)
+    names = list(LAYOUTS)
+    if balancer.padded_seq // balancer.chunk > _MOST_CHUNKS:
+        names.remove(Balanced.name)
+    named = [config.changed(topology={"layout": name}) for name in names]
+    layouts = [choose_layout(one, workers, per_node).layout for one in named]
+    found, layers = [], config.model.num_layers
+    kinds = MaskRule.of(config).by_layers(layers)
+    for rule, count in kinds:
+        title = rule.mask.describe()
+        if len(kinds) > 1:
+            title = f"{title}, {count} of {layers} layers"
+        shares = (
+            share_of(
+                rule.undivided(config.seq, layout.padded_seq),
+                layout,
+                config.sparsity.block,
+                per_node=per_node,
+                prices=balancer.prices,
+            )
+            for layout in layouts
+        )
+        found.append(MaskView(title, rule.undivided(config.seq, config.seq), tuple(shares)))
+    return found
+
+
+def share_of(
+    mask: SequenceMask,
+    layout: Layout,
+    block: int | None = None,
+    *,
+    per_node: int | None = None,
+    prices: RowPrices | None = None,
+) -> LayoutShare:
     """Count what each worker computes and receives.
 
     mask: padded like the layout.
     block: number of tokens per block of a dynamic index; None for dense attention.
+    per_node: number of workers that share a node; None if all do.
+    prices: prices of received rows; None for the defaults of `RowPrices`.
+
+    Raises:
+        ConfigError: there are too many workers and rows to count.
     """
+    if too_many_to_count(layout):
+        raise ConfigError(
+            f"seq={mask.length}: with {layout.workers} workers, there are too many rows to count; "
+            "give fewer workers or a shorter sequence"
+        )
     shards = [layout.positions(rank) for rank in range(layout.workers)]
-    traffic = count_traffic([[mask]], shards, block=row_block(layout, block))
     everywhere = np.arange(mask.padded)
-    slices = tuple(len(mask.spans(own, everywhere).slices) for own in shards)
-    return LayoutShare(traffic, slices, traffic.share_moved(layout.padded_seq))
+    together = row_block(layout, block)
+    return LayoutShare(
+        layout,
+        tuple(len(mask.spans(own, everywhere).slices) for own in shards),
+        count_traffic([[mask]], shards, per_node=per_node, block=together),
+        rows_between([mask], shards, per_node=per_node, block=together),
+        prices or RowPrices(),
+    )
 
 
-def picture(masks: Sequence[tuple[str, SequenceMask]]) -> str:
-    """Return an HTML page that shows which share of each cell of query-key pairs is allowed.
+def holders(layout: Layout) -> IntArray:
+    """Return the worker that holds each position, int64 [padded]."""
+    found = np.empty(layout.padded_seq, np.int64)
+    for rank in range(layout.workers):
+        found[layout.positions(rank)] = rank
+    return found
 
-    masks: each mask with its title. The first title is that of the page.
+
+def cell_edges(length: int, cells: int = _CELLS) -> IntArray:
+    """Return where each cell of a picture starts, and where the last one ends, int64 [cells + 1].
+
+    A sequence with fewer tokens than ``cells`` has one cell per token.
     """
-    drawings = "".join(
-        f'<h1 style="font-size: 1rem">{escape(title)}</h1>\n{_drawing(mask)}'
-        for title, mask in masks
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-        f"<title>{escape(masks[0][0])}</title>\n"
-        f'<body style="font-family: sans-serif">{drawings}'
-        "<p>Queries from top to bottom, keys from left to right. The darker a cell, "
-        "the larger the share of its pairs that the mask allows.</p></body></html>\n"
-    )
-
-
-def _drawing(mask: SequenceMask) -> str:
-    table = density(mask)
-    size = len(table) * _SIDE
-    cells = [
-        f'<rect x="{column * _SIDE}" y="{row * _SIDE}" width="{_SIDE}" height="{_SIDE}" '
-        f'fill-opacity="{share:.2f}"/>'
-        for (row, column), share in np.ndenumerate(table)
-        if share
-    ]
-    return (
-        f'<svg width="{size}" height="{size}" fill="#3f51b5" style="border: 1px solid #888">\n'
-        + "\n".join(cells)
-        + "\n</svg>\n"
-    )
+    return np.unique(np.linspace(0, length, cells + 1).astype(np.int64))
 
 
 def density(mask: SequenceMask, cells: int = _CELLS) -> np.ndarray:
@@ -85,7 +167,7 @@ def density(mask: SequenceMask, cells: int = _CELLS) -> np.ndarray:
 
     Rows are queries, columns are keys.
     """
-    edges = np.unique(np.linspace(0, mask.length, cells + 1).astype(np.int64))
+    edges = cell_edges(mask.length, cells)
     widths = np.diff(edges)
     low, high = (bound[..., None] for bound in (mask.low, mask.high))
     table = np.zeros((len(widths), len(widths)))

@@ -52,6 +52,7 @@ class Figure:
     selectors: name of each selector, with which a reader chooses a view.
     note: what a reader must know to read the figure, such as what the figure leaves out.
     together: whether to show all views side by side, without selectors.
+    linked: whether a choice also applies to the other linked figures, in selectors of one name.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Figure:
     views: list[FigureView]
     note: str = ""
     together: bool = False
+    linked: bool = False
 
 
 def exposed_label(link: str) -> str:

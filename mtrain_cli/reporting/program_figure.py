@@ -45,7 +45,7 @@ from mtrain_cli.reporting.report_source import RESOLVED, ReportSource
 from mtrain_cli.reporting.terminal_width import new_table
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.index_memory import column_width
-from mtrain_cli.training.resolution import run_layout
+from mtrain_cli.training.layout_choice import choose_layout
 
 RANKS = 8  # most ranks in the figure
 BARS = 6_000  # most bars in all views together
@@ -118,7 +118,7 @@ def _planned(source: ReportSource) -> dict[str, Any]:
         per_node = topology.gpus_per_node if isinstance(topology.gpus_per_node, int) else workers
         sizes = model.num_heads, model.num_kv_heads, model.head_dim
         columns = config.sparsity.column_bound
-        layout = run_layout(config, workers)
+        layout = choose_layout(config, workers, min(per_node, workers)).layout
         tokens = layout.padded_seq * batch
         needs = ExchangeNeeds(workers, per_node, tokens, *sizes, 2, columns=columns)
         choice = choose_exchange(topology, needs)

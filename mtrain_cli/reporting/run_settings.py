@@ -24,7 +24,7 @@ _CARD = (
     ("attention", ("sparsity.pattern", "train.kernel", "train.dtype")),
     ("optimizer", ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.clip_norm")),
     ("steps", ("train.steps", "seed")),
-    ("data", ("data.kind", "data.path", "data.document_mask")),
+    ("data", ("data.kind", "data.path", "data.mask_key", "data.document_mask")),
     ("memory", ("train.memory", "train.activation_checkpoint", "train.shard")),
 )
 

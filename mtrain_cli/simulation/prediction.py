@@ -16,6 +16,7 @@ import numpy as np
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.cluster import Cluster, Gpu
+from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
@@ -198,7 +199,8 @@ def predict(
     name = kernel or default_kernel(cluster.gpu, first is None)
     # Predict for a backward that takes delta instead of out. Every kernel supports it.
     problem = replace(problem, made=replace(problem.made, needs_out=False))
-    case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
+    prices = RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
+    case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice, prices)
     spmd = SpmdSchedule.of(case.schedule)
     kernels = _kernels(cluster, name, first, case, calibration)
     player = _CasePlayer(

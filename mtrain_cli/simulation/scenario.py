@@ -23,6 +23,7 @@ from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, pred
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.sparsity.fixed import make_pattern
+from mtrain_cli.training.dry_run import CAUSAL_DOCUMENTS
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import RunPlan, plan_for
 
@@ -179,6 +180,8 @@ class PredictedScenario:
                 "whose uneven work topology.layout=auto balances with striped; if your sequences "
                 "are single documents, set topology.layout"
             )
+        if (name := self.plan.config.data.mask_key) is not None:
+            remarks.append(f"data.mask_key={name}: {CAUSAL_DOCUMENTS}")
         if pattern in FAMILIES:
             remarks.append(
                 f"the computed pairs are drawn at random ({pattern}), and the balance between "

@@ -16,10 +16,12 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
 from mtrain_cli.config.cluster import divisors
+from mtrain_cli.config.exchanges import HEAD_SHARING
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.cast_rows import largest_shares
+from mtrain_cli.parallel.dispatch import Balancer, RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
-from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
@@ -228,6 +230,7 @@ def make_case(
     index: Index | None,
     columns: int | None = _AS_INDEX,
     choice: ExchangeChoice | None = None,
+    prices: RowPrices | None = None,
 ) -> ReplayCase:
     """Prepare a configuration.
 
@@ -237,6 +240,7 @@ def make_case(
         index: the index of any layer; None for dense attention.
         columns: largest number of single columns per head that an index can have; None if unknown.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
+        prices: prices of rows for which the balanced layout is made; None for those on H200s.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -245,7 +249,16 @@ def make_case(
     width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
     workers, per_node = setup.workers, min(setup.per_node, setup.workers)
     _check(setup, recorded, block, per_node)
-    layout = make_layout(setup.layout, workers, recorded.seq, recorded.block_size, unit=block or 1)
+    if setup.layout == Balanced.name:
+        shared = choice.heads if choice else workers if setup.exchange in HEAD_SHARING else 1
+        prices = prices or RowPrices.on(None, recorded.heads, recorded.kv_heads)
+        layout: Layout = Balancer(
+            workers, recorded.seq, block or 1, shared, per_node, prices
+        ).layout([batch_masks])
+    else:
+        layout = make_layout(
+            setup.layout, workers, recorded.seq, recorded.block_size, unit=block or 1
+        )
     bitmap = isinstance(index, BlockBitmap)
     chunk = index.chunk if isinstance(index, GatedBitmap) else 0
     needs = ExchangeNeeds(

@@ -16,7 +16,7 @@ from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Balanced, Layout, Striped
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
@@ -40,6 +40,7 @@ class AttentionMemory:
         """e: bytes of the compute dtype."""
         self.model, self.layout = config.model, layout
         self.exchange, self.kernel = exchange, kernel
+        self.intervals = config.mask.intervals(config.seq)
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
         self.sizes = shard_sizes(config, layout, exchange, e)
@@ -95,6 +96,7 @@ class AttentionMemory:
             sizes.dtype_bytes,
             pieces=zigzag and self.index is None,
             index=self.index,
+            intervals=self.intervals,
         )
         gathered = self.index is not None and self.index.gathered
         call = (kernel.blocks if gathered else kernel.call) // exchange.chunks
@@ -120,6 +122,7 @@ def shard_sizes(
             layout,
             config.sparsity.block,
             CAUSAL if config.mask.full_every else config.mask,
+            config.data.document_mask,
         ),
     )
 
@@ -133,17 +136,28 @@ def _programs(exchange: str, options: ScheduleOptions, traits: Traits) -> tuple[
 
 @cache
 def _casts(
-    exchange: str, options: ScheduleOptions, layout: Layout, block: int | None, mask: MaskConfig
+    exchange: str,
+    options: ScheduleOptions,
+    layout: Layout,
+    block: int | None,
+    mask: MaskConfig,
+    documents: bool,
 ) -> tuple[tuple[Fraction, Fraction], ...]:
     """Return the largest shares of rows that group casts move under a mask; () without them.
 
-    Documents can only make them smaller.
+    Documents make them smaller, unless they change the layout. A balanced layout of packed
+    documents then moves at most about as much as one that deals out its chunks in turn.
     """
     schedule = make_schedule(exchange, options)
     if not schedule.traits.by_mask or too_many_to_count(layout):
         return whole_shares(schedule)
     whole = MaskRule(document_mask=False, mask=mask).undivided(layout.seq, layout.padded_seq)
-    return largest_shares(schedule, layout, [whole], block)
+    shares = largest_shares(schedule, layout, [whole], block)
+    if layout.name != Balanced.name or not documents:
+        return shares
+    dealt = Striped(layout.workers, layout.seq, layout.block_size, layout.unit)
+    spread = largest_shares(schedule, dealt, [whole], block)
+    return tuple((max(a, c), max(b, d)) for (a, b), (c, d) in zip(shares, spread, strict=True))
 
 
 # A search for settings that fit asks for the same few programs and sizes thousands of times.
@@ -203,6 +217,7 @@ def kernel_backward(
     e: int,
     pieces: bool,
     index: IndexShape | None = None,
+    intervals: int = 1,
 ) -> KernelBuffers:
     """Return the bytes that a kernel's backward call allocates.
 
@@ -211,7 +226,8 @@ def kernel_backward(
       an index, the lists of blocks. The call frees these buffers before it computes columns. For
       columns, the call allocates the buffers of the columns and another dq.
     - sdpa (FlashAttention-2): float32 accumulator of dq; lse and delta; dk and dv for every query
-      head; dq, dk and dv of the current rectangle.
+      head; dq, dk and dv of the current rectangle. With several intervals per query, the sum of dq
+      is float32.
     - triton: lse and delta; the buffers of the columns, or the lists of a bitmap. The lists take 4
       bytes per pair of a query block and a key block, or 8 bytes if a sequence has more than 32767
       blocks.
@@ -222,6 +238,7 @@ def kernel_backward(
         e: bytes of the compute dtype.
         pieces: whether flash4 is called for several rectangles.
         index: sizes of the dynamic index. None for dense attention.
+        intervals: most intervals of keys that a query sees.
     """
     width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     grouped = model.num_heads != model.num_kv_heads
@@ -237,7 +254,8 @@ def kernel_backward(
     if kernel == "sdpa":
         expanded = 2 * e * keys * width if grouped else 0
         current = e * (row + 2 * keys * kv_width)
-        return KernelBuffers(4, 4 * row + 2 * statistics + expanded + current)
+        sums = (4 - e) * row if intervals > 1 else 0
+        return KernelBuffers(4, 4 * row + 2 * statistics + expanded + current + sums)
     if kernel == "triton":
         lists = 0
         if index is not None and index.bitmap:

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
-from mtrain_cli.config.sizes import format_size
+from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.console import two_columns
+from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
@@ -42,6 +43,9 @@ DOCUMENTS = {
     "mtrain simulate",
     False: "attention crosses documents (data.document_mask=false)",
 }
+FEW_LABELS = 0.1  # share of the labels below which a plan warns
+# What plans and predictions assume with data.mask_key.
+CAUSAL_DOCUMENTS = "a plan does not read the masks of the data and assumes causal documents"
 USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan shows
 
 
@@ -73,7 +77,7 @@ def render(plan: RunPlan) -> RenderableType:
         ("", f"{count(plan.parameters.embedding)} in the embedding{tied}"),
         ("positions", describe_rope(plan)),
         *weights_rows(config),
-        ("per token", f"{per_token} (causal, whole sequence)"),
+        ("per token", f"{per_token} ({config.mask.kind}, whole sequence)"),
         ("", f"{flop(plan.flops.executed)} executed{sparse_note}; {recomputation}"),
         ("step", describe_step(plan)),
         ("", describe_time(plan)),
@@ -181,6 +185,12 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 def mask_rows(config: Config) -> list[tuple[str, str]]:
     """Return a row on the mask, and a row on the labels that it shows; no rows if it is causal."""
+    if (name := config.data.mask_key) is not None:
+        own = f"from the data (data.mask_key={name})"
+        if config.data.path is not None:
+            intervals = with_count(most_intervals(config), "interval")
+            own += f", at most {intervals} of keys per query"
+        return [("mask", own), ("", f"{CAUSAL_DOCUMENTS}: FLOP, memory and times are estimates")]
     if config.mask.kind == "causal":
         return []
     mask = MaskRule.of(config).undivided(config.seq, config.seq)
@@ -195,7 +205,15 @@ def mask_rows(config: Config) -> list[tuple[str, str]]:
         counted = f"{config.seq - shown:,} of {config.seq:,} labels count"
         why = "a label that a query may see is ignored"
         rows.append(("", f"{counted} in a sequence of one document: {why}"))
+        if config.seq - shown < FEW_LABELS * config.seq:
+            rows.append(("warning", _few_labels(config, 1 - shown / config.seq)))
     return rows
+
+
+def _few_labels(config: Config, share: float) -> str:
+    key = {"block_causal": "block", "chunked": "chunk", "prefix_lm": "prefix"}.get(config.mask.kind)
+    remedy = "another mask" if key is None else f"a smaller mask.{key}"
+    return f"only {share:.2%} of the labels count, so a step trains on few tokens; give {remedy}"
 
 
 def memory_table(plan: RunPlan) -> RenderableType:
@@ -392,6 +410,8 @@ def describe_sparsity(plan: RunPlan) -> str:
 def describe_layout(plan: RunPlan) -> str:
     layout = plan.layout
     blocks = f", blocks of {layout.block_size}" if layout.name == "striped" else ""
+    if layout.name == "balanced":
+        blocks = f", chunks of {layout.block_size:,} assigned for each batch"
     pads = layout.padded_seq - layout.seq
     padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
     tokens = f"{layout.tokens_per_worker:,} tokens per worker{padding}"
@@ -401,6 +421,8 @@ def describe_layout(plan: RunPlan) -> str:
 def _layout_reason(plan: RunPlan) -> str:
     """Return why `Config.layout` chose the layout."""
     config = plan.config
+    if plan.layout_reason:
+        return plan.layout_reason
     if config.topology.layout != "auto":
         return "as configured"
     if plan.dims.cp == 1:

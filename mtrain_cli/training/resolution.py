@@ -8,18 +8,24 @@ import torch
 
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.kernel_registry import choose
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, TopologyConfig
+from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
-from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.training.layout_choice import LayoutChoice, choose_layout
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
     """The choices for all `auto` settings of a run.
 
+    layout: layout of sequences that are one document.
+    layout_reason: why the layout was chosen; "" if nothing but `Config.layout` decided.
+    balancer: makes the layout of each batch; None if all batches have the same layout.
     kernel_reason: why `kernel` was chosen.
     compile: whether to compile the layers.
     pattern: method that estimates a dynamic index. None for dense attention.
@@ -33,6 +39,8 @@ class ResolvedRun:
     kernel_reason: str
     dtype: torch.dtype
     compile: bool
+    layout_reason: str = ""
+    balancer: Balancer | None = None
     pattern: Pattern | None = None
     dense_kernel: tuple[Kernel, str] | None = None
 
@@ -50,11 +58,27 @@ def compiles(config: Config, device: str) -> bool:
     return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
 
 
-def run_layout(config: Config, cp: int) -> Layout:
-    """Return the layout of a context group. With a dynamic index, workers hold whole blocks."""
-    return make_layout(
-        config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1
-    )
+def run_exchange(
+    chosen: LayoutChoice, topology: TopologyConfig, needs: ExchangeNeeds
+) -> ExchangeChoice:
+    """Choose the exchange of a run, after its layout.
+
+    Raises:
+        ConfigError: the settings do not fit the model, the nodes or the pattern.
+    """
+    if chosen.exchange is None:
+        return choose_exchange(topology, needs)
+    choice = choose_exchange(replace(topology, exchange=chosen.exchange), needs)
+    reason = chosen.reason
+    if topology.layout != "auto":
+        reason = "moves the rows that a balanced layout leaves with other workers"
+    return replace(choice, reason=reason)
+
+
+def context_layout(config: Config, environment: Environment) -> LayoutChoice:
+    """Choose the layout of the run's context groups."""
+    cp = environment.dims.cp
+    return choose_layout(config, cp, min(environment.workers_per_node, cp))
 
 
 def exchange_needs(
@@ -116,7 +140,7 @@ def kernel_request(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         deterministic=config.train.deterministic,
-        intervals=config.mask.intervals(config.seq),
+        intervals=most_intervals(config),
     )
 
 
@@ -126,7 +150,8 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
     Raises:
         ConfigError: the configured kernel or exchange does not support the run.
     """
-    layout = run_layout(config, environment.dims.cp)
+    chosen = context_layout(config, environment)
+    layout = chosen.layout
     dtype = compute_dtype(config, environment.device)
     memory = capability = None
     if environment.device == "cuda":
@@ -137,11 +162,12 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
     (kernel, kernel_reason), dense_kernel = choose_kernels(
         config, kernel_request(config, environment.device, dtype, capability), pattern
     )
-    exchange = choose_exchange(
-        config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory)
-    )
+    needs = exchange_needs(config, environment, layout, dtype, kernel, memory)
+    exchange = run_exchange(chosen, config.topology, needs)
     return ResolvedRun(
         layout=layout,
+        layout_reason=chosen.reason,
+        balancer=chosen.balancer,
         exchange=exchange,
         kernel=kernel,
         kernel_reason=kernel_reason,

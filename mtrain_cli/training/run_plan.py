@@ -21,7 +21,7 @@ from mtrain_cli.launch.environment import (
     resolve_environment,
 )
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute
@@ -103,6 +103,7 @@ class RunPlan:
     kernel: str
     kernel_reason: str
     dtype: str
+    layout_reason: str = ""
     gpu: str | None = None
     capacity: int | None = None
     dense_kernel: tuple[str, str] | None = None
@@ -339,7 +340,10 @@ def needed_here(plan: RunPlan) -> str:
 def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
     """Plan a run on this machine. `choices` are the resolved `auto` settings of the run."""
     kernel = choices.kernel.name, choices.kernel_reason
-    plan = _complete(config, environment, choices.layout, choices.exchange, kernel, choices.dtype)
+    plan = dataclasses.replace(
+        _complete(config, environment, choices.layout, choices.exchange, kernel, choices.dtype),
+        layout_reason=choices.layout_reason,
+    )
     if environment.device == "cuda":
         properties = torch.cuda.get_device_properties(gpu_index(environment))
         sharing = workers_sharing_host(environment, torch.cuda.device_count())
@@ -469,7 +473,7 @@ def _plan_gpus(
     """
     config = config.changed(topology={"device": "cuda"})
     environment = resolve_environment(config, planning=True)
-    layout = resolution.run_layout(config, environment.dims.cp)
+    chosen = resolution.context_layout(config, environment)
     dtype = resolution.compute_dtype(config, "cuda")
     pattern = make_pattern(config.sparsity, config.seed)
     index = None if pattern is None else pattern.request()
@@ -478,11 +482,12 @@ def _plan_gpus(
     )
     memory = capacity or ASSUMED_GPU_BYTES
     needs = resolution.exchange_needs(
-        config, environment, layout, dtype, make_kernel(choice[0]), memory
+        config, environment, chosen.layout, dtype, make_kernel(choice[0]), memory
     )
-    exchange = choose_exchange(config.topology, needs)
+    exchange = resolution.run_exchange(chosen, config.topology, needs)
     return dataclasses.replace(
-        _complete(config, environment, layout, exchange, choice, dtype),
+        _complete(config, environment, chosen.layout, exchange, choice, dtype),
+        layout_reason=chosen.reason,
         gpu=gpu,
         capacity=capacity,
         host_share=round(USABLE_HOST * (resolution.given_host_memory(config) or host)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import time
@@ -52,6 +53,7 @@ from mtrain_cli.training.index_metrics import (
     index_records,
     local_index_sums,
 )
+from mtrain_cli.training.layout_choice import layout_advice
 from mtrain_cli.training.memory_search import PLAN_FOR_GPUS
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule, set_hyperparameters
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
@@ -140,6 +142,7 @@ class Trainer:
             self.exchange,
             mask=MaskRule.of(config),
             layers=config.model.num_layers,
+            balancer=self.choices.balancer,
             keep=attention_kept(config.train),
             offload=self.offload,
         )
@@ -160,6 +163,8 @@ class Trainer:
         self._spikes = SpikeWatch(config.run.spike_sigma)
         # Kinds of steps after which garbage was frozen: True for sparse, False for dense.
         self._frozen_after: set[bool] = set()
+        self._checked_layouts = False
+        self._advice = ""  # a line about the layout, shown after the first step
         self._peak_flops: float | None = None
         if self.device.type == "cuda":
             self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device))
@@ -274,6 +279,7 @@ class Trainer:
         mean_loss = sum(report.loss for report in reports) if valid else None
         # All workers decide from the same numbers, so all skip the update or none does.
         skipped, warning = self._skips_update(mean_loss, grad_norm)
+        advice, self._advice = self._advice, ""
         if not skipped:
             self._update(grad_norm)
         self.states.drop_gradients()
@@ -293,7 +299,7 @@ class Trainer:
             reports=tuple(reports),
             index=index,
             skipped=skipped,
-            warnings=(warning,) if warning else (),
+            warnings=tuple(line for line in (warning, advice) if line),
         )
 
     def _next_batches(self) -> tuple[list[Batch], float]:
@@ -394,7 +400,36 @@ class Trainer:
             raise error or PeerLostError(
                 f"rank {first_without} has no data for step {self.step + 1}"
             )
+        if not self._checked_layouts:
+            self._checked_layouts = True
+            self._check_layouts(on_host)
         return on_host, waited
+
+    def _check_layouts(self, on_host: Sequence[HostBatch]) -> None:
+        """Check that the ranks of each context group gave the first batches the same layout.
+
+        Every rank balances its batches itself. Ranks with different versions of NumPy might not
+        find the same layout. If batches are not balanced, see whether that would be better.
+        """
+        dims, rank = self.environment.dims, self.environment.rank
+        if self.choices.balancer is None:
+            if rank == 0 and self.device.type == "cuda":
+                plans = [on_host[0].plan, on_host[0].full_plan]
+                masks = [plan.masks for plan in plans if plan is not None]
+                per_node = min(self.environment.workers_per_node, dims.cp)
+                self._advice = layout_advice(self.config, dims.cp, per_node, masks)
+            return
+        layouts = repr([host.layout for host in on_host])
+        digest = hashlib.sha256(layouts.encode()).hexdigest()
+        group = dims.coordinate("dp", rank)
+        answers = share((group, digest), self.host_group)
+        other = next((r for r, (g, d) in enumerate(answers) if g == group and d != digest), None)
+        if other is not None:
+            raise ConfigError(
+                f"topology.layout={self.config.topology.layout}: ranks {rank} and {other} balance "
+                "the same batch differently. Give all machines the same versions of mtrain and "
+                "NumPy, or set topology.layout=striped."
+            )
 
     def _first_rank_with(self, flag: bool) -> int | None:
         """Return the first rank whose `flag` is true, or None."""

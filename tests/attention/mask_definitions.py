@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import starmap
 
 import numpy as np
 
@@ -53,3 +54,17 @@ def predicate(kind: str, seq: int, **keys) -> np.ndarray:
         start = window_start(of_q, size, window)
         seen &= (of_k >= start) & (of_k < start + window)
     return seen
+
+
+def by_slices(slices: np.ndarray, length: int) -> np.ndarray:
+    """Whether each query sees each key, bool [length, length]."""
+    return cells(starmap(KeySlice, slices.tolist()), length, length) > 0
+
+
+def question(first: int, answers: int, length: int) -> np.ndarray:
+    """The slices of a question of `first` tokens whose answers see the question and themselves."""
+    rows = [[0, first, 0, first, 1]]
+    for start in range(first, first + answers * length, length):
+        stop = start + length
+        rows += [[start, stop, 0, first, 0], [start, stop, start, stop, 1]]
+    return np.array(rows)

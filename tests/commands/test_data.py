@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from masked_documents import question_record, write_jsonl
 from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands.app import app
@@ -133,3 +134,74 @@ def test_data_commands_do_not_import_torch(corpus: Path, tmp_path: Path) -> None
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+COLUMNS = ["--tokens-key", "ids", "--mask-key", "mask", "--positions-key", "at"]
+
+
+def test_masks_and_positions_are_kept_and_shown(tmp_path: Path) -> None:
+    records = [question_record(10, 4, 6)] * 20 + [{"ids": [1, 2], "mask": None, "at": None}]
+    source, out = write_jsonl(tmp_path / "q.jsonl", records), tmp_path / "my store"
+    result = _run("prepare", source, out, *COLUMNS)
+    assert result.exit_code == 0, result.output
+    lines = (
+        "masks in the column mask: 20 of 21 documents, at most 2 intervals of keys per query",
+        "rotary positions in the column at: 20 of 21 documents, up to 15",
+    )
+    assert all(line in result.stdout for line in lines)
+    command = shlex.split(result.stdout.splitlines()[-1])
+    config = compose([*command[2:], "seq=64"])
+    assert (config.data.mask_key, config.data.positions_key) == ("mask", "at")
+    assert open_dataset(config)[0].slices is not None
+    shown = _run("show", out, "--check")
+    assert shown.exit_code == 0, shown.output
+    assert all(line in shown.stdout for line in lines)
+    plain = _run("prepare", source, tmp_path / "plain", "--tokens-key", "ids")
+    assert "column" not in plain.stdout
+    assert "data.mask_key" not in plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mask-key", "mask"], "--mask-key mask: counts tokens, so the documents must come as"),
+        (["--positions-key", "at"], "--positions-key at: counts tokens"),
+        ([*COLUMNS, "--tokenizer", "bpe"], "--tokenizer bpe: learns from text, but SOURCE holds"),
+        ([*COLUMNS, "--min-chars", "3"], "--min-chars 3: counts characters, but SOURCE holds"),
+        (["--tokens-key", "id"], "q.jsonl line 1 has no such key. Its keys: ids, mask, at"),
+        ([*COLUMNS, "--mask-key", "m"], "--mask-key=m: "),
+    ],
+)
+def test_wrong_settings_of_columns_are_one_line(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    source = write_jsonl(tmp_path / "q.jsonl", [question_record(10, 4, 6)] * 2)
+    assert message in _mistake("prepare", source, tmp_path / "out", *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_documents_are_one_line_with_their_place(tmp_path: Path) -> None:
+    good = question_record(10, 4, 6)
+    wrong = {
+        "q.jsonl:2: token 300 is not one of the 264 ids of bytes": {"ids": [*good["ids"][1:], 300]},
+        "q.jsonl line 2 holds the unknown kind 'casual'": {"mask": [[0, 4, 0, 4, "casual"]]},
+        "q.jsonl line 2 holds 33 positions for 34 tokens": {"at": good["at"][1:]},
+    }
+    for message, change in wrong.items():
+        source = write_jsonl(tmp_path / "q.jsonl", [good, {**good, **change}])
+        assert message in _mistake("prepare", source, tmp_path / "out", *COLUMNS)
+        assert not (tmp_path / "out").exists()
+
+
+def test_only_jsonl_and_parquet_files_hold_token_ids(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    given = ("--tokens-key", "ids")
+    file, folder, out = tmp_path / "a.txt", tmp_path, tmp_path / "out"
+    assert "cannot read a .txt file as token ids. Give a .jsonl or .parquet file" in _mistake(
+        "prepare", file, out, *given
+    )
+    assert "the folder holds no .jsonl or .parquet file" in _mistake("prepare", folder, out, *given)
+    expected = "--tokens-key ids: reads .jsonl and .parquet files, not MDS shards or stdlib"
+    assert expected in _mistake("prepare", "stdlib", out, *given)
+    source = write_jsonl(tmp_path / "q.jsonl", [{"ids": []}, {"ids": None}])
+    assert "holds no documents of tokens" in _mistake("prepare", source, out, *given)

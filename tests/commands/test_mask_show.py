@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from reporting.test_html import figures_in
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.train import require_labels
 from mtrain_cli.composition.compose import compose
+
+NAMES = ("contiguous", "zigzag", "striped", "balanced")
 
 
 def run(*words: str):
@@ -25,9 +30,38 @@ def test_it_counts_pairs_labels_and_the_work_of_layouts(tmp_path):
     assert "901 of 1,000 count" in text
     assert "4 workers" in text
     assert "dense attention only" in text
-    assert all(f"{name} " in text for name in ("contiguous", "zigzag", "striped"))
-    assert file.read_text().startswith("<!doctype html>")
-    assert "prefix_lm, prefix 100, seq 1,000" in file.read_text()
+    assert all(f"{name} " in text for name in NAMES)
+    page = file.read_text()
+    assert page.startswith("<!doctype html>")
+    assert "<h1>prefix_lm, prefix 100, seq 1,000</h1>" in page
+    assert all(f"<th>{name}: rows received</th>" in page for name in NAMES)
+
+
+def test_it_draws_the_mask_alone_to_svg(tmp_path):
+    file = tmp_path / "mask.svg"
+    for mask in ("chunked", "block_causal"):  # the second replaces the first
+        found = run("show", f"mask={mask}", "seq=8k", "--plot", str(file))
+        assert found.exit_code == 0, found.output
+        assert file.read_text().startswith("<svg ")
+        assert f"<title>{mask}, " in file.read_text()
+
+
+def test_workers_and_nodes_come_from_the_topology(tmp_path):
+    file = tmp_path / "mask.html"
+    words = ["seq=8k", "model=qwen3b", "--plot", str(file)]
+    one = run("show", *words, "topology.workers=6")
+    assert "6 workers" in one.stdout
+    assert "rows from other nodes" not in names_of_bars(file)
+    two = run("show", *words, "topology.workers=6", "topology.gpus_per_node=3")
+    assert "rows from other nodes" in names_of_bars(file)
+    assert one.stdout != two.stdout
+    # 16 query heads and 2 KV heads
+    assert "costs as much as 253 pairs, and 1,511 if it comes" in file.read_text()
+
+
+def names_of_bars(page: Path) -> set[str]:
+    (work,) = (figure for figure in figures_in(page.read_text()) if figure["name"] == "work")
+    return {bar["name"] for view in work["views"] for bar in view["data"]}
 
 
 def test_it_shows_both_kinds_of_layers(tmp_path):
@@ -40,11 +74,11 @@ def test_it_shows_both_kinds_of_layers(tmp_path):
     assert "mask sliding_window, window 100, 3 of 4 layers; seq 1,000" in window
     assert f"pairs {1000 * 100 - 100 * 99 // 2:,}, " in window
     assert f"pairs {1000 * 1001 // 2:,}, 1 of causal" in full
-    assert all(text.count(f"{name} ") == 2 for name in ("contiguous", "zigzag", "striped"))
+    assert all(text.count(f"{name} ") == 2 for name in NAMES)
     assert "dense attention only" in window
     page = file.read_text()
-    assert page.count("<svg") == 2
-    assert "causal, 1 of 4 layers, seq 1,000</h1>" in page
+    assert "<h2>Layouts: sliding_window, window 100, 3 of 4 layers</h2>" in page
+    assert "<h2>Layouts: causal, 1 of 4 layers</h2>" in page
 
 
 @pytest.mark.parametrize(
@@ -52,18 +86,19 @@ def test_it_shows_both_kinds_of_layers(tmp_path):
     [
         (["mask=prefix_lm", "mask.prefix=5k", "seq=4k"], "mask.prefix=5120: must be at most"),
         (["seq=1k", "--plot", "folder"], "--plot folder: is a folder; give a file"),
-        (["seq=1k", "--plot", "notes.txt"], "--plot notes.txt: exists and is not a picture"),
-        (["seq=1k", "--plot", "notes.txt/x.html"], "a part of the path is a file, not a folder"),
+        (["seq=1k", "--plot", "notes.html"], "--plot notes.html: exists and is not a picture"),
+        (["seq=1k", "--plot", "new.png"], "--plot new.png: give a file that ends in .html or .svg"),
+        (["seq=1k", "--plot", "notes.html/x.html"], "a part of the path is a file, not a folder"),
     ],
 )
 def test_mistakes_are_one_line_before_the_work(tmp_path, monkeypatch, words, line):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.html").write_text("mine")
     found = run("show", *words)
     assert (found.exit_code, line in found.stderr, found.stdout) == (2, True, "")
     assert len(found.stderr.strip().splitlines()) == 1
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "notes.html").read_text() == "mine"
 
 
 def test_training_needs_a_label_that_the_mask_hides(tmp_path):
@@ -76,3 +111,9 @@ def test_training_needs_a_label_that_the_mask_hides(tmp_path):
     assert not (tmp_path / "run").exists()
     require_labels(compose(["seq=64", "mask=prefix_lm", "mask.prefix=63"]))
     require_labels(compose(["seq=64"]))
+
+
+def test_masks_of_the_data_are_not_shown():
+    found = run("show", "seq=1k", "data=tokens", "data.path=/", "data.mask_key=mask")
+    assert found.exit_code == 0, found.output
+    assert "data.mask_key=mask: masks from the data are not shown; mask=causal is" in found.stdout

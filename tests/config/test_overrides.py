@@ -64,7 +64,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("model.rope.factor=twice", "expected a number or auto"),
         (
             "topology.layout=zigzg",
-            "expected one of auto, contiguous, zigzag, striped (did you mean zigzag?)",
+            "expected one of auto, contiguous, zigzag, striped, balanced (did you mean zigzag?)",
         ),
         ("topology.layout=zigzag,striped", "expected one of auto, contiguous, zigzag, striped"),
         ("train.kernel=null", "expected one of auto, reference, sdpa, triton, flash4"),

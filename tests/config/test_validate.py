@@ -25,6 +25,9 @@ def changed(config, **values):
     )
 
 
+MASKED = {"data__mask_key": "mask", "data__kind": "tokens", "data__path": "/"}
+
+
 @pytest.mark.parametrize(("kind", "name"), [("mds", "index.json"), ("tokens", "meta.json")])
 def test_a_data_folder_without_its_manifest_is_refused_before_it_is_opened(
     defaults, tmp_path, kind, name
@@ -181,6 +184,37 @@ def test_the_defaults_are_valid(defaults):
             {"train__offload_activations": -1},
             "train.offload_activations=-1: must be true, false or a number of layers, 0 or more",
         ),
+        (
+            {"data__mask_key": "mask"},
+            "data.mask_key=mask: data=stdlib has no masks for its documents; give data=tokens and "
+            "what `mtrain data prepare --tokens-key` wrote",
+        ),
+        (
+            {"data__positions_key": "at", "data__kind": "text", "data__path": "/"},
+            "data.positions_key=at: data=text has no positions for its documents",
+        ),
+        (
+            {"data__mask_key": "mask", "data__kind": "mds", "data__path": "/"},
+            "data.mask_key=mask: data=mds has no masks for its documents",
+        ),
+        (
+            {**MASKED, "data__document_mask": False},
+            "data.document_mask=false: data.mask_key=mask gives each document masks of its own",
+        ),
+        (
+            {**MASKED, "mask__kind": "full"},
+            "mask.kind=full: data.mask_key=mask takes the mask from the data; give mask=causal",
+        ),
+        (
+            {
+                **MASKED,
+                "data__mask_key": None,
+                "data__positions_key": "at",
+                "mask__kind": "full",
+                "data__document_mask": False,
+            },
+            "data.document_mask=false: data.positions_key=at gives each document positions of",
+        ),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
         ({"run__name": "a/b"}, "run.name=a/b: may only contain letters"),
         ({"run__name": ".."}, "run.name=..: may only contain letters"),
@@ -320,3 +354,16 @@ def test_a_huge_number_is_refused_at_once_in_one_line(word):
 def test_unusable_paths_are_refused(word, message):
     with pytest.raises(ConfigError, match=message):
         compose([word])
+
+
+def test_masks_from_the_data_need_dense_attention():
+    masked = ["data=tokens", "data.path=/", "data.mask_key=mask"]
+    with pytest.raises(ConfigError) as caught:
+        compose([*masked, "sparsity=vertical_slash"])
+    assert caught.value.problems == (
+        "sparsity.pattern=vertical_slash: needs a mask in which each query sees one interval of "
+        "keys up to itself, which data.mask_key=mask does not promise; give sparsity=dense",
+    )
+    assert compose(masked).data.mask_key == "mask"
+    positions = compose(["data=tokens", "data.path=/", "data.positions_key=at", "sparsity=moba"])
+    assert positions.data.positions_key == "at"

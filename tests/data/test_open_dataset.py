@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from masked_documents import FIELDS, masked_store
 from test_dataset import _store
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.data.open_dataset import most_intervals, open_dataset
 from mtrain_cli.data.store import StoreMeta
+from mtrain_cli.data.token_documents import TokenFields
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 
 
@@ -120,3 +122,72 @@ def test_a_file_that_is_no_array_of_tokens_is_refused_with_what_is_allowed(
         "is not a folder. Give a folder written by `mtrain data prepare`, or a .npy or .bin file "
         "of token ids."
     )
+
+
+def test_masks_and_positions_are_read_if_they_are_named(make_config, tmp_path: Path) -> None:
+    path = str(masked_store(tmp_path))
+    both = make_config(kind="tokens", path=path, mask_key="mask", positions_key="at")
+    sample = open_dataset(both)[0]
+    assert sample.slices.shape[1] == 5
+    assert sample.positions.max() == 15
+    plain = make_config(kind="tokens", path=path)
+    assert (open_dataset(plain)[0].slices, open_dataset(plain)[0].positions) == (None, None)
+    assert (most_intervals(both), most_intervals(plain)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"mask_key": "masks"},
+            "data.mask_key=masks: data.path=PATH has no such column. Its columns: mask, at. "
+            "`mtrain data prepare --mask-key` adds one.",
+        ),
+        (
+            {"positions_key": "mask"},
+            "data.positions_key=mask: data.path=PATH has no such column. Its columns: mask, at. "
+            "`mtrain data prepare --positions-key` adds one.",
+        ),
+        (
+            {"positions_key": "at", "seq": 15},
+            "data.positions_key=at: data.path=PATH has positions up to 15, but seq=15 has 0 to 14. "
+            "Set seq=16 or more, or prepare documents with smaller positions.",
+        ),
+    ],
+)
+def test_a_column_that_does_not_fit_is_refused(make_config, tmp_path, data, message) -> None:
+    path = str(masked_store(tmp_path))
+    line = _line(make_config(kind="tokens", path=path, **data))
+    assert line == message.replace("PATH", path)
+
+
+def test_stores_and_arrays_without_columns_are_refused(make_config, tmp_path: Path) -> None:
+    _prepared(tmp_path / "s", [50, 60, 70])
+    np.save(tmp_path / "a.npy", np.arange(200))
+    for name in ("s", "a.npy"):
+        line = _line(make_config(kind="tokens", path=str(tmp_path / name), mask_key="mask"))
+        assert "has no such column. Its columns: none. `mtrain data prepare --mask-key`" in line
+
+
+def test_a_mixture_may_hold_corpora_without_columns(make_config, tmp_path: Path) -> None:
+    masked_store(tmp_path)
+    _prepared(tmp_path / "plain", [100, 100])
+    mix = {"store": 0.5, "plain": 0.5}
+    given = {"kind": "tokens", "path": str(tmp_path), "mix": mix}
+    config = make_config(**given, mask_key="mask", positions_key="at")
+    dataset = open_dataset(config)
+    assert most_intervals(config) == 2
+    assert all(dataset[number].slices is not None for number in range(len(dataset)))
+    plain = dataset.parts["plain"][1]
+    assert plain.positions.tolist() == list(range(64))
+    assert {kind for *_, kind in plain.slices.tolist()} == {1}
+    assert "has no such column" in _line(make_config(**given, mask_key="other"))
+    only_masks = TokenFields(FIELDS.tokens, FIELDS.mask)
+    masked_store(tmp_path / "more", only_masks)
+    (tmp_path / "more" / "store").rename(tmp_path / "masks")
+    mixed = {**given, "mix": {"masks": 0.5, "plain": 0.5}}
+    assert "data.mix: masks: " in _line(make_config(**mixed, positions_key="at"))
+
+
+def test_a_plan_without_data_assumes_one_interval(make_config) -> None:
+    assert most_intervals(make_config(kind="tokens", path=None, mask_key="mask")) == 1

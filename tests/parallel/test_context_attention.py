@@ -6,9 +6,10 @@ import gloo
 import numpy as np
 import pytest
 import torch
-from attention.mask_definitions import predicate
+from attention.mask_definitions import by_slices, predicate, question
 from parallel.ways import Way
 
+from mtrain_cli.attention.document_slices import causal_slices, cut_slices
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS
@@ -19,6 +20,7 @@ from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import _Attend
+from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.index_group import gather_rows, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
@@ -27,7 +29,7 @@ from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
 SEQ, BATCH, HEAD_DIM, BLOCK = 61, 2, 8, 4
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 HEADS = ((4, 4), (4, 2), (4, 1))
 INDICES = ("dense", "vertical_slash", "diagonals", "bitmap", "nothing")
 
@@ -71,7 +73,18 @@ MASKS: dict[str, tuple[int, str, dict, bool]] = {
     "chunks": (SEQ, "chunked", {"chunk": 8, "back": 2}, False),
     "video": (60, "video", {"frames": 5, "height": 3, "width": 4, "window": (3, 2, 3)}, False),
     "dilated": (SEQ, "dilated", {"block": 3, "stride": 4, "count": 4}, True),
+    "data": (SEQ, "data", {}, True),
 }
+# Documents that bring their masks, for each sequence: (slices, or None; length; first token in the
+# sequence). The last document of a sequence ends after it.
+FROM_DATA: tuple[tuple[tuple[np.ndarray | None, int, int], ...], ...] = (
+    (
+        (question(9, 3, 7), 30, 5),
+        (None, 8, 0),
+        (np.array([[0, 40, 0, 40, 3], [4, 40, 0, 40, 2], [3, 9, 20, 39, 1]]), 40, 0),
+    ),
+    ((np.array([[2, 20, 0, 11, 2], [0, 30, 12, 31, 0]]), 33, 0), (question(6, 5, 6), 36, 0)),
+)
 CAUSAL_INTERVALS = ("causal", "docs", "window", "window, docs")
 
 STAGED = (
@@ -94,8 +107,35 @@ def document_ids(length: int) -> list[np.ndarray]:
 
 def masks(name: str, padded: int) -> list[SequenceMask]:
     length, kind, keys, documents = MASKS[name]
+    if kind == "data":
+        rule, ids = MaskRule(True), document_ids(length)
+        return [rule(i, length, padded, data_slices(n)) for n, i in enumerate(ids)]
     rule = MaskRule(documents, MaskConfig(kind=kind, **keys))
     return [rule(ids, length, padded) for ids in document_ids(length)]
+
+
+def data_slices(sequence: int) -> np.ndarray:
+    """The slices of a sequence, in positions, cut at its ends as a dataset cuts them."""
+    parts, place = [], 0
+    for slices, length, first in FROM_DATA[sequence]:
+        stop = min(length, first + SEQ - place)
+        part = causal_slices(stop - first) if slices is None else cut_slices(slices, first, stop)
+        part[:, :4] += place
+        parts.append(part)
+        place += stop - first
+    assert place == SEQ
+    return np.concatenate(parts)
+
+
+def seen_by_documents(sequence: int) -> np.ndarray:
+    """bool [SEQ, SEQ], from the whole documents."""
+    seen, place = np.zeros((SEQ, SEQ), bool), 0
+    for slices, length, first in FROM_DATA[sequence]:
+        whole = np.tri(length, dtype=bool) if slices is None else by_slices(slices, length)
+        part = whole[first:, first:][: SEQ - place, : SEQ - place]
+        seen[place : place + len(part), place : place + len(part)] = part
+        place += len(part)
+    return seen
 
 
 def inputs(heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -148,8 +188,8 @@ def seen_by_definition(name: str, index: Index | None) -> torch.Tensor:
     length, kind, keys, documents = MASKS[name]
     seen, at = torch.zeros(BATCH, 1, SEQ, SEQ, dtype=torch.bool), torch.arange(SEQ)
     for row, ids in enumerate(document_ids(length)):
-        allowed = predicate(kind, length, **keys)
-        allowed &= (ids[:, None] == ids) | (not documents)
+        allowed = seen_by_documents(row) if kind == "data" else predicate(kind, length, **keys)
+        allowed &= (ids[:, None] == ids) | (not documents) | (kind == "data")
         seen[row, 0, :length, :length] = torch.from_numpy(allowed)
     if isinstance(index, BlockBitmap):
         return seen & index.bits[:, :, at // BLOCK][..., at // BLOCK]
@@ -255,7 +295,12 @@ def cells(
                 )
             group = groups[way.per_node, way.heads]
             for layout_name in LAYOUTS:
-                layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
+                balancer = None
+                if layout_name == "balanced":
+                    balancer = Balancer(world, SEQ, BLOCK, way.heads)
+                    layout: Layout = balancer.layout([masks("causal", balancer.padded_seq)])
+                else:
+                    layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
                 exchange = make_exchange(
                     way.exchange,
                     layout,
@@ -266,9 +311,6 @@ def cells(
                     stages=way.stages,
                     shared_columns=way.shared_columns,
                 )
-                positions = layout.positions(rank)
-                real = positions < SEQ
-                own = torch.from_numpy(np.minimum(positions, SEQ - 1))
                 for kind in kinds:
                     index = index_of(kind, heads, layout)
                     turn = (
@@ -282,14 +324,19 @@ def cells(
                         name = (heads, kv_heads, mask_name, kind, layout.padded_seq)
                         if name not in expected:
                             expected[name] = oracle(heads, kv_heads, mask_name, index)
+                        batch_masks = masks(mask_name, layout.padded_seq)
+                        if balancer is not None:
+                            layout = balancer.layout([batch_masks])
+                        positions = layout.positions(rank)
+                        real = positions < SEQ
+                        own = torch.from_numpy(np.minimum(positions, SEQ - 1))
                         # Padding must not affect the result: fill it with a large number.
                         q, k, v, dout = (t[:, own] for t in inputs(heads, kv_heads, dtype))
                         for t in (q, k, v):
                             t[:, ~real] = 50.0
                             t.requires_grad_()
-                        batch_masks = masks(mask_name, layout.padded_seq)
                         request = None if index is None else IndexRequest(BLOCK, bitmap=False)
-                        work = Plan.make(exchange, batch_masks, request).tiles
+                        work = Plan.make(exchange, batch_masks, request, layout=layout).tiles
                         if isinstance(index, BlockBitmap):
                             held = np.unique(positions // BLOCK).astype(np.int32)
                             mine = BlockBitmap(

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from parallel.mask_samples import documents, local_mask, random_mask, sliding_window
 
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.parallel.cast_rows import CastRows
-from mtrain_cli.parallel.dispatch import RowPrices, balance, chunk_tokens
+from mtrain_cli.parallel.dispatch import Balancer, RowPrices, balance, chunk_tokens
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.traffic import count_traffic
 
@@ -224,3 +225,33 @@ def test_chunks_are_equal_and_need_little_padding(seq, workers, unit):
 def test_chunks_of_powers_of_two():
     sizes = [(1 << 19, 8), (1 << 19, 32), (1 << 16, 8), (1 << 22, 32), (1 << 13, 8)]
     assert [chunk_tokens(*size) for size in sizes] == [2048, 512, 512, 4096, 128]
+
+
+@pytest.mark.parametrize(("workers", "heads", "seq"), [(4, 1, 5000), (8, 2, 8000), (6, 3, 999)])
+def test_a_balancer_makes_layouts_of_one_shape(workers, heads, seq):
+    balancer = Balancer(workers, seq, heads=heads, per_node=workers)
+    found = []
+    for seed in (1, 2):
+        mask = documents(seq, 300, seed)
+        layout = balancer.layout([[mask]])
+        shards = [layout.positions(rank) for rank in range(workers)]
+        assert layout.padded_seq == balancer.padded_seq >= seq
+        assert {len(held) for held in shards} == {layout.padded_seq // workers}
+        assert np.array_equal(np.sort(np.concatenate(shards)), np.arange(layout.padded_seq))
+        # The ranks that share heads hold together what the dispatch gives their group.
+        dispatch = balancer.dispatch([[mask]])
+        for group in range(workers // heads):
+            members = shards[group * heads : (group + 1) * heads]
+            assert np.array_equal(np.concatenate(members), dispatch.positions(group))
+        found.append(layout)
+    assert found[0] != found[1]
+
+
+def test_prices_follow_the_cluster():
+    assert RowPrices.on(None, 16, 2) == pytest.approx(RowPrices(), rel=0.02)
+    cluster = load_cluster("a100_4x8")
+    slow = RowPrices.on(cluster, 16, 2)
+    inner, outer = (of.collective_bandwidth_gbps.value for of in (cluster.inner, cluster.outer))
+    assert slow.outer / slow.inner == pytest.approx(inner / outer, rel=0.02)
+    few, many = (RowPrices.on(None, 16, kv_heads).inner for kv_heads in (2, 4))
+    assert many == pytest.approx(2 * few, abs=1)

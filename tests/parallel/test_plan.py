@@ -11,7 +11,7 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan, positions_of
 
@@ -47,6 +47,27 @@ def test_the_plans_of_all_ranks_hold_every_allowed_pair_once(name, chunks, layou
         allowed = (k <= p) & (k >= mask.first[p]) & (p < mask.length)
         assert (pairs == allowed).all()
     assert sum(plan.pairs for plan in plans) == plans[0].allowed_pairs == counted.sum()
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather", "group_cast"])
+def test_a_plan_follows_the_layout_of_its_batch(name):
+    """Layouts of one shape: what the exchange was made with does not matter."""
+    masks = masks_of(96)
+    made, of_batch = (
+        Balanced.of(np.random.default_rng(seed).permutation(12) % WORKERS, WORKERS, SEQ, 8)
+        for seed in (1, 2)
+    )
+    for rank in range(WORKERS):
+        group = ContextGroup(rank, tuple(range(WORKERS)))
+        other = Plan.make(make_exchange(name, made, group), masks, REQUEST, layout=of_batch)
+        wanted = Plan.make(make_exchange(name, of_batch, group), masks, REQUEST)
+        assert other.placement.layout is of_batch
+        assert other.pairs == wanted.pairs
+        for got, want in zip(other.masked.shards, wanted.masked.shards, strict=True):
+            assert np.array_equal(got, want)
+        for op in other.forward.computes:
+            pair = op.queries, op.keys
+            assert other.tiles.tiles[pair].seen().equal(wanted.tiles.tiles[pair].seen())
 
 
 def test_a_plan_shows_its_layout_masks_and_steps():

@@ -15,6 +15,7 @@ from mtrain_cli.parallel.traffic import (
     count_traffic,
     from_bits,
     needs_of_chunks,
+    rows_between,
     to_bits,
 )
 
@@ -66,19 +67,19 @@ def test_counts_equal_messages_sent_one_by_one(seed, workers, block, sequences, 
         for count in sequences
     ]
     layers = rng.integers(1, 4, len(kinds)).tolist()
-    traffic = count_traffic(
-        kinds,
-        [np.flatnonzero(owner == r) for r in range(workers)],
-        per_node=per_node,
-        block=block,
-        layers=layers,
-    )
+    shards = [np.flatnonzero(owner == r) for r in range(workers)]
+    traffic = count_traffic(kinds, shards, per_node=per_node, block=block, layers=layers)
     pairs, inner, outer = sent_one_by_one(kinds, owner, workers, per_node, block, layers)
     assert traffic.pairs.tolist() == pairs.tolist()
     for moved, messages in ((traffic.inner, inner), (traffic.outer, outer)):
         assert moved.sent.tolist() == messages.sum(1).tolist()
         assert moved.received.tolist() == messages.sum(0).tolist()
     assert traffic.received.tolist() == (inner + outer).sum(0).tolist()
+    between = sum(
+        count * rows_between(masks, shards, per_node=per_node, block=block)
+        for masks, count in zip(kinds, layers, strict=True)
+    )
+    assert between.tolist() == (inner + outer).tolist()
     cost = pairs + 3 * inner.sum(0) + 5 * outer.sum(0)
     assert traffic.cost(3, 5).tolist() == cost.tolist()
 

@@ -10,7 +10,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.profiling.recorded_work import own_work
+from mtrain_cli.profiling.recorded_work import Estimated, own_work
 
 SEQ, BLOCK, HEADS = 64, 16, 2
 
@@ -29,7 +29,13 @@ def test_every_layer_of_every_micro_batch_has_its_own_work():
     documents = [SequenceMask.from_documents(np.repeat([0, 1], SEQ // 2), SEQ)]
     indices = {0: slashes(0), 1: slashes(0, 1)}
     found = own_work(
-        exchange, HEADS, range(2), [(causal, indices), (documents, indices), (causal, None)]
+        exchange,
+        HEADS,
+        range(2),
+        [
+            Estimated(exchange.layout, *computed)
+            for computed in ((causal, indices), (documents, indices), (causal, None))
+        ],
     )
     own, next_to_it = BLOCK * (BLOCK + 1) // 2, BLOCK * BLOCK
     wanted = {

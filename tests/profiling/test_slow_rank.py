@@ -18,7 +18,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.profiling.record_collector import RecordCollector
-from mtrain_cli.profiling.recorded_work import own_work
+from mtrain_cli.profiling.recorded_work import Estimated, own_work
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.record_files import open_records, write_part, write_summary
 
@@ -59,7 +59,10 @@ def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.
         exchange.set_recorder(None)
         found.append(
             collector.collect(
-                0, iteration, own_work(exchange, HEADS, range(2), [(masks, None)]), (64.0, 160.0)
+                0,
+                iteration,
+                own_work(exchange, HEADS, range(2), [Estimated(layout, masks, None)]),
+                (64.0, 160.0),
             )
         )
     return np.concatenate(found[1:])

@@ -13,6 +13,8 @@ import pytest
 from reporting.training_runs import trained
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.resolved_file import save
 from mtrain_cli.reporting import html
 from mtrain_cli.reporting.figures import HEAT_NUMBERS, figures
 from mtrain_cli.reporting.html import write_page
@@ -256,3 +258,32 @@ def test_settings_are_listed_and_differences_tabulated(tmp_path):
     assert "<td class=words>optim.lr</td><td>0.001</td><td>0.002</td>" in text
     assert "<td class=words>run.name</td>" not in text
     assert "the runs differ in workers (one: 2; two: 4): settings alone do not explain" in text
+
+
+def run_with(folder: Path, *words: str) -> ReportSource:
+    folder.mkdir()
+    save(compose(list(words)), folder / "resolved.yaml")
+    return trained("run", folder)
+
+
+def test_the_mask_of_a_run_has_its_share_and_a_picture(tmp_path):
+    window = ["mask=sliding_window", "mask.window=64", "mask.full_every=2", "seq=256"]
+    text, _ = page(tmp_path, run_with(tmp_path / "window", *window))
+    share = (256 * 64 - 64 * 63 // 2) / (256 * 257 // 2)
+    named = f"sliding_window, window 64, full_every 2, inside each document; {share:.3g} of the"
+    assert f"<h3>Mask</h3><dl><dt>mask</dt><dd>{named} pairs of causal</dd>" in text
+    assert "2 of 4 layers see all earlier tokens instead" in text
+    (picture,) = re.findall(
+        r'<svg role="img" width="128" height="128" class="mask">.*?</svg>', text
+    )
+    assert 'class="full"' in picture
+    assert 'class="partial"' in picture
+
+
+@pytest.mark.parametrize(
+    ("words", "most"), [(["seq=256"], 1 << 25), (["mask=sliding_window", "seq=256"], 255)]
+)
+def test_a_causal_mask_and_one_too_large_to_count_are_left_out(tmp_path, monkeypatch, words, most):
+    monkeypatch.setattr(html, "_MOST_BOUNDS", most)
+    text, _ = page(tmp_path, run_with(tmp_path / "run", *words), trained("no file", tmp_path))
+    assert "<h3>Mask</h3>" not in text

@@ -9,9 +9,27 @@ import pytest
 from attention.dense_problems import random_slices
 
 from mtrain_cli.attention.mask import SequenceMask, SliceKind
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.cast_rows import CastRows
+from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.reporting.mask_view import density, share_of
+from mtrain_cli.reporting.mask_view import LayoutShare, MaskView, density, holders, share_of, views
+from mtrain_cli.training.layout_choice import make_balancer
+
+WINDOW = MaskRule(False, MaskConfig.sliding(300))
+WINDOW_WORDS = ("mask=sliding_window", "mask.window=300")
+
+
+def views_of(*words: str, workers: int = 4, per_node: int | None = None) -> list[MaskView]:
+    return views(compose(list(words), plan=True), workers, per_node)
+
+
+def all_layouts(*words: str, **more) -> dict[str, LayoutShare]:
+    (view,) = views_of(*WINDOW_WORDS, *(words or ("seq=8k",)), **more)
+    return {share.layout.name: share for share in view.shares}
 
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
@@ -30,8 +48,10 @@ def test_shares_of_workers(layout_name, seed):
         assert share.slices[rank] == len(mask.spans(own, np.arange(padded)).slices)
         rows = CastRows.make(layout, [mask], rank, [range(3)])
         moved.append(sum(rows.casts[0].received))
-    assert share.traffic.received.tolist() == moved
+    assert share.traffic.received.tolist() == share.sent.sum(0).tolist() == moved
     assert share.remote == pytest.approx(np.mean(moved) / (2 * layout.tokens_per_worker))
+    wanted = (share.traffic.pairs + 250 * share.traffic.received) / share.traffic.pairs.mean()
+    assert share.costs == pytest.approx(wanted.tolist())
 
 
 def test_an_index_moves_whole_blocks():
@@ -41,7 +61,90 @@ def test_an_index_moves_whole_blocks():
     # Dense attention moves a 16th of a shard, or less.
     assert share_of(mask, layout).traffic.received.tolist() == [0, 16]
     assert share_of(mask, layout, 64).traffic.received.tolist() == [0, 64]
+    assert share_of(mask, layout, 64).sent.tolist() == [[0, 64], [0, 0]]
     assert share_of(mask, layout, 64).remote == 64 / 512
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "balanced"])
+def test_the_rows_that_travel_are_those_of_a_group_cast(name):
+    share = all_layouts()[name]
+    mask = WINDOW.undivided(8192, share.layout.padded_seq)
+    casts = [CastRows.make(share.layout, [mask], r, [range(4)]).casts[0] for r in range(4)]
+    assert share.sent.T.tolist() == [list(cast.received) for cast in casts]
+    assert share.sent.any()
+
+
+def test_between_nodes_the_rows_are_those_of_a_hierarchical_group_cast():
+    share = all_layouts(per_node=2)["striped"]
+    mask = WINDOW.undivided(8192, 8192)
+    wanted = np.zeros((4, 4), int)
+    for rank in range(4):
+        node = rank // 2 * 2
+        peers = [[rank % 2, rank % 2 + 2], [node, node + 1]]
+        for cast, among in zip(
+            CastRows.make(share.layout, [mask], rank, peers).casts, peers, strict=True
+        ):
+            wanted[among, rank] += cast.received
+    assert share.sent.tolist() == wanted.tolist()
+    assert share.traffic.outer.received.any()
+
+
+def test_kinds_of_layers_share_the_balanced_layout_of_all():
+    words = [*WINDOW_WORDS, "mask.full_every=6", "model.num_layers=6", "seq=64k"]
+    window, full = views_of(*words)
+    assert (window.title, full.title) == (
+        "sliding_window, window 300, 5 of 6 layers",
+        "causal, 1 of 6 layers",
+    )
+    assert full.mask.plain
+    costs = {}
+    for one, other in zip(window.shares, full.shares, strict=True):
+        assert (holders(one.layout) == holders(other.layout)).all()
+        both = 5 * one.traffic.cost(*one.prices) + other.traffic.cost(*one.prices)
+        costs[one.layout.name] = both.max()
+    assert costs["balanced"] == min(costs.values())
+    assert costs["balanced"] < costs["contiguous"]
+
+
+def test_prices_are_those_of_the_balancer():
+    words = [*WINDOW_WORDS, "model=qwen3b", "seq=8k"]
+    balancer = make_balancer(compose(words, plan=True), 4, 4)
+    (view,) = views_of(*words)
+    assert {share.prices for share in view.shares} == {balancer.prices} == {RowPrices(253, 1511)}
+    cheap, dear = (
+        max(share_of(view.mask, view.shares[2].layout, prices=RowPrices(n, n)).costs)
+        for n in (0, 1000)
+    )
+    assert cheap == pytest.approx(view.shares[2].traffic.imbalance)
+    assert dear > 2 * cheap
+
+
+def test_an_index_counts_whole_blocks():
+    dense, indexed = (
+        all_layouts("seq=2k", *more)["contiguous"].sent.sum()
+        for more in ((), ("sparsity=vertical_slash",))
+    )
+    assert indexed > dense
+
+
+def test_ulysses_does_not_change_the_rows():
+    wanted = {name: share.sent.tolist() for name, share in all_layouts().items()}
+    found = all_layouts("seq=8k", "topology.ulysses=2")
+    assert {name: share.sent.tolist() for name, share in found.items()} == wanted
+
+
+def test_without_time_to_balance_the_other_layouts_remain(monkeypatch):
+    assert len(all_layouts()) == 4
+    monkeypatch.setattr("mtrain_cli.reporting.mask_view._MOST_CHUNKS", 8)
+    assert set(all_layouts()) == {"contiguous", "zigzag", "striped"}
+
+
+def test_what_cannot_be_counted_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"^topology\.gpus_per_node=3: must divide .* 4$"):
+        all_layouts(per_node=3)
+    monkeypatch.setattr("mtrain_cli.parallel.cast_rows._MOST_COUNTED", 100)
+    with pytest.raises(ConfigError, match=r"^seq=8192: with 4 workers, there are too many rows"):
+        all_layouts()
 
 
 @pytest.mark.parametrize(("length", "cells"), [(60, 60), (60, 7), (5, 128)])
@@ -58,7 +161,9 @@ def test_the_density_of_cells(length, cells):
     np.testing.assert_allclose(density(mask, cells), wanted)
 
 
-def test_a_mask_without_pairs_has_no_imbalance():
+def test_a_mask_without_pairs_costs_nothing():
     mask = SequenceMask.from_slices([], 8, 8)
-    assert share_of(mask, make_layout("contiguous", 2, 8, 4)).traffic.imbalance == 1.0
-    assert share_of(mask, make_layout("contiguous", 1, 8, 4)).remote == 0.0
+    two, one = (share_of(mask, make_layout("contiguous", n, 8, 4)) for n in (2, 1))
+    assert two.traffic.imbalance == 1.0
+    assert two.costs == [0, 0]
+    assert one.remote == 0.0

@@ -25,7 +25,7 @@ from mtrain_cli.reporting.program_figure import (
 )
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.training.attention_memory import AttentionMemory
-from mtrain_cli.training.resolution import run_layout
+from mtrain_cli.training.layout_choice import choose_layout
 
 # (label of the exchange, schedule)
 EXCHANGES = {
@@ -152,7 +152,7 @@ def test_the_sizes_of_a_training_run_are_those_of_its_memory_estimate(sparsity, 
     resolved_file.save(config, tmp_path / "resolved.yaml")
     exchange = DrawnExchange.of(trained("run", tmp_path))
     assert exchange is not None
-    layout, choice = run_layout(config, 4), ExchangeChoice("ring", "", 4)
+    layout, choice = choose_layout(config, 4, 4).layout, ExchangeChoice("ring", "", 4)
     assert layout.padded_seq > config.seq
     expected = AttentionMemory(config, layout, choice, "reference", 4).sizes
     assert exchange.sizes == expected

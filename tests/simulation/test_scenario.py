@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from attention.missing_packages import hide_packages
+from masked_documents import masked_store
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
@@ -65,3 +66,16 @@ def test_a_prediction_ignores_which_packages_this_machine_has(kernel, monkeypatc
     hide_packages(monkeypatch)
     assert predict() == with_packages
     assert with_packages[0] == (kernel or "flash4")
+
+
+def test_a_prediction_says_what_it_assumes_of_masks_from_the_data(tmp_path):
+    pairs = PairSource("dense")
+    words = ("model=qwen3b", "seq=4k", "data=tokens", f"data.path={masked_store(tmp_path)}")
+    for key, says in (("mask", True), ("null", False)):
+        config = compose([*words, f"data.mask_key={key}"])
+        scenario = Scenario(config, pairs.problem(config), words=words)
+        cluster = load_cluster("h200_1x8")
+        outcome = predict_training(cluster, scenario, 8, "striped", "ring", number=0, rows=False)
+        found = [line for line in outcome.remarks if "assumes causal documents" in line]
+        assert len(found) == says
+        assert all(line.startswith("data.mask_key=mask: a plan does not read") for line in found)

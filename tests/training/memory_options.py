@@ -107,6 +107,8 @@ class Sample:
     tokens: np.ndarray
     labels: np.ndarray
     documents: np.ndarray
+    slices: None = None
+    positions: None = None
 
 
 def sample(seed: int) -> Sample:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from attention.mask_definitions import question
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
@@ -162,15 +163,6 @@ def test_batches_of_one_document_share_the_plan_of_any_mask():
     first, second = (make([Sample(tokens, tokens, one)]) for _ in range(2))
     assert first.attend.plan is second.attend.plan
     assert first.pairs == SEQ * (SEQ + 1) // 2 + 20 * 19 // 2
-
-
-def question(first: int, answers: int, length: int) -> np.ndarray:
-    """The slices of a question of `first` tokens whose answers see the question and themselves."""
-    rows = [[0, first, 0, first, 1]]
-    for start in range(first, first + answers * length, length):
-        stop = start + length
-        rows += [[start, stop, 0, first, 0], [start, stop, start, stop, 1]]
-    return np.array(rows)
 
 
 def test_slices_and_positions_of_a_sample_replace_those_of_the_sequence():

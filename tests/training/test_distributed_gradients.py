@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
@@ -19,15 +20,16 @@ from mtrain_cli.model.init import initialize
 from mtrain_cli.model.layer_execution import LayerExecution
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import execute_layers
+from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.training.batch import BatchMaker
 
 SEQ, BLOCK, VOCAB = 101, 8, 50
-LAYOUTS = ("contiguous", "zigzag", "striped")
-EXCHANGES = ("all_gather", "ring")
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+EXCHANGES = ("all_gather", "ring", "group_cast")
 HEADS = ((4, 4), (4, 2), (4, 1))
 
 MODEL = ModelConfig(
@@ -63,6 +65,8 @@ class Sample:
     tokens: np.ndarray
     labels: np.ndarray
     documents: np.ndarray
+    slices: None = None
+    positions: None = None
 
 
 def sample(documents: bool) -> Sample:
@@ -126,12 +130,19 @@ def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str
             decoder.to_empty(device="cpu")
             initialize(decoder, 0)
             for layout in LAYOUTS:
+                balancer = Balancer(world, SEQ) if layout == "balanced" else None
+                shape: Layout
+                if balancer is None:
+                    shape = make_layout(layout, world, SEQ, BLOCK)
+                else:
+                    shape = balancer.layout([[SequenceMask.causal(SEQ, SEQ)]])
                 for exchange in EXCHANGES:
-                    exchange_ = make_exchange(
-                        exchange, make_layout(layout, world, SEQ, BLOCK), group
-                    )
                     batch = BatchMaker(
-                        exchange_, SdpaKernel(), device, mask=MaskRule(document_mask=True)
+                        make_exchange(exchange, shape, group),
+                        SdpaKernel(),
+                        device,
+                        mask=MaskRule(document_mask=True),
+                        balancer=balancer,
                     )([sample(documents)])
                     loss = decoder(
                         batch.tokens, batch.positions, batch.labels, batch.attend, 1.0 / batch.valid

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention.missing_packages import hide_packages
+from masked_documents import masked_store
 from rich.console import Console
 from training.test_run_plan import LARGE, without_gpu
 
@@ -248,6 +249,26 @@ def test_accumulation_and_data_parallel_groups_split_the_global_batch():
     assert "12 sequences = 2 x 2 x 3 accumulated" in text(module.render(plan))
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["mask=block_causal", "mask.block=2k"],
+            "only 0.05% of the labels count, so a step trains on few tokens; give a smaller "
+            "mask.block",
+        ),
+        (["mask=prefix_lm", "mask.prefix=4000"], "only 2.37% of the labels count"),
+        (["mask=prefix_lm", "mask.prefix=3k"], None),
+        (["mask=sliding_window"], None),
+    ],
+)
+def test_few_labels_are_a_warning(words, line):
+    planned = compose(["seq=4k", "topology.device=cpu", "topology.workers=2", *words])
+    found = [text for label, text in module.mask_rows(planned) if label == "warning"]
+    assert bool(found) == bool(line)
+    assert all(line in text for text in found)
+
+
 def test_padding_is_shown():
     printed = text(dry_run(compose(["topology.device=cpu", "seq=1000", "topology.workers=3"])), 120)
     assert "384 tokens per worker, 152 of 1,152 are padding" in printed
@@ -446,3 +467,12 @@ def test_an_assumed_number_of_gpus_is_marked_as_such():
         == "2 GPUs = 1 data x 2 context, assumed; set topology.workers to your number of GPUs"
     )
     assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"
+
+
+def test_a_plan_says_what_it_assumes_of_masks_from_the_data(tmp_path):
+    words = ["data=tokens", f"data.path={masked_store(tmp_path)}", "topology.device=cpu"]
+    plain = compose([*words, "model.vocab_size=264"])
+    assert module.mask_rows(plain) == []
+    shown = text(dry_run(plain.changed(data={"mask_key": "mask"})), 200)
+    assert "from the data (data.mask_key=mask), at most 2 intervals of keys per query" in shown
+    assert "does not read the masks of the data and assumes causal documents" in shown

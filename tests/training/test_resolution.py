@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import gloo
 import pytest
 import torch
+from masked_documents import masked_store
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.training.resolution import ResolvedRun, resolve_run
+from mtrain_cli.training.resolution import ResolvedRun, kernel_request, resolve_run
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +56,12 @@ def test_a_dense_kernel_is_refused_with_an_index():
         match=r"train\.kernel=sdpa: FlashAttention-2 in PyTorch computes dense attention only",
     ):
         choices("sparsity=vertical_slash", "train.kernel=sdpa")
+
+
+def test_the_kernel_is_chosen_for_the_intervals_of_the_data(tmp_path):
+    words = ["data=tokens", f"data.path={masked_store(tmp_path)}"]
+    environment = gloo.environment(0, 1)
+    for key, intervals in (("null", 1), ("mask", 2)):
+        config = compose([*words, f"data.mask_key={key}"])
+        request = kernel_request(config, environment.device, torch.float32, None)
+        assert request.intervals == intervals

@@ -45,7 +45,8 @@ function merged(layout, entries) {
     if (entries > 1 && layout.showlegend !== false) result.height = layout.height + 20 * entries;
     result.margin.t = Math.min(30, result.margin.t);
   }
-  for (const name of ["xaxis", "yaxis"]) {
+  const more = Object.keys(layout).filter((name) => /^[xy]axis[2-9]$/.test(name));
+  for (const name of ["xaxis", "yaxis", ...more]) {
     // plotly's larger default font cuts axis titles off on narrow pages.
     const title = Object.assign({font: {size: 13}}, layout[name].title);
     result[name] = Object.assign({automargin: true}, axis, layout[name], {title});
@@ -90,9 +91,20 @@ function setUp(figure) {
   selects.forEach((select, at) => select.addEventListener("change", () => {
     chosen[at] = select.value;
     refresh();
+    if (figure.linked) follow(select);
   }));
   refresh();
   return refresh;
+}
+// Make the same choice in the other linked figures that offer it.
+function follow(select) {
+  for (const other of document.querySelectorAll("select[data-link]")) {
+    const same = other.dataset.link === select.dataset.link && other.value !== select.value;
+    if (same && Array.from(other.options).some((one) => one.value === select.value)) {
+      other.value = select.value;
+      other.dispatchEvent(new Event("change"));
+    }
+  }
 }
 async function begin() {
   const [library, data] = await Promise.all(["plotly", "figures"].map(unpack));

@@ -1,0 +1,160 @@
+"""Documents that come as token ids, with their own mask and rotary positions.
+
+A document's mask is a list of slices [query start, query stop, key start, key stop, kind]. Slices
+count tokens from the start of the document. The kind is one of `KINDS` or its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.attention.mask import IntArray, SequenceMask, SliceKind
+from mtrain_cli.config.mask_settings import MOST_INTERVALS
+from mtrain_cli.config.option import MOST_TOKENS
+from mtrain_cli.data.record_key import RecordKey
+
+KINDS = {name.lower(): int(kind) for name, kind in SliceKind.__members__.items()}
+# Slices of a query on average. They may overlap, but so many are a mistake, and exhaust memory.
+_MOST_SLICES = 4 * MOST_INTERVALS
+_SHOWN = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True)
+class TokenDocument:
+    """The content of a document that comes as token ids.
+
+    ids: int64[N], at least one.
+    slices: int64 [slices, 5]; None if the document has no mask, which makes its attention causal.
+    positions: rotary position of each token, int64[N]; None if the document has none.
+    intervals: most separate intervals of keys that a query sees.
+    """
+
+    ids: np.ndarray
+    slices: IntArray | None = None
+    positions: np.ndarray | None = None
+    intervals: int = 1
+
+
+@dataclass(frozen=True)
+class TokenFields:
+    """Reads documents of token ids from records.
+
+    tokens: key of the ids.
+    mask: key of the slices; None if documents have no masks.
+    positions: key of the rotary positions; None if documents have none.
+    """
+
+    tokens: RecordKey
+    mask: RecordKey | None = None
+    positions: RecordKey | None = None
+
+    @property
+    def keys(self) -> tuple[RecordKey, ...]:
+        return tuple(key for key in (self.tokens, self.mask, self.positions) if key is not None)
+
+    @property
+    def identity(self) -> str:
+        """Text that differs between readers that may read other documents from the same file."""
+        return "\0".join(["tokens", *(f"{key.option} {key.name}" for key in self.keys)])
+
+    def read(self, record: Mapping[str, Any], location: str) -> TokenDocument | None:
+        """Return the document of a record; None if the record has no tokens.
+
+        Args:
+            location: file and record, for messages.
+
+        Raises:
+            ConfigError: a value has the wrong form, or does not fit the document's tokens.
+        """
+        if record[self.tokens.name] is None:
+            return None
+        ids = _integers(record[self.tokens.name], self.tokens, location)
+        slices, positions, intervals = None, None, 1
+        if self.mask is not None and (given := record[self.mask.name]) is not None:
+            slices, intervals = _slices(given, ids.size, self.mask, location)
+        if self.positions is not None and (given := record[self.positions.name]) is not None:
+            positions = _positions(given, ids.size, self.positions, location)
+        return TokenDocument(ids, slices, positions, intervals) if ids.size else None
+
+
+def _integers(value: Any, key: RecordKey, location: str) -> np.ndarray:
+    """Return a list of integers as int64[N]."""
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError):
+        array = np.asarray(None)
+    if array.ndim == 1 and array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.max() > np.iinfo(np.int64).max:
+        raise key.value_error(location, f"holds {_shown(value)}, not a list of integers")
+    return array.astype(np.int64)
+
+
+def _positions(value: Any, length: int, key: RecordKey, location: str) -> np.ndarray:
+    positions = _integers(value, key, location)
+    if positions.size != length:
+        raise key.value_error(
+            location, f"holds {positions.size} positions for {length} tokens. Give one per token."
+        )
+    outside = positions[(positions < 0) | (positions >= MOST_TOKENS)]
+    if outside.size:
+        raise key.value_error(
+            location,
+            f"holds the position {outside[0]}. Give positions from 0 to {MOST_TOKENS - 1:,}.",
+        )
+    return positions
+
+
+def _slices(value: Any, length: int, key: RecordKey, location: str) -> tuple[IntArray, int]:
+    """Return the slices of a document, and the most intervals of keys that a query sees."""
+    if not isinstance(value, list) or not value:
+        raise key.value_error(
+            location,
+            f"holds {_shown(value)}. Give a list of slices [query start, query stop, key start, "
+            "key stop, kind], or null for causal attention.",
+        )
+    table = np.array([_slice(row, key, location) for row in value], np.int64)
+    named = np.clip(table[:, 1].astype(float) - table[:, 0], 0, None).sum()
+    if named > _MOST_SLICES * max(1, length):
+        raise key.value_error(
+            location,
+            f"names each query in {named / max(1, length):.0f} slices on average; at most "
+            f"{_MOST_SLICES} are allowed. Join slices that overlap.",
+        )
+    try:
+        return table, SequenceMask.from_slices(table, length, length).intervals
+    except ValueError as error:
+        raise key.value_error(location, f"is wrong: {error}") from None
+
+
+def _slice(row: Any, key: RecordKey, location: str) -> list[int]:
+    row = list(row) if isinstance(row, list | tuple | np.ndarray) else row
+    if isinstance(row, list) and len(row) == 5:
+        kind = KINDS.get(row[4], row[4]) if isinstance(row[4], str) else row[4]
+        if isinstance(kind, str):
+            raise key.value_error(
+                location,
+                f"holds the unknown kind {_shown(kind)}. Give {', '.join(KINDS)}, or 0 to 3.",
+            )
+        numbers = [*row[:4], kind]
+        if all(_is_integer(number) for number in numbers):
+            return [int(number) for number in numbers]
+    raise key.value_error(
+        location,
+        f"holds {_shown(row)}, which is not a slice. Give [query start, query stop, key start, "
+        f"key stop, kind] with a kind of {', '.join(KINDS)}, or 0 to 3.",
+    )
+
+
+def _is_integer(value: Any) -> bool:
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_whole and abs(int(value)) < 2**62
+
+
+def _shown(value: Any) -> str:
+    text = repr(value.tolist() if isinstance(value, np.ndarray) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,134 @@
+"""The elements of a page, and the file: a browser shows it without a network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.printable import same_width
+from mtrain_cli.reporting.plots import Figure
+
+_HERE = Path(__file__).parent
+# plotly.js-cartesian-dist-min 4.1.1 from npm, gzipped, with its MIT licence in the same folder.
+# plotly.py ships only the full library of 4.8 MB.
+_PLOTLY = _HERE / "plotly" / "plotly-cartesian.min.js.gz"
+
+
+def write(path: Path, title: str, body: Sequence[str], drawn: Sequence[Figure]) -> None:
+    """Write a page atomically.
+
+    body: HTML elements, with the element of each figure.
+    drawn: the figures of the page.
+    """
+    views_of = [
+        {
+            "name": f.name,
+            "together": f.together,
+            "linked": f.linked,
+            "views": [asdict(view) for view in f.views],
+        }
+        for f in drawn
+    ]
+    data = json.dumps(views_of, separators=(",", ":"), allow_nan=False)
+    style, script, page = (
+        (_HERE / "page" / name).read_text(encoding="utf-8")
+        for name in ("style.css", "script.js", "page.html")
+    )
+    page = page.format(
+        title=escape(title),
+        style=style,
+        body="\n".join(body),
+        plotly=_base64(_PLOTLY.read_bytes()),
+        data=_base64(gzip.compress(data.encode(), mtime=0)),
+        script=script,
+    )
+    # Replace control characters: a user may print the file to a terminal.
+    replace_text(path, same_width(page))
+
+
+def section(title: str, content: str, remark: str = "") -> str:
+    """Return a section of the page, or "" without content."""
+    whole = f"<section><h2>{escape(title)}</h2>{content}{note(remark)}</section>"
+    return whole if content else ""
+
+
+def note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>' if text else ""
+
+
+def definition_list(rows: Sequence[tuple[str, Any]]) -> str:
+    """Return a definition list of (name, value)."""
+    listed = (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows)
+    return f"<dl>{''.join(listed)}</dl>"
+
+
+def remarks(lines: Sequence[str]) -> str:
+    return "".join(f'<p class="remark">{escape(line)}</p>' for line in lines)
+
+
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    words: Collection[int] = (0,),
+    states: Sequence[str] = (),
+) -> str:
+    """Return a table, or "" without rows.
+
+    Args:
+        words: indices of the columns that hold text. The other columns hold numbers.
+        states: CSS class of each row.
+    """
+    if not rows:
+        return ""
+
+    def cells(tag: str, texts: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{' class=words' if i in words else ''}>{escape(text)}</{tag}>"
+            for i, text in enumerate(texts)
+        )
+
+    begins = [f'<tr class="{state}">' for state in states] or ["<tr>"] * len(rows)
+    body = "".join(
+        f"{begin}{cells('td', row)}</tr>" for begin, row in zip(begins, rows, strict=True)
+    )
+    content = f"<thead><tr>{cells('th', heads)}</tr></thead><tbody>{body}</tbody>"
+    return f"{TABLE}{content}{TABLE_END}"
+
+
+TABLE, TABLE_END = '<div class="scroll"><table>', "</table></div>"  # A wide table scrolls.
+
+
+def figure(drawn: Figure) -> str:
+    """Return the HTML elements of a figure: a panel per view, or a single panel with selectors."""
+    if drawn.together:
+        panels = "".join(
+            f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3>'
+            f'<div class="figure" data-panel="{i}"></div></div>'
+            for i, view in enumerate(drawn.views)
+        )
+        place = f'<div class="panels" id="figure-{drawn.name}">{panels}</div>'
+    else:
+        selectors = "".join(
+            f"<label>{escape(name)} "
+            f'<select data-figure="{drawn.name}" data-at="{i}"'
+            + (f' data-link="{escape(name)}"' if drawn.linked else "")
+            + "></select></label>"
+            for i, name in enumerate(drawn.selectors)
+        )
+        place = (
+            f'<div class="selectors">{selectors}</div>'
+            f'<div class="figure" id="figure-{drawn.name}"></div>'
+        )
+    return section(drawn.title, place, drawn.note)
+
+
+def _base64(packed: bytes) -> str:
+    """Encode bytes as base64 text, which cannot contain the end of a script element."""
+    return base64.b64encode(packed).decode()

@@ -1,0 +1,267 @@
+"""The page of `mtrain mask show --plot`: the mask, who holds which rows, and which rows travel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from mtrain_cli import __version__
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.parallel.dispatch import RowPrices
+from mtrain_cli.reporting import elements, plots
+from mtrain_cli.reporting.mask_view import LayoutShare, MaskView, cell_edges, density, holders
+
+# Colors of ranks, which show on light and dark pages. Rank 8 has the color of rank 0, and so on.
+_RANKS = (
+    *("#3b7cc4", "#d97706", "#4d9f6f", "#c8352b"),
+    *("#9a6fc0", "#a0794f", "#d26fa5", "#7d8791"),
+)
+_MASK = "91,125,214"
+_TICKS = 8
+_STRIP = 16  # columns of the strip that shows the ranks of a cell's rows
+_NUMBERED = 16  # most ranks of a heat map with a number in each cell
+_SHOWN = 64  # most ranks in a table or figure
+
+
+def write(path: Path, title: str, masks: Sequence[MaskView]) -> None:
+    """Write the page of the masks of all kinds of layers."""
+    picture, travels = mask_figure(masks), travel_figure(masks)
+    work = work_figure(masks)
+    pair = "".join(f'<div class="panel">{elements.figure(one)}</div>' for one in (picture, travels))
+    body = [
+        f"<header><h1>{escape(title)}</h1></header>",
+        *(_layouts(view, len(masks) > 1) for view in masks),
+        elements.note(_prices_note(masks[0].shares[0].prices)),
+        f'<div class="panels">{pair}</div>',
+        elements.figure(work),
+        *(_ranks(view, len(masks) > 1) for view in masks),
+        f"<footer>written by mtrain {escape(__version__)}</footer>",
+    ]
+    elements.write(path, title, body, (picture, travels, work))
+
+
+def _prices_note(prices: RowPrices) -> str:
+    return (
+        "Rows are those that a group cast moves in the forward pass of a layer. Cost: the pairs of "
+        "a rank plus the price of the rows that it receives, divided by the mean number of pairs. "
+        f"On H200s, a row of this model costs as much as {prices.inner:,} pairs, and "
+        f"{prices.outer:,} if it comes from another node. Without overlap, attention takes as long "
+        "as the largest cost, and 1 is the best."
+    )
+
+
+def mask_figure(masks: Sequence[MaskView]) -> plots.Figure:
+    """Draw each mask, with the ranks that hold each cell's rows in a strip beside the queries."""
+    drawn = []
+    for view in masks:
+        edges = cell_edges(view.mask.length)
+        middles = plots.numbers((edges[:-1] + edges[1:]) / 2, 8)
+        cells = plots.numbers(density(view.mask), 2)
+        drawn += [
+            _view(view, share, [_density(cells, middles), *_strip(share, edges, middles)])
+            for share in view.shares
+        ]
+    note = (
+        "The strip on the left has the colors of the ranks that hold the rows of each cell. The "
+        "darker a cell, the larger the share of its pairs that the mask allows."
+    )
+    return plots.Figure(
+        "mask", "Who holds which rows", ("layers", "layout"), drawn, note, False, True
+    )
+
+
+def _view(view: MaskView, share: LayoutShare, data: list[plots.Trace]) -> plots.FigureView:
+    tokens = view.mask.length
+    ticks = [tokens * i // _TICKS for i in range(_TICKS + 1)]
+    marks = {
+        "tickvals": ticks,
+        "ticktext": [f"{n:,}" if n % 1024 else format_size(n) for n in ticks],
+        "showgrid": False,
+    }
+    x = plots.axis("keys", domain=[0.09, 1], range=[0, tokens], **marks)
+    # The strip stands between the axis of the queries and the mask.
+    y = plots.axis("queries", anchor="free", position=0, range=[tokens, 0], **marks)
+    strip = {"domain": [0.005, 0.07], "showticklabels": False, "ticks": "", "showgrid": False}
+    shape = plots.layout(640, x, y, xaxis2=strip, hovermode="closest")
+    return plots.FigureView((view.title, share.layout.name), data, shape)
+
+
+def _density(cells: list, middles: list[float]) -> plots.Trace:
+    # Even a cell with few allowed pairs must show.
+    scale = [[0, f"rgba({_MASK},0)"], [1e-6, f"rgba({_MASK},0.3)"], [1, f"rgba({_MASK},1)"]]
+    hover = "query %{y:,.0f}, key %{x:,.0f}: %{z:.0%} of the pairs"
+    return plots.heat(
+        cells,
+        middles,
+        middles,
+        "",
+        hover,
+        colorscale=scale,
+        reversescale=False,
+        zmax=1,
+        showscale=False,
+    )
+
+
+def _strip(share: LayoutShare, edges: np.ndarray, middles: list[float]) -> list[plots.Trace]:
+    """Return the strip, and an entry of the legend for each color."""
+    held = holders(share.layout)
+    ranks = []
+    for start, stop in itertools.pairwise(edges):
+        owners = np.sort(held[start:stop])
+        at = ((np.arange(_STRIP) + 0.5) / _STRIP * len(owners)).astype(int)
+        ranks.append(owners[at].tolist())
+    colours = len(_RANKS)
+    steps = [[edge / colours, colour] for i, colour in enumerate(_RANKS) for edge in (i, i + 1)]
+    strip = plots.heat(
+        [[rank % colours for rank in row] for row in ranks],
+        range(_STRIP),
+        middles,
+        "",
+        "rows around %{y:,.0f}: rank %{customdata}",
+        customdata=ranks,
+        colorscale=steps,
+        reversescale=False,
+        zmin=-0.5,
+        zmax=colours - 0.5,
+        showscale=False,
+        xaxis="x2",
+    )
+    workers = share.layout.workers
+    legend = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": [None],
+            "y": [None],
+            "name": f"rank {i}" + (f", {i + colours}, ..." if i + colours < workers else ""),
+            "marker": {"color": colour, "size": 10, "symbol": "square"},
+        }
+        for i, colour in enumerate(_RANKS[:workers])
+    ]
+    return [strip, *legend]
+
+
+def travel_figure(masks: Sequence[MaskView]) -> plots.Figure:
+    """Draw the rows that a group cast moves, by receiving and sending rank."""
+    most = max((int(s.sent.max()) for view in masks for s in view.shares), default=0)
+    drawn = []
+    for view in masks:
+        for share in view.shares:
+            workers = share.layout.workers
+            shown = plots.evenly(range(workers), _SHOWN)
+            rows = share.sent.T[np.ix_(shown, shown)]
+            few = len(shown) <= _NUMBERED
+            numbered = {"text": [[_short(n) for n in row] for row in rows.tolist()]}
+            trace = plots.heat(
+                rows.tolist(),
+                [str(rank) for rank in shown],
+                [str(rank) for rank in shown],
+                "rows",
+                "rank %{y} receives %{z:,} rows from rank %{x}",
+                zmax=max(1, most),
+                **({**numbered, "texttemplate": "%{text}"} if few else {}),
+            )
+            x = plots.axis("sending rank", type="category")
+            y = plots.downward("receiving rank", type="category")
+            shape = plots.layout(640, x, y)
+            drawn.append(plots.FigureView((view.title, share.layout.name), [trace], shape))
+    note = (
+        "Rows of keys and values that a group cast moves. If the ranks fill several nodes, a row "
+        "enters a node once, and a rank of the node passes it on (hierarchical_group_cast)."
+    )
+    return plots.Figure("travels", "What travels", ("layers", "layout"), drawn, note, False, True)
+
+
+def _short(rows: int) -> str:
+    """Return a number of rows in at most five letters; "" for 0. k is 1,024."""
+    if rows < 10_000:
+        return str(rows) if rows else ""
+    return f"{rows / 1024:.3g}k" if rows < 1000 * 1024 else f"{rows / 1024**2:.3g}m"
+
+
+def work_figure(masks: Sequence[MaskView]) -> plots.Figure:
+    """Draw the cost of each rank: its pairs, and the rows that it receives."""
+    highest = max((max(share.costs) for view in masks for share in view.shares), default=1)
+    drawn = []
+    for view in masks:
+        for share in view.shares:
+            traffic, prices = share.traffic, share.prices
+            shown = plots.evenly(range(share.layout.workers), _SHOWN)
+            names = [str(rank) for rank in shown]
+            mean = max(1.0, float(traffic.pairs.mean()))
+            parts = (
+                ("pairs", plots.PALETTE[0], traffic.pairs),
+                (
+                    "rows from the node",
+                    plots.link_colour("inner"),
+                    prices.inner * traffic.inner.received,
+                ),
+                (
+                    "rows from other nodes",
+                    plots.link_colour("outer"),
+                    prices.outer * traffic.outer.received,
+                ),
+            )
+            data = [
+                plots.bar(
+                    names,
+                    plots.numbers(values[shown] / mean),
+                    colour,
+                    f"rank %{{x}}, {name}: %{{y:.3f}}",
+                    orientation="v",
+                    name=name,
+                )
+                for name, colour, values in parts
+                if values.any() or name == "pairs"
+            ]
+            shape = plots.layout(
+                320,
+                plots.axis("rank", type="category"),
+                plots.from_zero("cost", range=[0, 1.05 * highest]),
+                barmode="stack",
+            )
+            drawn.append(plots.FigureView((view.title, share.layout.name), data, shape))
+    return plots.Figure("work", "Cost of each rank", ("layers", "layout"), drawn, linked=True)
+
+
+HEADS = ("layout", "pairs, most", "most/mean", "slices, most", "rows, most", "rows moved", "cost")
+
+
+def layout_cells(share: LayoutShare) -> tuple[str, ...]:
+    """Return the cells under `HEADS`."""
+    return (
+        share.layout.name,
+        f"{share.traffic.pairs.max():,}",
+        f"{share.traffic.imbalance:.2f}",
+        f"{max(share.slices):,}",
+        f"{share.traffic.received.max():,}",
+        f"{share.remote:.1%}",
+        f"{max(share.costs):.2f}",
+    )
+
+
+def _layouts(view: MaskView, named: bool) -> str:
+    title = f"Layouts: {view.title}" if named else "Layouts"
+    return elements.section(title, elements.table(HEADS, [layout_cells(s) for s in view.shares]))
+
+
+def _ranks(view: MaskView, named: bool) -> str:
+    """Return a table with pairs, received rows and cost of each rank, by layout."""
+    shown = plots.evenly(range(view.shares[0].layout.workers), _SHOWN)
+    heads = ["rank"]
+    columns = [[str(rank) for rank in shown]]
+    for share in view.shares:
+        heads += [f"{share.layout.name}: {name}" for name in ("pairs", "rows received", "cost")]
+        pairs, rows, costs = share.traffic.pairs, share.traffic.received, share.costs
+        columns += [
+            [f"{pairs[rank]:,}" for rank in shown],
+            [f"{rows[rank]:,}" for rank in shown],
+            [f"{costs[rank]:.3f}" for rank in shown],
+        ]
+    title = f"Ranks: {view.title}" if named else "Ranks"
+    return elements.section(title, elements.table(heads, list(zip(*columns, strict=True))))

@@ -1,0 +1,175 @@
+"""Choose the layout of a run: resolve ``topology.layout=auto`` by the mask, the data and prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.cluster import load_cluster
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, by_mask_name
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.schema import Config
+from mtrain_cli.parallel.dispatch import Balancer, Dispatch, RowPrices
+from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
+from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.traffic import LayerMasks, MovedRows, Nodes, Traffic, count_traffic
+
+# auto takes the balanced layout only if it costs less than this share of the present choice.
+_WORTH_IT = 0.98
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The layout of a run.
+
+    layout: the layout of sequences that are one document.
+    reason: why it was chosen; "" if nothing but `Config.layout` decided.
+    balancer: makes the layout of each batch; None if all batches have the same layout.
+    exchange: the exchange that `topology.exchange=auto` stands for; None to choose it by bytes.
+    """
+
+    layout: Layout
+    reason: str = ""
+    balancer: Balancer | None = None
+    exchange: str | None = None
+
+
+def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
+    """Choose the layout of a context group of ``cp`` workers, ``per_node`` of them on a node.
+
+    With a dynamic index, workers hold whole blocks. For dense attention, the balanced layout makes
+    ``topology.exchange=auto`` a group cast, because only a group cast profits from it.
+
+    A mask other than ``causal`` may leave some queries with few keys. For dense attention, ``auto``
+    then compares two costs (`mtrain_cli.parallel.dispatch`) of a sequence that is one document: of
+    the balanced layout with a group cast, and of the layout and exchange that ``auto`` takes else.
+    """
+    balancer = make_balancer(config, cp, per_node)
+    exchange, dense = config.topology.exchange, config.sparsity.pattern == "dense"
+    cast = by_mask_name(hierarchical=per_node < cp)
+    if config.topology.layout == Balanced.name:
+        static = _static_layout(balancer, config.mask)
+        chosen = cast if exchange == "auto" and dense and balancer.groups > 1 else None
+        return LayoutChoice(static, "as configured", balancer, chosen)
+    layout = make_layout(
+        config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1
+    )
+    traits = EXCHANGE_TRAITS.get(exchange)
+    by_mask = traits is not None and traits.by_mask
+    if (
+        config.topology.layout != "auto"
+        or balancer.groups == 1
+        or not dense
+        or config.mask.kind == "causal"
+        or not (by_mask or exchange == "auto")
+    ):
+        return LayoutChoice(layout)
+    now, balanced = _static_costs(balancer, config.mask, layout, by_mask=by_mask)
+    named = exchange if by_mask else cast
+    present = f"{layout.name} and {exchange if by_mask else 'whole shards'} {now:.2f}"
+    prices = f"a batch costs {balanced:.2f} of its mean pairs, with {present}"
+    reason = f"auto: with balanced and {named}, {prices}"
+    if balanced > _WORTH_IT * now:
+        return LayoutChoice(layout, reason)
+    static = _static_layout(balancer, config.mask)
+    return LayoutChoice(static, reason, balancer, None if by_mask else named)
+
+
+def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
+    """Return the balancer of a context group, also if the run has another layout."""
+    topology, model, mask = config.topology, config.model, config.mask
+    cluster = None
+    if topology.cluster != "auto":
+        cluster = load_cluster(topology.cluster, f"topology.cluster={topology.cluster}")
+    heads = topology.ulysses if isinstance(topology.ulysses, int) else 1
+    full = sum(map(mask.is_full, range(model.num_layers)))
+    return Balancer(
+        cp,
+        config.seq,
+        unit=config.sparsity.block or 1,
+        heads=cp if topology.exchange in HEAD_SHARING else heads,
+        per_node=per_node,
+        prices=RowPrices.on(cluster, model.num_heads, model.num_kv_heads),
+        layers=(model.num_layers - full, full) if mask.full_every else (1,),
+    )
+
+
+def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> str:
+    """Return a line if the balanced layout would suit the documents of a batch better, else "".
+
+    `choose_layout` cannot know the documents. It takes each sequence for one document.
+
+    masks: the masks of each kind of layer, one per sequence of the batch.
+    """
+    topology, balancer = config.topology, make_balancer(config, cp, per_node)
+    free = topology.layout == topology.exchange == "auto"
+    if not free or balancer.groups == 1 or config.sparsity.pattern != "dense":
+        return ""
+    layout = make_layout(config.layout, cp, config.seq, topology.block_size)
+    now, balanced = _costs(balancer, balancer.dispatch(masks), masks, layout, by_mask=False)
+    if balanced > _WORTH_IT * now:
+        return ""
+    return (
+        f"topology.layout=balanced may be faster: the first batch would cost {balanced:.2f} of "
+        f"its mean pairs, with {layout.name} and whole shards {now:.2f}"
+    )
+
+
+@lru_cache(maxsize=64)
+def _static_dispatch(balancer: Balancer, mask: MaskConfig) -> Dispatch:
+    """Return the dispatch of sequences that are one document."""
+    return balancer.dispatch(_undivided(mask, balancer.seq, balancer.padded_seq))
+
+
+def _undivided(mask: MaskConfig, length: int, padded: int) -> LayerMasks:
+    kinds = [mask, CAUSAL] if mask.full_every else [mask]
+    return [[MaskRule(False, kind).undivided(length, padded)] for kind in kinds]
+
+
+def _static_layout(balancer: Balancer, mask: MaskConfig) -> Balanced:
+    return balancer.layout_of(_static_dispatch(balancer, mask))
+
+
+@lru_cache(maxsize=64)  # a search for the longest sequence tries about 20, twice
+def _static_costs(
+    balancer: Balancer, mask: MaskConfig, layout: Layout, *, by_mask: bool
+) -> tuple[float, float]:
+    """Return the `_costs` of sequences that are one document."""
+    masks = _undivided(mask, layout.seq, layout.padded_seq)
+    return _costs(balancer, _static_dispatch(balancer, mask), masks, layout, by_mask=by_mask)
+
+
+def _costs(
+    balancer: Balancer, dispatch: Dispatch, masks: LayerMasks, layout: Layout, *, by_mask: bool
+) -> tuple[float, float]:
+    """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs.
+
+    dispatch: the balanced dispatch of ``masks``.
+    by_mask: whether only the rows that a mask needs move in the present layout.
+    """
+    inside = Placement(layout, balancer.heads).inside
+    shards = [inside.positions(rank) for rank in range(inside.workers)]
+    traffic = count_traffic(
+        masks, shards, per_node=balancer.groups_per_node, layers=balancer.layers
+    )
+    if not by_mask:
+        rows = inside.tokens_per_worker * sum(balancer.layers)
+        nodes = Nodes.of(inside.workers, balancer.groups_per_node)
+        traffic = _whole_shards(traffic, rows, nodes)
+    mean = float(dispatch.traffic.pairs.mean())
+    present = traffic.cost(*dispatch.prices)
+    return float(present.max()) / mean, float(dispatch.cost.max()) / mean
+
+
+def _whole_shards(traffic: Traffic, rows: int, nodes: Nodes) -> Traffic:
+    """Return the traffic if every rank receives all shards, each of which enters a node once.
+
+    rows: number of rows of a shard, summed over layers.
+    """
+    mates, others = nodes.per_node - 1, nodes.count - 1
+    moved = (np.full(nodes.workers, rows * shards) for shards in (mates, mates * others, others))
+    near, relayed, outer = (MovedRows(number, number) for number in moved)
+    return Traffic(traffic.pairs, near, relayed, outer)

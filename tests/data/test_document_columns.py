@@ -1,0 +1,238 @@
+"""The masks and positions of a token store, and the sequences that are made of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attention.mask_definitions import by_slices, question
+from masked_documents import FIELDS, prepared, write_jsonl
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data import prepare
+from mtrain_cli.data.dataset import PackedDataset
+from mtrain_cli.data.document_columns import SLICES
+from mtrain_cli.data.filters import Filters
+from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.data.record_key import RecordKey
+from mtrain_cli.data.store import TokenStore
+from mtrain_cli.data.token_documents import TokenFields
+
+
+def records(number: int = 30) -> list[dict[str, Any]]:
+    """Documents with masks, with positions, with both and with neither."""
+    rng = np.random.default_rng(5)
+    made = []
+    for which in range(number):
+        first, answers, length = rng.integers(1, 8, 3).tolist()
+        size = first + answers * length
+        mask: Any = question(first, answers, length).tolist()
+        if which % 3 == 1:
+            mask = [[0, size, 0, size, 2], [size // 2, size, 0, size // 2, 1]]
+        at = [*range(first), *list(range(first, first + length)) * answers]
+        made.append(
+            {
+                "ids": rng.integers(0, 256, size).tolist(),
+                "mask": None if which % 5 == 2 else mask,
+                "at": None if which % 4 == 3 else at,
+                "domain": "odd" if which % 2 else "even",
+            }
+        )
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    return prepared(write_jsonl(tmp_path / "a.jsonl", records()), tmp_path / "store")
+
+
+def test_documents_come_back_as_they_were_given(store: TokenStore) -> None:
+    store.verify()
+    assert store.meta.num_documents == 30
+    for number, record in enumerate(records()):
+        assert store.document(number).tolist() == record["ids"]  # without an end token
+        slices = store.columns.slices_of(number)
+        if record["mask"] is None:
+            assert slices is None
+        else:
+            length = len(record["ids"])
+            expected = by_slices(np.array(record["mask"]), length)
+            assert np.array_equal(by_slices(slices, length), expected)
+        own = store.columns.positions_of(*store.offsets[number : number + 2].tolist())
+        assert (None if own is None else own.tolist()) == record["at"]
+    meta = store.meta
+    assert (meta.mask_key, meta.positions_key, meta.keys) == ("mask", "at", ["mask", "at"])
+    columns = meta.columns
+    assert (columns.masked, columns.positioned, columns.intervals) == (24, 23, 2)
+    assert columns.largest_position == max(max(r["at"]) for r in records() if r["at"])
+    assert meta.eos is None
+
+
+def test_parquet_files_hold_the_same(store: TokenStore, tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {name: [record[name] for record in records()] for name in ("ids", "mask", "at")}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=7)
+    other = prepared(tmp_path / "a.parquet", tmp_path / "other")
+    assert other.meta.sha256 == store.meta.sha256
+    missing = TokenFields(RecordKey("ids", "--tokens-key"), RecordKey("masks", "--mask-key"))
+    with pytest.raises(ConfigError, match=r"no such key\. Its keys: ids, mask, at"):
+        prepared(tmp_path / "a.parquet", tmp_path / "third", fields=missing)
+
+
+def test_a_store_may_have_one_column_or_none(store: TokenStore, tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    masks = prepared(source, tmp_path / "m", fields=TokenFields(FIELDS.tokens, FIELDS.mask))
+    positions = prepared(
+        source, tmp_path / "p", fields=TokenFields(FIELDS.tokens, None, FIELDS.positions)
+    )
+    plain = prepared(source, tmp_path / "n", fields=TokenFields(FIELDS.tokens))
+    assert [s.meta.keys for s in (masks, positions, plain)] == [["mask"], ["at"], []]
+    assert len({s.meta.sha256 for s in (store, masks, positions, plain)}) == 4
+    assert (masks.columns.positions, positions.columns.slices) == (None, None)
+    assert plain.columns.arrays == []
+    assert {path.name for path in (tmp_path / "n").iterdir()} == {
+        "tokens.bin",
+        "documents.bin",
+        "domains.bin",
+        "meta.json",
+    }
+
+
+def test_filters_drop_and_cut_the_columns_too(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", records())
+    filters = Filters(domains=("odd",), max_tokens=9, truncate=True, min_tokens=3)
+    store = prepared(source, tmp_path / "store", filters=filters)
+    kept = [r for r in records() if r["domain"] == "odd" and len(r["ids"]) >= 3]
+    assert store.meta.num_documents == len(kept)
+    assert store.meta.cut > 2
+    for number, record in enumerate(kept):
+        slices, length = store.columns.slices_of(number), min(9, len(record["ids"]))
+        assert store.document(number).tolist() == record["ids"][:9]
+        if record["mask"] is None:
+            assert slices is None
+        else:
+            whole = by_slices(np.array(record["mask"]), len(record["ids"]))
+            assert np.array_equal(by_slices(slices, length), whole[:9, :9])
+        own = store.columns.positions_of(*store.offsets[number : number + 2].tolist())
+        assert (None if own is None else own.tolist()) == (record["at"] and record["at"][:9])
+
+
+def test_a_cut_document_whose_tokens_see_nothing_is_not_causal(tmp_path: Path) -> None:
+    line = {"ids": [1] * 6, "mask": [[0, 6, 5, 6, "full"]], "at": None}
+    source = write_jsonl(tmp_path / "a.jsonl", [line])
+    store = prepared(source, tmp_path / "store", filters=Filters(max_tokens=4, truncate=True))
+    assert not by_slices(store.columns.slices_of(0), 4).any()
+
+
+def test_an_interrupted_store_equals_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_PIECES", 5)
+    monkeypatch.setattr(prepare, "_COMMIT_TOKENS", 1)
+    source = write_jsonl(tmp_path / "a.jsonl", records())
+    whole = prepared(source, tmp_path / "whole")
+    contents = {path.name: path.read_bytes() for path in whole.folder.iterdir()}
+    real, ended = prepare.StoreWriter.end_document, 0
+
+    def stopping(writer: Any, *given: Any) -> None:
+        nonlocal ended
+        ended += 1
+        if ended in (9, 24):
+            raise KeyboardInterrupt
+        real(writer, *given)
+
+    monkeypatch.setattr(prepare.StoreWriter, "end_document", stopping)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            prepared(source, tmp_path / "out")
+    again = prepared(source, tmp_path / "out")
+    assert ended > 30, "documents were not all written at once"
+    assert {path.name: path.read_bytes() for path in again.folder.iterdir()} == contents
+
+
+def _shorten(folder: Path) -> None:
+    (folder / SLICES).write_bytes((folder / SLICES).read_bytes()[:-8])
+
+
+def _unsorted(folder: Path) -> None:
+    offsets = np.fromfile(folder / "slice_offsets.bin", "<i8")
+    offsets[1:-1] = offsets[1:-1][::-1]
+    (folder / "slice_offsets.bin").write_bytes(offsets.tobytes())
+
+
+def _no_positions(folder: Path) -> None:
+    (folder / "positions.bin").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_shorten, "slices.bin has "),
+        (_unsorted, "slice_offsets.bin is corrupt: its offsets do not rise from 0 to "),
+        (_no_positions, "positions.bin is missing"),
+    ],
+)
+def test_a_damaged_column_is_one_clear_line(
+    store: TokenStore, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(store.folder)
+    with pytest.raises(ConfigError) as caught:
+        TokenStore.open(store.folder)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_checksum_covers_the_columns(store: TokenStore) -> None:
+    path = store.folder / "positions.bin"
+    path.write_bytes(path.read_bytes()[:-4] + b"\1\0\0\0")
+    with pytest.raises(ConfigError, match="sha256"):
+        TokenStore.open(store.folder).verify()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("seq", [7, 20, 64, 300])
+def test_a_sequence_has_the_masks_and_positions_of_its_parts(
+    store: TokenStore, seq: int, shuffle: bool
+) -> None:
+    """Documents are cut where a sequence ends, and no pair crosses documents."""
+    dataset = PackedDataset(store, seq, shuffle=shuffle, masked=True, positioned=True)
+    order = np.arange(30) if dataset._order is None else dataset._order
+    given = [records()[number] for number in order]
+    lengths = [len(record["ids"]) for record in given]
+    total = sum(lengths)
+    seen, at, place = np.zeros((total, total), bool), np.arange(total), 0
+    own = np.zeros(total, bool)
+    for record, length in zip(given, lengths, strict=True):
+        mask, part = record["mask"], slice(place, place + length)
+        causal = np.tri(length, dtype=bool)
+        seen[part, part] = causal if mask is None else by_slices(np.array(mask), length)
+        if record["at"] is not None:
+            at[part], own[part] = record["at"], True
+        place += length
+    starts = {0, *np.cumsum(lengths).tolist()}
+    for number in range(len(dataset)):
+        sample, begin = dataset[number], number * seq
+        real = min(seq, total - begin)
+        mask = SequenceMask.from_slices(sample.slices, seq, seq)
+        everyone, part = np.arange(seq), slice(begin, begin + real)
+        shown = mask.spans(everyone, everyone).seen()
+        assert np.array_equal(shown[:real, :real], seen[part, part])
+        assert not shown[real:].any()
+        assert not shown[:, real:].any()
+        expected = np.where(own[part], at[part], np.arange(real))
+        assert sample.positions[:real].tolist() == expected.tolist()
+        assert sample.positions.shape == (seq,)
+        for place in range(begin, begin + real):
+            continued = place + 1 < total and place + 1 not in starts
+            if continued and own[place]:
+                continued = at[place + 1] > at[place]
+            assert (sample.labels[place - begin] != IGNORED) == continued
+
+
+def test_only_wanted_columns_are_in_a_sample(store: TokenStore) -> None:
+    plain = PackedDataset(store, 16)[0]
+    assert (plain.slices, plain.positions) == (None, None)
+    assert PackedDataset(store, 16, masked=True)[0].positions is None
+    assert PackedDataset(store, 16, positioned=True)[0].slices is None

@@ -1,0 +1,118 @@
+"""``topology.layout=auto`` compares the costs of two layouts, and takes the cheaper one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.parallel.dispatch import RowPrices
+from mtrain_cli.parallel.layout import Balanced, make_layout
+from mtrain_cli.training.layout_choice import choose_layout, layout_advice
+
+SEQ = 16384
+WINDOW = ("mask=sliding_window", "mask.window=512")
+
+
+def chosen(*words: str, cp: int = 4, per_node: int = 4):
+    config = compose([f"seq={SEQ}", "model=tiny", "data.document_mask=false", *words], plan=True)
+    return choose_layout(config, cp, per_node)
+
+
+def test_a_configured_layout_is_kept():
+    for name in ("contiguous", "zigzag", "striped"):
+        found = chosen(*WINDOW, f"topology.layout={name}")
+        assert (found.layout.name, found.balancer, found.exchange) == (name, None, None)
+    found = chosen("topology.layout=balanced")
+    assert found.layout.name == "balanced"
+    assert found.balancer is not None
+    assert found.reason == "as configured"
+    assert found.exchange == "group_cast"
+    assert chosen("topology.layout=balanced", "topology.exchange=ring").exchange is None
+    assert chosen("topology.layout=balanced", "sparsity=vertical_slash").exchange is None
+
+
+@pytest.mark.parametrize(("per_node", "name"), [(4, "group_cast"), (2, "hierarchical_group_cast")])
+def test_auto_balances_a_window_and_casts_its_rows(per_node, name):
+    found = chosen(*WINDOW, per_node=per_node)
+    assert isinstance(found.layout, Balanced)
+    assert found.exchange == name
+    assert found.balancer.per_node == per_node
+    assert f"with balanced and {name}" in found.reason
+    assert "zigzag and whole shards" in found.reason
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),  # causal
+        (*WINDOW, "topology.exchange=ring"),
+        (*WINDOW, "topology.exchange=all_gather"),
+        (*WINDOW, "sparsity=vertical_slash"),
+        (*WINDOW, "topology.exchange=ulysses"),
+    ],
+)
+def test_auto_keeps_its_layout_where_rows_cannot_be_saved(words):
+    found = chosen(*words)
+    assert found.layout.name in ("zigzag", "striped")
+    assert (found.balancer, found.exchange, found.reason) == (None, None, "")
+
+
+def test_auto_keeps_its_layout_where_the_balanced_one_costs_as_much():
+    found = chosen("mask=prefix_lm", "mask.prefix=64", "topology.exchange=group_cast", "seq=512k")
+    assert found.layout.name == "zigzag"
+    assert "zigzag and group_cast" in found.reason
+
+
+def test_auto_states_the_costs_of_both():
+    """Counted by definition: the pairs of each rank, and a price for each row that it receives."""
+    found = chosen(*WINDOW)
+    mask = MaskRule.of(compose([f"seq={SEQ}", *WINDOW], plan=True)).undivided(SEQ, SEQ)
+    low, high = mask.low[0], mask.high[0]
+    price = RowPrices.on(None, 4, 2)
+
+    def cost(layout, *, whole: bool) -> float:
+        costs = []
+        for rank in range(4):
+            own = layout.positions(rank)
+            rows = SEQ - len(own)
+            if not whole:
+                blocks = np.zeros(SEQ // 128, bool)
+                for position in own:
+                    blocks[low[position] // 128 : (high[position] - 1) // 128 + 1] = True
+                blocks[own // 128] = False
+                rows = 128 * int(blocks.sum())
+            costs.append(int((high - low)[own].sum()) + price.inner * rows)
+        return max(costs) / (mask.pairs / 4)
+
+    zigzag = make_layout("zigzag", 4, SEQ, 128)
+    now, balanced = cost(zigzag, whole=True), cost(found.layout, whole=False)
+    assert f"costs {balanced:.2f} of its mean pairs" in found.reason
+    assert found.reason.endswith(f"zigzag and whole shards {now:.2f}")
+    assert balanced < 0.5 * now
+
+
+def test_packed_documents_are_pointed_out():
+    """Each document of 2,048 tokens fits in a worker, so no row need move."""
+    config = compose(["seq=64k", "model=tiny"], plan=True)
+    ids = np.repeat(np.arange(32), 2048)
+    line = layout_advice(config, 4, 4, [[SequenceMask.from_documents(ids, 65536)]])
+    rows = 65536 * 3 // 4 * RowPrices.on(None, 4, 2).inner
+    most = sum(p + 1 for block in (3, 7, 11, 15) for p in range(128 * block, 128 * (block + 1)))
+    whole = (32 * most + rows) / (8 * 2048 * 2049 / 2)
+    assert line == (
+        "topology.layout=balanced may be faster: the first batch would cost 1.00 of its mean "
+        f"pairs, with striped and whole shards {whole:.2f}"
+    )
+    longer = compose(["seq=512k", "model=tiny"], plan=True)
+    assert not layout_advice(longer, 4, 4, [[SequenceMask.causal(1 << 19, 1 << 19)]])
+    for word in ("topology.layout=zigzag", "topology.exchange=ring", "sparsity=vertical_slash"):
+        config = compose(["seq=64k", "model=tiny", word], plan=True)
+        assert not layout_advice(config, 4, 4, [[SequenceMask.from_documents(ids, 65536)]])
+
+
+def test_layers_with_different_masks_are_balanced_together():
+    found = chosen(*WINDOW, "mask.full_every=2", "model.num_layers=4")
+    assert found.balancer.layers == (2, 2)
