@@ -421,6 +421,33 @@ def test_indices_compose_with_sliding_windows(world):
         assert not bad, f"rank {rank}: {bad}"
 
 
+TWO_LEVELS = tuple(
+    Way("hierarchical_group_cast", per_node=2, chunks=chunks, stages=stages)
+    for chunks, stages in ((1, 1), (2, 1), (1, 2), (1, 3))
+)
+
+
+@pytest.mark.parametrize("kinds", [("dense",), ("vertical_slash", "bitmap")])
+def test_casts_over_nodes_compose_with_windows(kinds):
+    names = tuple(name for name in MASKS if name.startswith("window") and name in CAUSAL_INTERVALS)
+    given = ("sdpa", "float64", kinds, True, names, ((4, 2),), TWO_LEVELS)
+    for rank, worst in enumerate(gloo.run(4, cells, *given)):
+        assert len(worst) == len(TWO_LEVELS) * len(kinds) * len(names) * len(LAYOUTS)
+        bad = {cell: difference for cell, difference in worst.items() if not difference <= 1e-12}
+        assert not bad, f"rank {rank}: {bad}"
+
+
+def test_masks_on_five_workers_equal_the_oracle():
+    """61 tokens on 5 workers: shards of different lengths before padding."""
+    ways = (WAYS[0], Way("group_cast", chunks=2), STAGED[0], STAGED[1], Way("ring"))
+    given = ("sdpa", "float64", ("dense",), False, OTHERS, HEADS, ways)
+    for rank, worst in enumerate(gloo.run(5, cells, *given)):
+        masks_met = {cell.rpartition("/")[2] for cell in worst}
+        assert len(masks_met) > len(OTHERS) // 2
+        bad = {cell: difference for cell, difference in worst.items() if not difference <= 1e-12}
+        assert not bad, f"rank {rank}: {bad}"
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_stages_of_group_casts_equal_the_oracle(world):
     """Stages with parts of the heads, Ulysses, nodes, layouts, masks and indices."""
