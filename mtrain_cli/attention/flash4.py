@@ -20,6 +20,7 @@ from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import index_lists, mask_lists
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.kernel_cache import persistent_kernel_cache
+from mtrain_cli.attention.mask_words import mask_words
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
@@ -76,8 +77,8 @@ class Flash4Kernel(TritonColumns):
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
         if not _is_few_rectangles(tiles):
-            lists = mask_lists(tiles, _BLOCK)[0]
-            return dense.spans_forward(q, k, v, (tiles.low, tiles.high), lists, scale)
+            spans, lists = (tiles.low, tiles.high), mask_lists(tiles, _BLOCK)[0]
+            return dense.spans_forward(q, k, v, spans, lists, scale, mask_words(tiles))
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
             keys = slice(s.k_start, s.k_stop)
@@ -109,7 +110,9 @@ class Flash4Kernel(TritonColumns):
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _is_few_rectangles(tiles):
             spans, lists = (tiles.low, tiles.high), mask_lists(tiles, _BLOCK)[1]
-            return dense.spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale)
+            return dense.spans_backward(
+                dout, q, k, v, out, lse, delta, spans, lists, scale, mask_words(tiles)
+            )
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
             if s.k_stop - s.k_start == k.shape[1]:
