@@ -23,7 +23,7 @@ import torch
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-from mtrain_cli.kernels.flash4.words import in_words
+from mtrain_cli.kernels.flash4.words import in_key_words, in_query_words
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -118,7 +118,8 @@ def spans_forward(
             high[i] of each interval. None if the mask is causal only: every partial block then lies
             on the diagonal.
         lists: key blocks of each query block, from `attention.block_lists`.
-        words: the same mask as ``spans`` in the form of `attention.mask_words`, which is faster.
+        words: the same mask as ``spans``, as ids and words of queries (`attention.mask_words`),
+            which is faster.
     """
     blocks = _block_sparse(lists)
     out, lse, *_ = _flash_attn_fwd(
@@ -128,7 +129,7 @@ def spans_forward(
         softmax_scale=scale,
         block_sparse_tensors=blocks,
         return_lse=True,
-        **_mask_arguments(spans, words),
+        **_mask_arguments(spans, words, in_query_words),
     )
     return out, lse
 
@@ -151,7 +152,7 @@ def spans_backward(
     out, lse, delta: over all keys that each query sees, also those in other blocks. Either out or
         delta may be None.
     lists: query blocks of each key block.
-    words: as in `spans_forward`.
+    words: as in `spans_forward`, but with words of keys.
     """
     out, minus_delta = _out_and_dlse(q, out, delta)
     blocks = _block_sparse(lists)
@@ -165,7 +166,7 @@ def spans_backward(
         softmax_scale=scale,
         block_sparse_tensors=blocks,
         dlse=minus_delta,
-        **_mask_arguments(spans, words),
+        **_mask_arguments(spans, words, in_key_words),
     )
     return dq, dk, dv
 
@@ -196,7 +197,10 @@ def _out_and_dlse(
     return q.new_zeros(q.shape[-1]).expand(q.shape), -delta
 
 
-def _mask_arguments(spans: Pair | None, words: Pair | None) -> dict[str, Any]:
+def _mask_arguments(
+    spans: Pair | None, words: Pair | None, in_words: Callable[..., Any]
+) -> dict[str, Any]:
+    """Return the mask function and its tensors: ``in_words`` if there are words."""
     if words is not None:
         return {"mask_mod": in_words, "aux_tensors": list(words)}
     if spans is None:

@@ -28,6 +28,7 @@ from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make
 # With more rectangles per sequence, one call with block lists is faster.
 _MAX_RECTANGLES = 4
 _BLOCK = 128
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Flash4Kernel(TritonColumns):
@@ -78,7 +79,7 @@ class Flash4Kernel(TritonColumns):
             return _sparse_forward(q, k, v, tiles, scale)
         if not _is_few_rectangles(tiles):
             spans, lists = (tiles.low, tiles.high), mask_lists(tiles, _BLOCK)[0]
-            return dense.spans_forward(q, k, v, spans, lists, scale, mask_words(tiles))
+            return dense.spans_forward(q, k, v, spans, lists, scale, _words(tiles)[0])
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
             keys = slice(s.k_start, s.k_stop)
@@ -111,7 +112,7 @@ class Flash4Kernel(TritonColumns):
         if not _is_few_rectangles(tiles):
             spans, lists = (tiles.low, tiles.high), mask_lists(tiles, _BLOCK)[1]
             return dense.spans_backward(
-                dout, q, k, v, out, lse, delta, spans, lists, scale, mask_words(tiles)
+                dout, q, k, v, out, lse, delta, spans, lists, scale, _words(tiles)[1]
             )
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
@@ -203,10 +204,18 @@ def _sparse_backward(
     return dq, dk, dv
 
 
-def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _spans(tiles: Tiles) -> Pair | None:
     """Return (low, high) of the tiles, or None if the mask is causal only, without documents."""
     assert tiles.geometry is not None
     return None if tiles.geometry.tables.plain else (tiles.low, tiles.high)
+
+
+def _words(tiles: Tiles) -> tuple[Pair | None, Pair | None]:
+    """Return (ids, words of queries) and (ids, words of keys); None if they would be too large."""
+    words = mask_words(tiles)
+    if words is None:
+        return None, None
+    return (words.ids, words.of_queries), (words.ids, words.of_keys)
 
 
 def _is_few_rectangles(tiles: Tiles) -> bool:

@@ -1,4 +1,4 @@
-"""Which keys each query of a partial block pair sees, one bit per pair of a query and a key.
+"""Which keys the queries of a partial pair of blocks see, one bit per pair of a query and a key.
 
 FlashAttention-4 checks a mask element by element. Reading one word for all elements of a thread is
 faster than comparing every key with the bounds of every interval.
@@ -6,6 +6,7 @@ faster than comparing every key with the bounds of every interval.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -16,33 +17,43 @@ from mtrain_cli.attention.mask import IntArray, KeySpans
 from mtrain_cli.attention.tiles import Tiles
 
 BLOCK = 128
-_WORDS = 4  # of a query in a block: one per thread of the four that share a row on Hopper
-_MOST_BYTES = 256 << 20
-Words = tuple[torch.Tensor, torch.Tensor]
+_WORDS = 4  # of a row of a block: one per thread of the four that share a row on Hopper
+_MOST_BYTES = 512 << 20
+_AT_ONCE = 512  # numbers whose words are transposed at once, which takes 64 KiB each
 
 
-def mask_words(tiles: Tiles) -> Words | None:
-    """Return the bits of all partial pairs of blocks of `BLOCK` tokens, or None if they are many.
+@dataclass(frozen=True)
+class MaskWords:
+    """The bits of all partial pairs of blocks of `BLOCK` tokens, int32.
+
+    ids: [batch, query blocks, key blocks or 2], the number of each partial pair of blocks. Other
+        entries are undefined.
+    of_queries: [numbers, BLOCK, 4], a row per query. `word_and_bit` gives the bit of each key.
+    of_keys: [numbers, BLOCK, 4], a row per key. `word_and_bit` gives the bit of each query.
+    """
+
+    ids: torch.Tensor
+    of_queries: torch.Tensor
+    of_keys: torch.Tensor
+
+
+def mask_words(tiles: Tiles) -> MaskWords | None:
+    """Return the bits of all partial pairs of blocks, or None if they are too many.
 
     All layers and both passes share the result. It is built without waiting for the device.
-
-    Returns:
-        ids: int32 [batch, query blocks, key blocks or 2], the number of each partial pair of
-            blocks. Other entries are undefined.
-        words: int32 [numbers, BLOCK, 4]. `word_and_bit` gives the bit of each key.
     """
     if "words" not in tiles.cache:
         most = sum(most_partial_blocks(spans) for spans in tiles.spans)
-        fits = most * BLOCK * _WORDS * 4 <= _MOST_BYTES
+        fits = 2 * most * BLOCK * _WORDS * 4 <= _MOST_BYTES
         tiles.cache["words"] = _make_words(tiles, max(1, most)) if fits else None
     return tiles.cache["words"]
 
 
 def word_and_bit(offset: IntArray | int) -> tuple[IntArray | int, IntArray | int]:
-    """Return the word and the bit of a key, from its offset in the block.
+    """Return the word and the bit of a token, from its offset in the block.
 
-    On Hopper, thread t of the four threads that share a row holds the keys 8 j + 2 t and 8 j + 2 t
-    + 1 for each j. The bits of a word follow the order of these keys.
+    On Hopper, thread t of the four threads that share a row holds the columns 8 j + 2 t and 8 j +
+    2 t + 1 for each j. The bits of a word follow the order of these columns.
     """
     return offset // 2 % 4, offset // 8 * 2 + offset % 2
 
@@ -66,8 +77,8 @@ def most_partial_blocks(spans: KeySpans) -> int:
     return int((touched - np.maximum(stop + inner_low // -BLOCK, 0)).sum())
 
 
-def _make_words(tiles: Tiles, most: int) -> Words:
-    """Return ids and words, with room for ``most`` partial pairs of blocks."""
+def _make_words(tiles: Tiles, most: int) -> MaskWords:
+    """Return the words, with room for ``most`` partial pairs of blocks."""
     low, high = tiles.low, tiles.high
     partial, _ = block_flags(low, high, tiles.num_keys, BLOCK)
     batch, rows, columns = partial.shape
@@ -88,7 +99,18 @@ def _make_words(tiles: Tiles, most: int) -> Words:
             words ^= below[(of_block - column * BLOCK).clamp(0, BLOCK)]
     ids = numbers.clamp(min=0).to(torch.int32).view(batch, rows, columns)
     # FlashAttention-4 4.0.0b36 takes no tensor with several axes of size 1.
-    return torch.nn.functional.pad(ids, (0, max(0, 2 - columns))), words
+    ids = torch.nn.functional.pad(ids, (0, max(0, 2 - columns)))
+    return MaskWords(ids, words, torch.cat([_transposed(w) for w in words.split(_AT_ONCE)]))
+
+
+def _transposed(words: torch.Tensor) -> torch.Tensor:
+    """Return the words of keys from the words of queries, both int32 [numbers, BLOCK, 4]."""
+    bit = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = (words[..., None] >> bit) & 1  # [numbers, queries, words of keys, bits of keys]
+    # Token 8 j + 2 w + e has bit 2 j + e of word w.
+    bits = bits.unflatten(3, (16, 2)).unflatten(1, (16, 4, 2))
+    rows = bits.permute(0, 5, 4, 6, 2, 1, 3).reshape(-1, BLOCK, _WORDS, 32)
+    return (rows << bit).sum(-1, dtype=torch.int32)
 
 
 @cache

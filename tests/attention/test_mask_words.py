@@ -43,13 +43,13 @@ def test_each_key_of_a_block_has_a_bit_of_its_own():
 
 @pytest.mark.parametrize("slices", [0, 2, 9])
 @pytest.mark.parametrize("seed", range(6))
-def test_words_equal_the_mask_in_every_partial_block(seed, slices):
+def test_words_equal_the_mask_in_every_partial_block(seed, slices, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", 3)
     tiles = random_tiles(seed, slices)
     found = mask_words(tiles)
     assert found is not None
     assert mask_words(tiles) is found
-    ids, words = found
-    assert min(ids.shape[2], words.shape[0]) >= 1
+    ids, words = found.ids, found.of_queries
     assert ids.shape[2] >= 2
     partial, _ = block_flags(tiles.low, tiles.high, tiles.num_keys, BLOCK)
     pad = (0, -tiles.num_keys % BLOCK, 0, -tiles.num_queries % BLOCK)
@@ -59,9 +59,11 @@ def test_words_equal_the_mask_in_every_partial_block(seed, slices):
         got = (words[ids[b, i, j]][:, word] >> bit) & 1
         want = seen[b, i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
         assert torch.equal(got.bool(), want), (b, i, j)
+        got = (found.of_keys[ids[b, i, j]][:, word] >> bit) & 1
+        assert torch.equal(got.bool().T, want), (b, i, j)
     most = sum(map(most_partial_blocks, tiles.spans))
     assert int(partial.sum()) <= most
-    assert len(words) == max(1, most)
+    assert len(words) == len(found.of_keys) == max(1, most)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +88,17 @@ def test_the_bound_is_close_for_named_masks(keys, seq, slack):
 def test_too_many_partial_blocks_have_no_words(monkeypatch):
     tiles = random_tiles(3, 9)
     most = sum(map(most_partial_blocks, tiles.spans))
-    monkeypatch.setattr(module, "_MOST_BYTES", most * BLOCK * 16 - 1)
+    monkeypatch.setattr(module, "_MOST_BYTES", 2 * most * BLOCK * 16 - 1)
     assert mask_words(tiles) is None
     assert "words" in tiles.cache
-    monkeypatch.setattr(module, "_MOST_BYTES", most * BLOCK * 16)
+    monkeypatch.setattr(module, "_MOST_BYTES", 2 * most * BLOCK * 16)
     assert mask_words(random_tiles(3, 9)) is not None
 
 
 def test_queries_that_see_nothing_have_no_bits():
     none = np.zeros((2, 130), np.int64)
-    ids, words = mask_words(Tiles.make([KeySpans(none, none, 5)]))
-    assert (ids.shape, words.any()) == ((1, 2, 2), False)
+    found = mask_words(Tiles.make([KeySpans(none, none, 5)]))
+    assert found is not None
+    assert found.ids.shape == (1, 2, 2)
+    assert not found.of_queries.any()
+    assert not found.of_keys.any()
