@@ -18,7 +18,8 @@ import pandas as pd
 from mtrain_cli import resource_dir
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.schedule import OUTER, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import OUTER, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 WIDTH = 480
 WORKERS = 4

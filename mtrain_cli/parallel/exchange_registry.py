@@ -6,7 +6,8 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.schedule import KV, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import KV, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 
 def make_exchange(

@@ -18,7 +18,8 @@ from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 # Gather KV only if it and its float32 gradient take at most _GATHER_SHARE of a GPU's memory; else
 # use a ring, which holds a few shards at a time. Above _PART_SHARE, gather the heads in more and

@@ -28,7 +28,8 @@ from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.plan import positions_of
 from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Compute
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.work_counts import FORWARD, StepWork, WorkCounter

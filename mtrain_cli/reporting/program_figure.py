@@ -36,7 +36,8 @@ from mtrain_cli.parallel.program import (
 )
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, COLUMNS
-from mtrain_cli.parallel.schedule import GRADIENTS, OUTER, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import GRADIENTS, OUTER, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.records.analysis import CaseAnalysis
 from mtrain_cli.records.record_sums import LATE
 from mtrain_cli.reporting import plots

@@ -20,7 +20,8 @@ from mtrain_cli.parallel.layout import Balanced, Layout, Striped
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.index_memory import IndexShape
 

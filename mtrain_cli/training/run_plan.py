@@ -26,7 +26,7 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import make_schedule
+from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_search, resolution
 from mtrain_cli.training.attention_memory import shard_sizes

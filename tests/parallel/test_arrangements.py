@@ -10,7 +10,7 @@ from mtrain_cli.parallel import arrangements
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Arrange
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import make_schedule
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 
 def test_programs_use_every_arrangement():

@@ -10,7 +10,8 @@ from parallel.programs import FEW, copies
 from mtrain_cli.parallel.arrangements import MERGE_ROWS, OWN_ROWS, SPLIT_ROWS
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Reduce
-from mtrain_cli.parallel.schedule import DKV, KV, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import DKV, KV, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 # A rank sends and receives half as many rows as it has in the first cast, 3 times as many in the
 # second.

@@ -16,7 +16,8 @@ from mtrain_cli.parallel import cast_rows
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers, largest_shares, whole_shares
 from mtrain_cli.parallel.layout import Joined, Layout, make_layout
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 SEQ = 1000
 

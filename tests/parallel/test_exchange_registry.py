@@ -10,7 +10,8 @@ from mtrain_cli.parallel.exchange_registry import make_chosen_exchange, make_exc
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 GROUP = ContextGroup(2, tuple(range(8)), per_node=4, heads=2)
 

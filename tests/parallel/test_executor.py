@@ -27,7 +27,8 @@ from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import Arrange, Operation, Post, Recompute, ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.running_attention import RunningAttention
-from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import GROUP_CAST, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.sparsity.fixed import FixedPattern
 
 WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, COLUMNS = 4, 256, 8, 4, 16, 6

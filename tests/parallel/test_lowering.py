@@ -21,7 +21,8 @@ from mtrain_cli.parallel.program import (
     keys_of_stage,
 )
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 
 def traits_of(schedule: Schedule) -> list[Traits]:

@@ -20,11 +20,8 @@ from mtrain_cli.parallel.program import (
     pool_bytes,
 )
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import (
-    UNSCHEDULED,
-    ScheduleOptions,
-    make_schedule,
-)
+from mtrain_cli.parallel.schedule import UNSCHEDULED, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 
 def test_the_pool_of_a_ring_of_keys_in_float32_by_hand():

@@ -12,7 +12,8 @@ from mtrain_cli.parallel.arrangements import DELTA
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import AddColumns, Begin, Merge, Reduce, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import DQ, ScheduleOptions, Transfer, make_schedule
+from mtrain_cli.parallel.schedule import DQ, ScheduleOptions, Transfer
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 
 def test_a_ring_of_keys_step_by_step():

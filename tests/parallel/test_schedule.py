@@ -11,7 +11,6 @@ import pytest
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel.schedule import (
     DKV,
-    DQ,
     GRADIENTS,
     GROUP_REDUCE,
     HEADS,
@@ -21,8 +20,8 @@ from mtrain_cli.parallel.schedule import (
     ScheduleOptions,
     ScheduleStep,
     Transfer,
-    make_schedule,
 )
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 SIZES = [
     (1, 1),
@@ -352,37 +351,6 @@ def test_the_player_detects_a_lost_hop_a_wrong_neighbour_and_a_stray_gradient():
             check_schedule(schedule, ScheduleOptions(4, 2))
 
 
-@pytest.mark.parametrize(
-    ("name", "per_node", "each"), [("all_gather", 4, 1), ("hierarchical_all_gather", 2, 2)]
-)
-def test_a_part_sends_its_gradients_before_the_next_part_does(name, per_node, each):
-    for steps in make_schedule(name, ScheduleOptions(4, per_node, chunks=3)).backward:
-        assert [len(step.send) for step in steps] == [each] * 3
-        assert [step.collect for step in steps] == [
-            (),
-            *(tuple(t.number for t in step.send) for step in steps[:-1]),
-        ]
-
-
-@pytest.mark.parametrize("workers", [2, 7])
-def test_a_ring_of_n_workers_hops_n_minus_1_times(workers):
-    schedule = make_schedule("ring", ScheduleOptions(workers, workers))
-    for steps in (*schedule.forward, *schedule.backward):
-        assert sum(t.payload == KV for s in steps for t in s.transfers) == workers - 1
-    assert all(
-        sum(t.payload == DKV for s in steps for t in s.transfers) == workers - 1
-        for steps in schedule.backward
-    )
-    assert all(schedule.keeps[r] == schedule.forward[r][-1].keys for r in range(workers)), (
-        "backward starts from what came last"
-    )
-    queries = make_schedule("ring", ScheduleOptions(workers, workers, circulates=QUERIES))
-    assert all(
-        sum(t.payload == DQ for s in steps for t in s.transfers) == workers - 1
-        for steps in queries.backward
-    )
-
-
 def crosses_nodes(schedule: Schedule, rank: int, transfer: Transfer) -> bool:
     """Return whether a transfer of this rank leaves or enters its node."""
     others = transfer.peers if transfer.kind != "p2p" else (transfer.to, transfer.source)
@@ -408,100 +376,5 @@ def test_a_shard_enters_each_other_node_once(name):
             )
 
 
-def test_a_flat_ring_crosses_nodes_only_at_their_ends():
-    schedule = make_schedule("ring", ScheduleOptions(8, 4))
-    crossing = [
-        any(crosses_nodes(schedule, r, t) for s in schedule.forward[r] for t in s.transfers)
-        for r in range(8)
-    ]
-    assert crossing == [True, False, False, True, True, False, False, True]
-
-
-def test_inner_neighbours_are_in_the_same_node():
-    schedule = make_schedule("hierarchical_ring", ScheduleOptions(8, 4))
-    inner = [
-        (r, t)
-        for r in range(8)
-        for s in schedule.forward[r]
-        for t in s.transfers
-        if t.channel == "inner"
-    ]
-    assert inner
-    assert not any(crosses_nodes(schedule, r, t) for r, t in inner)
-
-
-@pytest.mark.parametrize(("name", "classes"), [("ring", 1), ("hierarchical_ring", 2)])
-def test_all_ranks_of_a_step_look_equally_far_back(name, classes):
-    # Striped layouts are balanced because of this: query block - key block is in one residue class
-    # on all ranks. Rings inside nodes have two classes in a step, since the first ranks of a node
-    # look back at its last ones.
-    schedule = make_schedule(name, ScheduleOptions(8, 4))
-    for steps in (schedule.forward, schedule.backward):
-        for now in zip(*steps, strict=True):
-            distances = {(rank - step.keys[0]) % 8 for rank, step in enumerate(now)}
-            assert len(distances) <= classes
-            assert len({d % 4 for d in distances}) == 1
-
-
 def test_number_of_cases():
     assert len(cases()) > 300
-
-
-@pytest.mark.parametrize(
-    ("exchange", "options", "message"),
-    [
-        ("star", ScheduleOptions(2, 2), "topology.exchange=star"),
-        ("ring", ScheduleOptions(6, 4), "6 workers: not a multiple of 4 ranks per node"),
-        ("ring", ScheduleOptions(6, 6, heads=4), "6 workers: not a multiple of the 4 ranks"),
-        ("ring", ScheduleOptions(12, 4, heads=3), "do not fit nodes of 4 ranks"),
-        ("ring", ScheduleOptions(2, 2, prefetch=0), "at least 1"),
-    ],
-)
-def test_invalid_options_are_refused(exchange, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_schedule(exchange, options)
-
-
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_hops_are_posted_prefetch_turns_ahead(prefetch):
-    for steps in make_schedule("ring", ScheduleOptions(5, 5, prefetch=prefetch)).forward:
-        posted = {t.number: at for at, step in enumerate(steps) for t in step.post}
-        awaited = {number: at for at, step in enumerate(steps) for number in step.wait}
-        assert [posted[n] for n in sorted(posted)] == [
-            max(0, turn - prefetch) for turn in range(1, 5)
-        ]
-        assert [awaited[n] for n in sorted(posted)] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("name", ["all_gather", "hierarchical_all_gather"])
-def test_a_part_of_the_heads_is_gathered_while_the_one_before_is_computed(name):
-    for steps in make_schedule(name, ScheduleOptions(4, 2, chunks=3)).forward:
-        coming = [{t.part for t in step.post} for step in steps]
-        assert coming == [{(0, 3), (1, 3)}, {(2, 3)}, set()]
-
-
-def test_inner_transfers_wait_for_the_head_trade():
-    for steps in make_schedule("ring", ScheduleOptions(4, 4, heads=2)).forward:
-        trade, *others = steps[0].post
-        assert trade.kind == "all_to_all"
-        assert others
-        assert all(t.after is not None for t in others)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "channels"),
-    [
-        ("ring", ScheduleOptions(4, 2), ("context",)),
-        ("hierarchical_ring", ScheduleOptions(4, 2), ("inner", "outer")),
-        ("hierarchical_ring", ScheduleOptions(4, 4), ("inner",)),
-        ("hierarchical_ring", ScheduleOptions(4, 1), ("outer",)),
-        ("hierarchical_all_gather", ScheduleOptions(4, 2), ("inner", "outer")),
-        ("hierarchical_all_gather", ScheduleOptions(4, 4), ("context",)),
-        ("hierarchical_all_gather", ScheduleOptions(4, 1), ("context",)),
-        ("hierarchical_all_gather", ScheduleOptions(4, 2, heads=2), ("context",)),
-        ("all_gather", ScheduleOptions(4, 4, heads=4), ()),
-        ("ring", ScheduleOptions(1, 1), ()),
-    ],
-)
-def test_channels_of_a_schedule(name, options, channels):
-    assert make_schedule(name, options).channels == channels

@@ -11,7 +11,8 @@ from parallel.programs import FEW, copies
 from mtrain_cli.parallel.arrangements import ADD_DQ, MERGE_ROWS, OWN_ROWS, SPLIT_ROWS
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Compute, Post, Program, Reduce, Wait, keys_of_stage
-from mtrain_cli.parallel.schedule import DKV, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import DKV, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 
 # By cast, the rows that a rank sends and receives, divided by its own 320 elements.
 CASTS = replace(FEW, casts=tuple((Fraction(n), Fraction(n)) for n in (1, 2, 3)))

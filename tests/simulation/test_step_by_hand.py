@@ -13,7 +13,8 @@ from mtrain_cli.parallel.arrangements import ORDER
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Arrange, Merge, ShardSizes
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,

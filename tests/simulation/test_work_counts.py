@@ -24,7 +24,8 @@ from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan, positions_of
 from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Compute
 from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.records.imbalance import imbalance
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork, WorkCounter
 

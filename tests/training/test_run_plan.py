@@ -10,7 +10,8 @@ import yaml
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions
+from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.training import run_plan
 from mtrain_cli.training.flops import causal_pairs, training_flops
 from mtrain_cli.training.memory import GIB

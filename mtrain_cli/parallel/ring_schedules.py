@@ -1,0 +1,227 @@
+"""Schedules of rings: shards of keys or of queries circulate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.parallel.schedule import (
+    _NONE,
+    CONTEXT,
+    DKV,
+    DQ,
+    INNER,
+    KV,
+    OUTER,
+    QUERIES,
+    PerRank,
+    Schedule,
+    ScheduleOptions,
+    ScheduleStep,
+    Steps,
+    Transfer,
+    numbers_of,
+)
+
+
+def ring(options: ScheduleOptions) -> Schedule:
+    """Circulate key shards in one ring over all ranks.
+
+    Each rank computes a shard while it sends that shard to the next rank.
+    """
+    return _rings("ring", options)
+
+
+def hierarchical_ring(options: ScheduleOptions) -> Schedule:
+    """Circulate shards in a ring inside every node, and in rings of counterparts across nodes.
+
+    Counterparts are ranks of different nodes with the same local rank. A rank posts an outer hop
+    one round of the inner ring before it needs the shard (MTraining, section 4.2 and algorithm 2,
+    whose formula for inner neighbors omits the first rank of the node).
+    """
+    return _rings("hierarchical_ring", options)
+
+
+def _rings(name: str, options: ScheduleOptions) -> Schedule:
+    queries, workers, traits = options.circulates == QUERIES, options.workers, EXCHANGE_TRAITS[name]
+    nodes = -(-workers // options.per_node) if traits.hierarchical else 1
+    inner = INNER if traits.hierarchical else CONTEXT
+    rings = _Rings(nodes, workers // nodes, options.prefetch, inner)
+    forward = PerRank(workers, rings.forward)
+    backward = PerRank(workers, rings.backward_of_queries if queries else rings.backward_of_keys)
+    keeps = PerRank(workers, lambda r: (r,) if queries else forward[r][-1].keys)
+    of_ranks = forward, backward, keeps
+    return Schedule(name, traits, workers, options.per_node, *of_ranks, options.circulates)
+
+
+@dataclass(frozen=True)
+class _Rings:
+    """Rings of `size` ranks inside each of `nodes` nodes, and rings of counterparts across nodes.
+
+    A pass has one phase per node. A phase has one turn per rank of a node. With one node there is
+    one flat ring.
+    """
+
+    nodes: int
+    size: int
+    prefetch: int
+    inner: str
+
+    def rank(self, node: int, local: int) -> int:
+        return node % self.nodes * self.size + local % self.size
+
+    def forward(self, rank: int) -> Steps:
+        """In turn t of phase p, compute shard (node - p, local - t), and send it to local + 1."""
+        return self._circulate(rank, KV, direction=1, first=0)
+
+    def backward_of_keys(self, rank: int) -> Steps:
+        """Send KV back the way it came. The gradient of a shard follows one step behind.
+
+        A pass starts with the shard that arrived last in forward. It ends with every shard and its
+        complete gradient on the shard's owner. Each rank adds its part to a gradient and sends the
+        gradient to the next rank. At the end of a phase, the counterpart of the shard's owner has
+        the sum of its node. The counterpart adds the sum of the previous nodes and sends the total
+        to the next node. Gradients take size - 1 inner hops per phase and nodes - 1 outer hops per
+        pass.
+        """
+        node, local = divmod(rank, self.size)
+        steps = list(self._circulate(rank, KV, direction=-1, first=1))
+        inner, outer = self._gradient_hops(rank, DKV, -1, _numbers_after(steps))
+        from_inner = _NONE  # arrives here; the next step adds it
+        from_outer = _NONE  # arrives here; the last step of a phase adds it
+        for index, step in enumerate(steps):
+            phase, turn = divmod(index, self.size)
+            collect, from_inner = from_inner, _NONE
+            send = _NONE
+            if turn < self.size - 1:
+                send = from_inner = (inner(step.keys[0], steps[index + 1].keys[0]),)
+            else:
+                collect, from_outer = collect + from_outer, _NONE
+                if phase < self.nodes - 1:
+                    arriving = self.rank(node + phase + 2, local)
+                    send = from_outer = (outer(step.keys[0], arriving),)
+            steps[index] = replace(step, collect=numbers_of(collect), send=send)
+        return tuple(steps)
+
+    def backward_of_queries(self, rank: int) -> Steps:
+        """Keep KV on its rank. Circulate queries, with their gradients one hop behind.
+
+        See BurstEngine, section 3.1. At the start of a phase, this rank computes its part of the
+        gradient of some queries. It keeps this part until the rest of the gradient has gone round
+        the inner ring. In the first phase these queries are this rank's own. In later phases they
+        belong to a counterpart, so the node's sum travels from node to node until the sum reaches
+        the queries' owner.
+        """
+        node, local = divmod(rank, self.size)
+        steps = list(self._circulate(rank, QUERIES, direction=1, first=0))
+        inner, outer = self._gradient_hops(rank, DQ, 1, _numbers_after(steps))
+
+        def to_next_node(phase: int) -> tuple[Transfer, ...]:
+            """Return the hop that sends a phase's gradient to the next node.
+
+            Return no hop for the first phase, whose gradient belongs to this rank.
+            """
+            shards = self.rank(node - phase, local), self.rank(node - phase - 1, local)
+            return (outer(*shards),) if phase else ()
+
+        from_inner = _NONE
+        from_outer = _NONE
+        for index, step in enumerate(steps):
+            phase, turn = divmod(index, self.size)
+            collect, from_inner = from_inner, _NONE
+            send = _NONE
+            if turn > 0:
+                arriving = self.rank(node - phase, local - turn - 1)
+                send = from_inner = (inner(step.queries[0], arriving),)
+            elif phase > 0:
+                collect += from_outer
+                send = from_outer = to_next_node(phase - 1)
+            steps[index] = replace(step, collect=numbers_of(collect), send=send)
+        collect, send = from_inner + from_outer, to_next_node(self.nodes - 1)
+        if collect or send:
+            steps.append(ScheduleStep((), (), collect=numbers_of(collect), send=send))
+        if send:
+            steps.append(ScheduleStep((), (), collect=numbers_of(send)))
+        return tuple(steps)
+
+    def _gradient_hops(
+        self, rank: int, payload: str, direction: int, number: count[int]
+    ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
+        """Return two functions (shard to send, shard to receive) -> hop.
+
+        The first function makes hops inside the node, the second makes hops across nodes.
+        """
+        node, local = divmod(rank, self.size)
+        inner = self.rank(node, local + direction), self.rank(node, local - direction)
+        outer = self.rank(node + direction, local), self.rank(node - direction, local)
+
+        def hop(channel: str, to: int, source: int, sent: int, received: int) -> Transfer:
+            return self._make_hop(number, payload, channel, sent, received, to, source)
+
+        return partial(hop, self.inner, *inner), partial(hop, OUTER, *outer)
+
+    def _circulate(self, rank: int, payload: str, direction: int, first: int) -> Steps:
+        """Make the steps that compute shards and send them to the next rank, without gradients.
+
+        direction: 1 sends shards to the next rank and the next node, so that this rank meets the
+            shards of its predecessors in turn; -1 reverses the direction.
+        first: distance to the owner of the first shard: the number of nodes, and equally the number
+            of local ranks.
+        """
+        node, local = divmod(rank, self.size)
+        number = count()
+        steps: list[ScheduleStep] = []
+        base: Transfer | None = None  # delivers the first shard of the next phase
+        for phase in range(self.nodes):
+            from_node = node - direction * (phase + first)
+            shards = [
+                self.rank(from_node, local - direction * (turn + first))
+                for turn in range(self.size)
+            ]
+            arrived = base
+            waits: list[list[int]] = [[] for _ in shards]
+            posts: list[list[Transfer]] = [[] for _ in shards]
+            if arrived is not None:
+                waits[0].append(arrived.number)
+            if phase < self.nodes - 1:
+                # Post the outer hop before the inner ones: it has the whole phase to arrive.
+                following = self.rank(from_node - direction, local - direction * first)
+                to, source = self.rank(node + direction, local), self.rank(node - direction, local)
+                base = self._make_hop(
+                    number, payload, OUTER, shards[0], following, to, source, arrived
+                )
+                posts[0].append(base)
+            to, source = self.rank(node, local + direction), self.rank(node, local - direction)
+            before = arrived
+            for turn in range(1, self.size):
+                before = self._make_hop(
+                    number, payload, self.inner, shards[turn - 1], shards[turn], to, source, before
+                )
+                posts[max(0, turn - self.prefetch)].append(before)
+                waits[turn].append(before.number)
+            for shard, wait, post in zip(shards, waits, posts, strict=True):
+                pair = ((shard,), (rank,)) if payload == QUERIES else ((rank,), (shard,))
+                steps.append(ScheduleStep(*pair, wait=tuple(wait), post=tuple(post)))
+        return tuple(steps)
+
+    def _make_hop(
+        self,
+        number: count[int],
+        payload: str,
+        channel: str,
+        sent: int,
+        received: int,
+        to: int,
+        source: int,
+        before: Transfer | None = None,
+    ) -> Transfer:
+        after = None if before is None else before.number
+        route = channel, (sent,), (received,)
+        return Transfer(next(number), "p2p", payload, *route, to=to, source=source, after=after)
+
+
+def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
+    return count(sum(len(step.transfers) for step in steps))
