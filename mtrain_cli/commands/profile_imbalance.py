@@ -24,7 +24,7 @@ from mtrain_cli.commands.options import (
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
-from mtrain_cli.commands.train import require_kernel
+from mtrain_cli.commands.train import require_exchange, require_kernel
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def imbalance(
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
+    for _, case in cases:
+        require_exchange(case, environment)
     warn_of_unused_settings(words)
     _require_launcher(environment, fail_above)
     if peer:

@@ -17,7 +17,7 @@ from mtrain_cli.commands.options import (
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app
-from mtrain_cli.commands.train import require_data, require_kernel
+from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def step(
     require_data(config)
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
+    require_exchange(config, environment)
     warn_of_unused_settings(words, config, device=environment.device)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling.step_profile import TARGET, StepProfilePlan

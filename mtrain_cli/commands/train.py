@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
+    from mtrain_cli.launch.environment import Environment
 
 RUNS = Path("runs")
 RESOLVED = "resolved.yaml"
@@ -190,6 +192,32 @@ def require_kernel(config: Config, device: str) -> None:
         require_cpu_kernel(config)
 
 
+def require_exchange(config: Config, environment: Environment) -> None:
+    """Raise ConfigError if settings of the exchange contradict each other, before workers start.
+
+    If ``topology.exchange=auto`` depends on the memory of a GPU, the workers check the rest.
+    """
+    topology, chosen_here = config.topology, environment.device == "cpu"
+    if topology.exchange == "auto" and not chosen_here:
+        topology = replace(topology, circulates="auto")
+    given = (topology.exchange, topology.ulysses, topology.chunks, topology.circulates)
+    if given == ("auto",) * len(given):
+        return
+    from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange
+
+    model, workers = config.model, environment.dims.cp
+    needs = ExchangeNeeds(
+        workers=workers,
+        per_node=min(environment.workers_per_node, workers),
+        tokens=config.seq * config.train.micro_batch,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype_bytes=2 if config.train.dtype == "bfloat16" else 4,
+    )
+    choose_exchange(topology, needs)
+
+
 def _no_gpu(config: Config, words: list[str]) -> str:
     """Return the error for a machine without GPUs. It names the typed setting that asks for GPUs.
 
@@ -253,6 +281,7 @@ def _launch(
     # Before the run folder is created: a mistake must leave no folder behind.
     environment = resolve_environment(config, no_gpu=_no_gpu(config, overrides))
     require_kernel(config, environment.device)
+    require_exchange(config, environment)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)

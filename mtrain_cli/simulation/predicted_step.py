@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
@@ -164,7 +165,7 @@ def predict_step(
     rate = seconds.map(lambda each: plan.tokens_per_step / each / workers, falling=True)
     peak = cluster.gpu.peak_tflops.value * 1e12
     model = plan.flops.model
-    # The plan's FLOP assume causal attention over whole sequences. Documents have fewer pairs.
+    # The plan's FLOP assume sequences of one document. Packed documents have fewer pairs.
     if attention.facts["pattern"] == "dense":
         pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
         model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
@@ -317,7 +318,10 @@ class _StepEstimate:
         again = direction == RECOMPUTE
         share = 1.0
         if again:
-            share = recomputed_pair_share(plan.config.train, plan.layout, plan.exchange.heads)
+            rules = MaskRule.of(plan.config).by_layers(plan.config.model.num_layers)
+            share = recomputed_pair_share(
+                plan.config.train, plan.layout, plan.exchange.heads, rules
+            )
         duration = getattr(found.duration, self.costs.bound)
         spent, exposed = found.spent, sum(found.exposed.values())
         of_all = {

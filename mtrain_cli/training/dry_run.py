@@ -43,6 +43,7 @@ DOCUMENTS = {
     "mtrain simulate",
     False: "attention crosses documents (data.document_mask=false)",
 }
+FEW_LABELS = 0.1  # share of the labels below which a plan warns
 # What plans and predictions assume with data.mask_key.
 CAUSAL_DOCUMENTS = "a plan does not read the masks of the data and assumes causal documents"
 USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan shows
@@ -76,7 +77,7 @@ def render(plan: RunPlan) -> RenderableType:
         ("", f"{count(plan.parameters.embedding)} in the embedding{tied}"),
         ("positions", describe_rope(plan)),
         *weights_rows(config),
-        ("per token", f"{per_token} (causal, whole sequence)"),
+        ("per token", f"{per_token} ({config.mask.kind}, whole sequence)"),
         ("", f"{flop(plan.flops.executed)} executed{sparse_note}; {recomputation}"),
         ("step", describe_step(plan)),
         ("", describe_time(plan)),
@@ -202,7 +203,15 @@ def mask_rows(config: Config) -> list[tuple[str, str]]:
         counted = f"{config.seq - shown:,} of {config.seq:,} labels count"
         why = "a label that a query may see is ignored"
         rows.append(("", f"{counted} in a sequence of one document: {why}"))
+        if config.seq - shown < FEW_LABELS * config.seq:
+            rows.append(("warning", _few_labels(config, 1 - shown / config.seq)))
     return rows
+
+
+def _few_labels(config: Config, share: float) -> str:
+    key = {"block_causal": "block", "chunked": "chunk", "prefix_lm": "prefix"}.get(config.mask.kind)
+    remedy = "another mask" if key is None else f"a smaller mask.{key}"
+    return f"only {share:.2%} of the labels count, so a step trains on few tokens; give {remedy}"
 
 
 def memory_table(plan: RunPlan) -> RenderableType:

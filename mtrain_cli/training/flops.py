@@ -7,12 +7,14 @@ embedding, softmax, SwiGLU gate) do not count.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 import numpy as np
 
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.layout import Joined, Layout, early_queries
@@ -92,6 +94,13 @@ def causal_pairs(seq: int) -> int:
     return seq * (seq + 1) // 2
 
 
+def allowed_pairs(config: Config) -> float:
+    """Return the mean over layers of the pairs allowed in a sequence of one document."""
+    rules = MaskRule.of(config).by_layers(config.model.num_layers)
+    pairs = sum(count * rule.undivided(config.seq, config.seq).pairs for rule, count in rules)
+    return pairs / config.model.num_layers
+
+
 def attention_kept(train: TrainConfig) -> float:
     """Return the share of a worker's queries whose attention output checkpointing saves.
 
@@ -125,8 +134,13 @@ def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
     return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)
 
 
-def recomputed_pair_share(train: TrainConfig, layout: Layout, sharing: int) -> float:
-    """Return the share of query-key pairs that backward recomputes, for a causal mask.
+def recomputed_pair_share(
+    train: TrainConfig,
+    layout: Layout,
+    sharing: int,
+    rules: Sequence[tuple[MaskRule, int]] = ((MaskRule(document_mask=False), 1),),
+) -> float:
+    """Return the share of query-key pairs that backward recomputes, in sequences of one document.
 
     Backward recomputes the pairs of each shard's first tokens. Ranks that share heads hold one
     shard together. In a striped layout, the first half of a shard's tokens has a quarter of the
@@ -134,22 +148,27 @@ def recomputed_pair_share(train: TrainConfig, layout: Layout, sharing: int) -> f
     data.
 
     sharing: number of ranks that share heads.
+    rules: the masks, each with the number of layers that have it. Default: causal.
     """
     if train.activation_checkpoint in ("none", "selective"):
         return 0.0
     early = _early_queries(train, layout, sharing)
-    return _pairs_of_first(early, layout, sharing) / causal_pairs(layout.seq)
+    again = sum(count * _pairs_of_first(early, layout, sharing, rule) for rule, count in rules)
+    every = sum(count * rule.undivided(layout.seq, layout.seq).pairs for rule, count in rules)
+    return again / every
 
 
 @lru_cache(maxsize=64)
-def _pairs_of_first(early: int, layout: Layout, sharing: int) -> int:
-    """Count the causal pairs of the first `early` tokens of every shard, summed over shards.
+def _pairs_of_first(early: int, layout: Layout, sharing: int, rule: MaskRule) -> int:
+    """Count the pairs of the first `early` tokens of every shard, summed over shards.
 
     sharing: number of ranks that share heads. Such ranks hold one shard together.
     """
     joined = Joined.of(layout, sharing)
     first = np.concatenate([joined.positions(rank)[:early] for rank in range(joined.workers)])
-    return int((first[first < layout.seq] + 1).sum())
+    mask = rule.undivided(layout.seq, layout.seq)
+    first = first[first < layout.seq]
+    return int((mask.high[:, first] - mask.low[:, first]).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +240,8 @@ def training_flops(
 
     Args:
         sharing: number of ranks that share heads.
-        pairs: mean number of allowed query-key pairs per sequence and head. Default: all causal
-            pairs.
+        pairs: mean number of allowed query-key pairs per sequence and head. Default: those of
+            `allowed_pairs`.
     """
     model, train = config.model, config.train
     tokens = layout.tokens_per_worker * train.micro_batch
@@ -233,9 +252,11 @@ def training_flops(
         model,
         config.seq,
         recomputed=train.activation_checkpoint != "none",
-        pairs=pairs,
+        pairs=allowed_pairs(config) if pairs is None else pairs,
         padded_seq=layout.padded_seq,
-        pairs_again=recomputed_pair_share(train, layout, sharing),
+        pairs_again=recomputed_pair_share(
+            train, layout, sharing, MaskRule.of(config).by_layers(model.num_layers)
+        ),
         tiled=rows < tokens,
         recomputed_logits=train.loss_gradients == "recompute",
         keep_mlp=train.keep_mlp,

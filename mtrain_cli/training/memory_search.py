@@ -26,14 +26,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.model.tiling import tile_rows
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.training.flops import causal_pairs, peak_flops, training_flops
+from mtrain_cli.training.flops import allowed_pairs, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate
 from mtrain_cli.training.state_memory import BYTES, StateMemory
 
@@ -274,11 +273,7 @@ def density(config: Config) -> float:
     found = ASSUMED_DENSITY if known is None else known
     if config.mask.kind == "causal":
         return found
-    mask = MaskRule.of(config).undivided(config.seq, config.seq)
-    allowed = mask.pairs / causal_pairs(config.seq)
-    layers = config.model.num_layers
-    full = sum(map(config.mask.is_full, range(layers))) / layers
-    allowed += full * (1 - allowed)
+    allowed = allowed_pairs(config) / causal_pairs(config.seq)
     return allowed if config.sparsity.pattern == "dense" else min(found, allowed)
 
 

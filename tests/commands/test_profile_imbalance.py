@@ -317,6 +317,10 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
             "--fail-above worker=much: expected DEGREE=X with a number",
         ),
         (["--steps 0"], "--steps=0: must be at least 1"),
+        (
+            ["--exchange all_gather,ring topology.chunks=2"],
+            "topology.chunks=2: works only with all_gather",
+        ),
     ],
 )
 def test_invalid_comparisons_are_one_line(tmp_path, words, message):

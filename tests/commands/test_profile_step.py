@@ -380,6 +380,7 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(
             "--warmup 2: with sparsity.dense_steps=5, steps 1 to 5 are dense; give --warmup 6 or "
             "more, or sparsity.dense_steps=0",
         ),
+        (["topology.chunks=99"], "topology.chunks=99: does not divide the 2 key-value heads"),
         (["sequence=512"], "sequence"),
         (["--out x"], "--out"),
         (

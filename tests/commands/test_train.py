@@ -232,10 +232,37 @@ def test_a_kernel_that_needs_a_gpu_is_refused_before_workers_start(launched, com
     monkeypatch.setattr(environment, "_visible_gpus", lambda: 0)
     result = CliRunner().invoke(app, [*command, "train.kernel=flash4"])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "train.kernel=flash4: needs a CUDA GPU; usable here: sdpa, reference" in result.stderr
+    assert "train.kernel=flash4: needs a CUDA GPU; usable here: sdpa, " in result.stderr
     assert not launched
     assert not Path("runs").exists()
     assert not Path("measurements").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("topology.chunks=99", "does not divide the 2 key-value heads of a worker; allowed: 1, 2"),
+        ("topology.circulates=queries", "works only with ring and hierarchical_ring"),
+        ("topology.ulysses=3", "cannot share 4 query heads and 2 key-value heads"),
+    ],
+)
+def test_settings_of_the_exchange_are_checked_before_workers_start(
+    launched, tmp_path, word, problem
+):
+    workers = ("topology.workers=2", "topology.device=cpu")
+    result = run(word, "topology.exchange=all_gather", *workers)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"mtrain: {word}: {problem}")
+    assert len(result.stderr.splitlines()) == 1
+    assert not launched
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_depends_on_the_memory_of_a_gpu_is_left_to_the_workers(launched, monkeypatch):
+    monkeypatch.setattr(environment, "_visible_gpus", lambda: 2)
+    assert run("topology.circulates=queries").exit_code == 7
+    assert run("topology.circulates=queries", "topology.exchange=group_cast").exit_code == 2
+    assert len(launched) == 1
 
 
 def test_resume_of_an_unknown_run_names_the_nearest(launched):

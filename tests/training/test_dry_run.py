@@ -249,6 +249,26 @@ def test_accumulation_and_data_parallel_groups_split_the_global_batch():
     assert "12 sequences = 2 x 2 x 3 accumulated" in text(module.render(plan))
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["mask=block_causal", "mask.block=2k"],
+            "only 0.05% of the labels count, so a step trains on few tokens; give a smaller "
+            "mask.block",
+        ),
+        (["mask=prefix_lm", "mask.prefix=4000"], "only 2.37% of the labels count"),
+        (["mask=prefix_lm", "mask.prefix=3k"], None),
+        (["mask=sliding_window"], None),
+    ],
+)
+def test_few_labels_are_a_warning(words, line):
+    planned = compose(["seq=4k", "topology.device=cpu", "topology.workers=2", *words])
+    found = [text for label, text in module.mask_rows(planned) if label == "warning"]
+    assert bool(found) == bool(line)
+    assert all(line in text for text in found)
+
+
 def test_padding_is_shown():
     printed = text(dry_run(compose(["topology.device=cpu", "seq=1000", "topology.workers=3"])), 120)
     assert "384 tokens per worker, 152 of 1,152 are padding" in printed

@@ -6,7 +6,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.parallel.exchange_registry import make_exchange
@@ -14,6 +16,7 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.training.flops import (
+    allowed_pairs,
     causal_pairs,
     flops_per_token,
     layer_shapes,
@@ -160,13 +163,17 @@ def test_the_early_half_of_a_sequence_has_a_quarter_of_its_pairs(layout):
 @pytest.mark.parametrize(
     ("layout", "seq"), [("contiguous", 256), ("zigzag", 250), ("striped", 250)]
 )
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, MaskConfig.sliding(50), MaskConfig(kind="block_causal", block=60)]
+)
 def test_the_recomputed_pairs_are_those_of_the_early_tiles_of_all_workers(
-    layout, seq, keep, sharing
+    layout, seq, keep, sharing, mask
 ):
     """Under Ulysses, the early queries are the first ones of all workers that share heads."""
     workers, again, whole = 4, 0.0, 0.0
     parts = make_layout(layout, workers, seq, 8)
-    masks = [SequenceMask.causal(seq, parts.padded_seq)]
+    rule = MaskRule(document_mask=True, mask=mask)
+    masks = [rule.undivided(seq, parts.padded_seq)]
     for rank in range(workers):
         group = ContextGroup(rank, tuple(range(workers)), heads=sharing)
         plan = Plan.make(make_exchange("ring", parts, group), masks, keep=keep)
@@ -176,7 +183,42 @@ def test_the_recomputed_pairs_are_those_of_the_early_tiles_of_all_workers(
     train = compose(
         ["train.activation_checkpoint=sequence_selective", f"train.checkpoint_keep={keep}"]
     ).train
-    assert recomputed_pair_share(train, parts, sharing) == pytest.approx(again / whole)
+    found = recomputed_pair_share(train, parts, sharing, [(rule, 3)])
+    assert found == pytest.approx(again / whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        (["mask=sliding_window", "mask.window=10"], [10 * 64 - 45] * 4),
+        (
+            ["mask=sliding_window", "mask.window=10", "mask.full_every=4"],
+            [*([10 * 64 - 45] * 3), 64 * 65 // 2],
+        ),
+        (["mask=block_causal", "mask.block=32"], [32 * 32 * 3] * 4),
+    ],
+)
+def test_a_plan_counts_the_pairs_of_the_mask_of_each_layer(words, pairs):
+    planned = compose([*words, "seq=64", "train.activation_checkpoint=full"])
+    layout = make_layout("contiguous", 1, 64, 16)
+    found = training_flops(planned, layout, sharing=1, dtype_bytes=4)
+    mean = sum(pairs) / len(pairs)
+    assert allowed_pairs(planned) == mean
+    model = planned.model
+    of_attention = model.num_layers * model.num_heads * model.head_dim * mean / 64
+    assert found.model == 6 * parameters(model).matmul + 12 * of_attention
+    causal = compose(["seq=64", "train.activation_checkpoint=full"])
+    base = training_flops(causal, layout, sharing=1, dtype_bytes=4, pairs=0)
+    assert found.executed == pytest.approx(base.executed + 18 * of_attention)
+
+
+def test_layers_with_different_masks_recompute_the_pairs_of_both():
+    train = compose(["train.activation_checkpoint=sequence_selective"]).train
+    layout = make_layout("contiguous", 1, 64, 16)
+    kept = MaskRule(document_mask=False, mask=MaskConfig.sliding(8))
+    both = recomputed_pair_share(train, layout, 1, [(kept, 3), (MaskRule(False), 1)])
+    early = [32 * 8 - 28, 32 * 33 // 2]
+    assert both == (3 * early[0] + early[1]) / (3 * (64 * 8 - 28) + 64 * 65 // 2)
 
 
 def test_the_default_mask_is_causal():
