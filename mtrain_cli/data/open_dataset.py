@@ -80,7 +80,7 @@ def most_intervals(config: Config) -> int:
     data = config.data
     if data.mask_key is None:
         return config.mask.intervals(config.seq)
-    if data.path is None and data.mix is None:
+    if data.path is None:
         return 1
     return max(1 if meta is None else meta.columns.intervals for meta in _metas(data).values())
 

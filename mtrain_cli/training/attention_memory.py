@@ -40,6 +40,7 @@ class AttentionMemory:
         """e: bytes of the compute dtype."""
         self.model, self.layout = config.model, layout
         self.exchange, self.kernel = exchange, kernel
+        self.intervals = config.mask.intervals(config.seq)
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
         self.sizes = shard_sizes(config, layout, exchange, e)
@@ -95,6 +96,7 @@ class AttentionMemory:
             sizes.dtype_bytes,
             pieces=zigzag and self.index is None,
             index=self.index,
+            intervals=self.intervals,
         )
         gathered = self.index is not None and self.index.gathered
         call = (kernel.blocks if gathered else kernel.call) // exchange.chunks
@@ -119,20 +121,10 @@ def shard_sizes(
             exchange.options(layout.workers),
             layout,
             config.sparsity.block,
-            _widest(config),
+            CAUSAL if config.mask.full_every else config.mask,
             config.data.document_mask,
         ),
     )
-
-
-def _widest(config: Config) -> MaskConfig:
-    """Return a mask that allows the pairs of every mask of a run.
-
-    Which pairs a mask from the data allows is unknown before the data are read.
-    """
-    if config.data.mask_key is not None:
-        return MaskConfig(kind="full")
-    return CAUSAL if config.mask.full_every else config.mask
 
 
 @cache
@@ -225,6 +217,7 @@ def kernel_backward(
     e: int,
     pieces: bool,
     index: IndexShape | None = None,
+    intervals: int = 1,
 ) -> KernelBuffers:
     """Return the bytes that a kernel's backward call allocates.
 
@@ -233,7 +226,8 @@ def kernel_backward(
       an index, the lists of blocks. The call frees these buffers before it computes columns. For
       columns, the call allocates the buffers of the columns and another dq.
     - sdpa (FlashAttention-2): float32 accumulator of dq; lse and delta; dk and dv for every query
-      head; dq, dk and dv of the current rectangle.
+      head; dq, dk and dv of the current rectangle. With several intervals per query, the sum of dq
+      is float32.
     - triton: lse and delta; the buffers of the columns, or the lists of a bitmap. The lists take 4
       bytes per pair of a query block and a key block, or 8 bytes if a sequence has more than 32767
       blocks.
@@ -244,6 +238,7 @@ def kernel_backward(
         e: bytes of the compute dtype.
         pieces: whether flash4 is called for several rectangles.
         index: sizes of the dynamic index. None for dense attention.
+        intervals: most intervals of keys that a query sees.
     """
     width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     grouped = model.num_heads != model.num_kv_heads
@@ -259,7 +254,8 @@ def kernel_backward(
     if kernel == "sdpa":
         expanded = 2 * e * keys * width if grouped else 0
         current = e * (row + 2 * keys * kv_width)
-        return KernelBuffers(4, 4 * row + 2 * statistics + expanded + current)
+        sums = (4 - e) * row if intervals > 1 else 0
+        return KernelBuffers(4, 4 * row + 2 * statistics + expanded + current + sums)
     if kernel == "triton":
         lists = 0
         if index is not None and index.bitmap:

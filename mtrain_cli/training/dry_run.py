@@ -186,8 +186,10 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
 def mask_rows(config: Config) -> list[tuple[str, str]]:
     """Return a row on the mask, and a row on the labels that it shows; no rows if it is causal."""
     if (name := config.data.mask_key) is not None:
-        intervals = with_count(most_intervals(config), "interval")
-        own = f"from the data (data.mask_key={name}), at most {intervals} of keys per query"
+        own = f"from the data (data.mask_key={name})"
+        if config.data.path is not None:
+            intervals = with_count(most_intervals(config), "interval")
+            own += f", at most {intervals} of keys per query"
         return [("mask", own), ("", f"{CAUSAL_DOCUMENTS}: FLOP, memory and times are estimates")]
     if config.mask.kind == "causal":
         return []

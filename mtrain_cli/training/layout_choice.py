@@ -15,7 +15,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.dispatch import Balancer, Dispatch, RowPrices
 from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
 from mtrain_cli.parallel.placement import Placement
-from mtrain_cli.parallel.traffic import MovedRows, Nodes, Traffic, count_traffic
+from mtrain_cli.parallel.traffic import LayerMasks, MovedRows, Nodes, Traffic, count_traffic
 
 # auto takes the balanced layout only if it costs less than this share of the present choice.
 _WORTH_IT = 0.98
@@ -67,7 +67,7 @@ def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
         or not (by_mask or exchange == "auto")
     ):
         return LayoutChoice(layout)
-    now, balanced = _costs(balancer, config.mask, layout, by_mask=by_mask)
+    now, balanced = _static_costs(balancer, config.mask, layout, by_mask=by_mask)
     named = exchange if by_mask else cast
     present = f"{layout.name} and {exchange if by_mask else 'whole shards'} {now:.2f}"
     prices = f"a batch costs {balanced:.2f} of its mean pairs, with {present}"
@@ -97,14 +97,36 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
     )
 
 
+def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> str:
+    """Return a line if the balanced layout would suit the documents of a batch better, else "".
+
+    `choose_layout` cannot know the documents. It takes each sequence for one document.
+
+    masks: the masks of each kind of layer, one per sequence of the batch.
+    """
+    topology, balancer = config.topology, make_balancer(config, cp, per_node)
+    free = topology.layout == topology.exchange == "auto"
+    if not free or balancer.groups == 1 or config.sparsity.pattern != "dense":
+        return ""
+    layout = make_layout(config.layout, cp, config.seq, topology.block_size)
+    now, balanced = _costs(balancer, balancer.dispatch(masks), masks, layout, by_mask=False)
+    if balanced > _WORTH_IT * now:
+        return ""
+    return (
+        f"topology.layout=balanced may be faster: the first batch would cost {balanced:.2f} of "
+        f"its mean pairs, with {layout.name} and whole shards {now:.2f}"
+    )
+
+
 @lru_cache(maxsize=16)
 def _static_dispatch(balancer: Balancer, mask: MaskConfig) -> Dispatch:
     """Return the dispatch of sequences that are one document."""
-    padded = balancer.padded_seq
+    return balancer.dispatch(_undivided(mask, balancer.seq, balancer.padded_seq))
+
+
+def _undivided(mask: MaskConfig, length: int, padded: int) -> LayerMasks:
     kinds = [mask, CAUSAL] if mask.full_every else [mask]
-    return balancer.dispatch(
-        [[MaskRule(False, kind).undivided(balancer.seq, padded)] for kind in kinds]
-    )
+    return [[MaskRule(False, kind).undivided(length, padded)] for kind in kinds]
 
 
 def _static_layout(balancer: Balancer, mask: MaskConfig) -> Balanced:
@@ -112,30 +134,32 @@ def _static_layout(balancer: Balancer, mask: MaskConfig) -> Balanced:
 
 
 @lru_cache(maxsize=16)
-def _costs(
+def _static_costs(
     balancer: Balancer, mask: MaskConfig, layout: Layout, *, by_mask: bool
+) -> tuple[float, float]:
+    """Return the `_costs` of sequences that are one document."""
+    masks = _undivided(mask, layout.seq, layout.padded_seq)
+    return _costs(balancer, _static_dispatch(balancer, mask), masks, layout, by_mask=by_mask)
+
+
+def _costs(
+    balancer: Balancer, dispatch: Dispatch, masks: LayerMasks, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:
     """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs.
 
+    dispatch: the balanced dispatch of ``masks``.
     by_mask: whether only the rows that a mask needs move in the present layout.
     """
-    dispatch = _static_dispatch(balancer, mask)
-    mean = float(dispatch.traffic.pairs.mean())
-    kinds = [mask, CAUSAL] if mask.full_every else [mask]
-    rules = [MaskRule(False, kind) for kind in kinds]
-    masks = [[rule.undivided(layout.seq, layout.padded_seq)] for rule in rules]
     inside = Placement(layout, balancer.heads).inside
     shards = [inside.positions(rank) for rank in range(inside.workers)]
     traffic = count_traffic(
-        masks,
-        shards,
-        per_node=balancer.groups_per_node,
-        layers=balancer.layers,
+        masks, shards, per_node=balancer.groups_per_node, layers=balancer.layers
     )
     if not by_mask:
         rows = inside.tokens_per_worker * sum(balancer.layers)
         nodes = Nodes.of(inside.workers, balancer.groups_per_node)
         traffic = _whole_shards(traffic, rows, nodes)
+    mean = float(dispatch.traffic.pairs.mean())
     present = traffic.cost(*dispatch.prices)
     return float(present.max()) / mean, float(dispatch.cost.max()) / mean
 

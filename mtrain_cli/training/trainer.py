@@ -53,6 +53,7 @@ from mtrain_cli.training.index_metrics import (
     index_records,
     local_index_sums,
 )
+from mtrain_cli.training.layout_choice import layout_advice
 from mtrain_cli.training.memory_search import PLAN_FOR_GPUS
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule, set_hyperparameters
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
@@ -162,7 +163,8 @@ class Trainer:
         self._spikes = SpikeWatch(config.run.spike_sigma)
         # Kinds of steps after which garbage was frozen: True for sparse, False for dense.
         self._frozen_after: set[bool] = set()
-        self._compared_layouts = self.choices.balancer is None
+        self._checked_layouts = False
+        self._advice = ""  # a line about the layout, shown after the first step
         self._peak_flops: float | None = None
         if self.device.type == "cuda":
             self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device))
@@ -277,6 +279,7 @@ class Trainer:
         mean_loss = sum(report.loss for report in reports) if valid else None
         # All workers decide from the same numbers, so all skip the update or none does.
         skipped, warning = self._skips_update(mean_loss, grad_norm)
+        advice, self._advice = self._advice, ""
         if not skipped:
             self._update(grad_norm)
         self.states.drop_gradients()
@@ -296,7 +299,7 @@ class Trainer:
             reports=tuple(reports),
             index=index,
             skipped=skipped,
-            warnings=(warning,) if warning else (),
+            warnings=tuple(line for line in (warning, advice) if line),
         )
 
     def _next_batches(self) -> tuple[list[Batch], float]:
@@ -397,18 +400,25 @@ class Trainer:
             raise error or PeerLostError(
                 f"rank {first_without} has no data for step {self.step + 1}"
             )
-        if not self._compared_layouts:
-            self._compare_layouts(on_host)
+        if not self._checked_layouts:
+            self._checked_layouts = True
+            self._check_layouts(on_host)
         return on_host, waited
 
-    def _compare_layouts(self, on_host: Sequence[HostBatch]) -> None:
+    def _check_layouts(self, on_host: Sequence[HostBatch]) -> None:
         """Check that the ranks of each context group gave the first batches the same layout.
 
         Every rank balances its batches itself. Ranks with different versions of NumPy might not
-        find the same layout.
+        find the same layout. If batches are not balanced, see whether that would be better.
         """
-        self._compared_layouts = True
         dims, rank = self.environment.dims, self.environment.rank
+        if self.choices.balancer is None:
+            if rank == 0 and self.device.type == "cuda":
+                plans = [on_host[0].plan, on_host[0].full_plan]
+                masks = [plan.masks for plan in plans if plan is not None]
+                per_node = min(self.environment.workers_per_node, dims.cp)
+                self._advice = layout_advice(self.config, dims.cp, per_node, masks)
+            return
         layouts = repr([host.layout for host in on_host])
         digest = hashlib.sha256(layouts.encode()).hexdigest()
         group = dims.coordinate("dp", rank)

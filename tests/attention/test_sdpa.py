@@ -103,6 +103,55 @@ def test_masks_are_reused_by_other_layers_unless_they_are_large(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_call_under_several_intervals_takes_few_rows_and_only_keys_that_some_row_sees(
+    monkeypatch, seed, rows
+):
+    """A call has at most as many rows as fit into a mask, but at least 16."""
+    spans, q, k, v, _ = make_dense_problem(seed, 4, 2, slices=6)
+    tiles = Tiles.make(spans)
+    assert tiles.intervals > 1
+    monkeypatch.setattr(sdpa, "_MASK_BYTES", 4 * tiles.num_keys * rows)
+    for b in range(2):
+        seen = tiles.seen()[b, 0]
+        computed = torch.zeros_like(seen)
+        for at, keys, mask in sdpa._cpu_interval_calls(tiles, b, torch.float64):
+            slots = torch.arange(tiles.num_keys)[keys]
+            some = seen[at].any(0).nonzero().flatten()
+            assert torch.equal(slots, some)
+            assert isinstance(keys, slice) == (len(some) == int(some[-1] - some[0]) + 1)
+            assert (mask is False) == bool(seen[at][:, slots].all())
+            most = max(16, 4 * tiles.num_keys * rows // (4 * len(slots)))
+            first = range(at.start, min(at.start + most, tiles.num_queries))
+            assert at.stop - at.start <= len(first)
+            allowed = torch.ones(at.stop - at.start, len(slots), dtype=torch.bool)
+            if mask is not False:
+                assert set(mask.unique().tolist()) == {0.0, -torch.inf}
+                allowed = mask == 0
+            assert not computed[at].any(), "each row is in one call"
+            computed[at.start : at.stop, slots] = allowed
+        assert torch.equal(computed, seen)
+    got, want = (
+        kernel.forward(q, k, v, tiles, SCALE) for kernel in (SdpaKernel(), ReferenceKernel())
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+
+
+def test_calls_under_several_intervals_have_a_mask_only_if_rows_differ(monkeypatch):
+    first, second = np.repeat([[0], [9]], 16, 1), np.repeat([[20], [30]], 4, 1)
+    low = np.concatenate([first, second], 1)
+    spans = KeySpans(low, low + 3, 40)
+    tiles = Tiles.make([spans])
+    monkeypatch.setattr(sdpa, "_MASK_BYTES", 0)  # as few rows per call as possible
+    calls = list(sdpa._cpu_interval_calls(tiles, 0, torch.float64))
+    assert [(rows, keys.tolist(), mask) for rows, keys, mask in calls] == [
+        (slice(0, 16), [0, 1, 2, 9, 10, 11], False),
+        (slice(16, 20), [20, 21, 22, 30, 31, 32], False),
+    ]
+
+
 def seen_by_flash_attention(queries: int, keys: int, causal: bool, window: dict) -> np.ndarray:
     """Which pairs FlashAttention-2 computes, by the text of its window sizes."""
     i, j = np.indices((queries, keys))

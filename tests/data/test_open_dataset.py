@@ -149,8 +149,8 @@ def test_masks_and_positions_are_read_if_they_are_named(make_config, tmp_path: P
             "`mtrain data prepare --positions-key` adds one.",
         ),
         (
-            {"positions_key": "at", "seq": 12},
-            "data.positions_key=at: data.path=PATH has positions up to 15, but seq=12 has 0 to 11. "
+            {"positions_key": "at", "seq": 15},
+            "data.positions_key=at: data.path=PATH has positions up to 15, but seq=15 has 0 to 14. "
             "Set seq=16 or more, or prepare documents with smaller positions.",
         ),
     ],

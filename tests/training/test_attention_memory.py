@@ -166,6 +166,21 @@ def test_a_group_cast_is_planned_with_the_keys_that_the_mask_shows(name):
     window = ["mask=sliding_window", "mask.window=1k"]
     assert sum(received(*window)) < 1 < sum(received()) <= sum(received("mask=full"))
     assert received(*window, "mask.full_every=2") == received()
-    # Masks from the data may show everything.
+    # Masks from the data may show everything, which moves no more rows than a causal mask on the
+    # rank that moves most.
     data = ["data=tokens", "data.path=/", "data.mask_key=mask"]
     assert received(*data) == received("mask=full")
+
+
+@pytest.mark.parametrize(("global_tokens", "sums"), [(0, 0), (128, 1)])
+def test_several_intervals_per_query_sum_dq_in_float32(global_tokens, sums):
+    words = ["mask=sliding_window", "mask.window=1k", f"mask.global_tokens={global_tokens}"]
+    layout = make_layout("striped", WORKERS, 65536, 128, unit=128)
+    exchange = ExchangeChoice("all_gather", "", per_node=WORKERS)
+    found, causal = (
+        AttentionMemory(compose([*RUN, *more]), layout, exchange, "sdpa", BYTES).in_backward()
+        for more in (words, [])
+    )
+    model = compose(RUN).model
+    row = 65536 // WORKERS * model.num_heads * model.head_dim
+    assert found - causal == sums * (4 - BYTES) * row

@@ -25,6 +25,7 @@ WAYS = {
     "ring": ["topology.exchange=ring", "topology.layout=zigzag"],
     "group_cast": ["topology.exchange=group_cast", "topology.layout=contiguous"],
     "ulysses": ["topology.exchange=ulysses"],
+    "balanced": ["topology.exchange=group_cast", "topology.layout=balanced"],
 }
 
 
