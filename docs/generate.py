@@ -1,8 +1,9 @@
 """An mkdocs hook that writes the reference pages while the site is built.
 
 `reference/configuration.md` comes from the typed schema and `conf/`, `reference/commands.md` from
-the help of the command line, `contributing.md` from CONTRIBUTING.md. None of them is committed, so
-none can be out of date.
+the help of the command line, `contributing.md` from CONTRIBUTING.md, `definitions.md` from
+`profiles/`. None of them is committed, so none can be out of date. Where a page links to a source
+of such a page, which works on GitHub, the site links to the page instead.
 """
 
 from __future__ import annotations
@@ -171,11 +172,33 @@ def contributing() -> str:
     return text.replace("](docs/", "](")
 
 
+def definitions() -> str:
+    """The meaning of every figure of a profile, a report and a simulation."""
+    return (resource_dir("profiles") / "definitions.md").read_text(encoding="utf-8")
+
+
 PAGES = {
+    "definitions.md": definitions,
     "reference/configuration.md": configuration,
     "reference/commands.md": commands,
     "contributing.md": contributing,
 }
+
+
+# {target of a link in docs/: the page of the site that replaces it}
+ON_SITE = {
+    "../mtrain_cli/config/schema.py": "reference/configuration.md",
+    "../mtrain_cli/commands": "reference/commands.md",
+    "../profiles/definitions.md": "definitions.md",
+    "../CONTRIBUTING.md": "contributing.md",
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Turn links to the sources of generated pages into links to these pages."""
+    for source, page in ON_SITE.items():
+        markdown = re.sub(rf"\]\({re.escape(source)}(?=[#)])", f"]({page}", markdown)
+    return markdown
 
 
 def on_files(files: Any, config: Any) -> Any:

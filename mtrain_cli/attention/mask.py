@@ -195,6 +195,10 @@ class SequenceMask:
         """
         table = np.asarray(slices, np.int64).reshape(-1, 5)
         _check_slices(table, length)
+        table = table[table[:, 3] > table[:, 2]]  # the others have no keys
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        if (table[1:, 0] >= table[:-1, 1]).all():
+            return SequenceMask(*_one_interval(table, padded), length)
         row, low, high = _rows(table)
         # Sort by row, then by start. The reach of a row is above all reaches of earlier rows.
         base = row * (padded + 1)
@@ -319,6 +323,23 @@ def _rows(table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     high = k_stop - (rows[of] - 1 - within) * (kind & 1)
     seen = high > low
     return (q_start + within)[seen], low[seen], high[seen]
+
+
+def _one_interval(table: IntArray, padded: int) -> tuple[IntArray, IntArray]:
+    """Return low and high, [1, padded] each, of slices of which no two share a row.
+
+    Much faster than `_rows`, which matters for sequences of millions of tokens.
+    """
+    bounds = np.zeros((2, 1, padded), np.int64)
+    for q_start, q_stop, k_start, k_stop, kind in table.tolist():
+        rows = q_stop - q_start
+        low, high = bounds[:, 0, q_start:q_stop]
+        low[:] = np.arange(k_start, k_start + rows) if kind >> 1 else k_start
+        high[:] = np.arange(k_stop - rows + 1, k_stop + 1) if kind & 1 else k_stop
+        empty = high <= low
+        if empty.any():
+            low[empty] = high[empty] = 0
+    return bounds[0], bounds[1]
 
 
 def _packed(low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:

@@ -118,7 +118,7 @@ def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> 
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _static_dispatch(balancer: Balancer, mask: MaskConfig) -> Dispatch:
     """Return the dispatch of sequences that are one document."""
     return balancer.dispatch(_undivided(mask, balancer.seq, balancer.padded_seq))
@@ -133,7 +133,7 @@ def _static_layout(balancer: Balancer, mask: MaskConfig) -> Balanced:
     return balancer.layout_of(_static_dispatch(balancer, mask))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)  # a search for the longest sequence tries about 20, twice
 def _static_costs(
     balancer: Balancer, mask: MaskConfig, layout: Layout, *, by_mask: bool
 ) -> tuple[float, float]:

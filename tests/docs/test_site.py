@@ -65,22 +65,28 @@ def test_every_page_is_in_the_menu_once(generate):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings(page, generate):
+def test_links_lead_to_files_and_headings(page):
     text = page.read_text()
     for path, anchor in LINK.findall(text):
         if path.startswith("http"):
-            continue
-        if path in generate.PAGES and page.parent.name == "docs":
             continue
         target = page.parent / path
         assert target.exists(), f"{page.name}: {path}"
         if anchor and target.suffix == ".md":
             found = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
-            if "--8<--" in target.read_text():
-                found += re.findall(
-                    r"^#+ (.+)$", (ROOT / "profiles/definitions.md").read_text(), re.MULTILINE
-                )
             assert anchor[1:] in {slug(heading) for heading in found}, f"{page.name}: {anchor}"
+
+
+def test_links_stay_on_the_site(generate):
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} | generate.PAGES.keys()
+    for page in (ROOT / "docs").glob("*.md"):
+        text = generate.on_page_markdown(page.read_text(), page=None)
+        links = [path for path, _ in LINK.findall(text) if not path.startswith("http")]
+        assert {path for path in links if path.endswith((".md", ".py"))} <= pages
+        assert not [path for path in links if path.startswith("..")]
+        assert "--8<--" not in text  # GitHub does not include files
+    text = generate.on_page_markdown("[MFU](../profiles/definitions.md#mfu-hfu-and-density)")
+    assert text == "[MFU](definitions.md#mfu-hfu-and-density)"
 
 
 def slug(heading: str) -> str:
