@@ -17,8 +17,11 @@ import pandas as pd
 
 from mtrain_cli import resource_dir
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import OUTER, ScheduleOptions, make_schedule
+from mtrain_cli.reporting.mask_svg import svg
 
 WIDTH = 480
 WORKERS = 4
@@ -296,11 +299,34 @@ def waits() -> str:
 
 
 FIGURES = {"layouts": layouts, "ring": ring, "timeline": timeline, "waits": waits}
+# Each mask by the settings with which `mtrain mask show --plot FILE.svg` draws its picture.
+MASKS = {
+    "causal": (),
+    "sliding_window": ("mask.window=12", "mask.global_tokens=4"),
+    "full": (),
+    "prefix_lm": ("mask.prefix=20",),
+    "block_causal": ("mask.block=8",),
+    "chunked": ("mask.chunk=8", "mask.back=1"),
+    "video": ("mask.frames=4", "mask.height=4", "mask.width=4", "mask.window=[3,3,4]"),
+    "dilated": ("mask.block=4", "mask.stride=4", "mask.count=3"),
+}
+
+
+def mask_words(name: str) -> list[str]:
+    return [f"mask={name}", *MASKS[name], "seq=64"]
+
+
+def mask_picture(name: str) -> str:
+    config = compose(mask_words(name), plan=True)
+    mask = MaskRule.of(config).undivided(config.seq, config.seq)
+    return svg(mask, f"{config.mask.describe()}, seq {config.seq}")
 
 
 def write(folder: Path) -> None:
     for name, draw in FIGURES.items():
         (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
+    for name in MASKS:
+        (folder / f"mask_{name}.svg").write_text(mask_picture(name), encoding="utf-8")
 
 
 if __name__ == "__main__":

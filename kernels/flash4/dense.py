@@ -23,8 +23,9 @@ import torch
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from mtrain_cli.kernels.flash4.words import in_key_words, in_query_words
 
-Spans = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 # When CuTe DSL compiles FlashAttention-4, it warns about that package's own classes. Users cannot
 # act on these warnings.
@@ -105,9 +106,10 @@ def spans_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    spans: Spans | None,
+    spans: Pair | None,
     lists: dict[str, torch.Tensor],
     scale: float,
+    words: Pair | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse over the listed blocks, in which each query sees only its spans of keys.
 
@@ -115,7 +117,9 @@ def spans_forward(
         spans: (low, high), int32 [batch, intervals, queries]: query i sees the keys low[i] <= j <
             high[i] of each interval. None if the mask is causal only: every partial block then lies
             on the diagonal.
-        lists: key blocks of each query block, from `attention.flash4` or `attention.block_lists`.
+        lists: key blocks of each query block, from `attention.block_lists`.
+        words: the same mask as ``spans``, as ids and words of queries (`attention.mask_words`),
+            which is faster.
     """
     blocks = _block_sparse(lists)
     out, lse, *_ = _flash_attn_fwd(
@@ -125,7 +129,7 @@ def spans_forward(
         softmax_scale=scale,
         block_sparse_tensors=blocks,
         return_lse=True,
-        **_mask_arguments(spans),
+        **_mask_arguments(spans, words, in_query_words),
     )
     return out, lse
 
@@ -138,15 +142,17 @@ def spans_backward(
     out: torch.Tensor | None,
     lse: torch.Tensor,
     delta: torch.Tensor | None,
-    spans: Spans | None,
+    spans: Pair | None,
     lists: dict[str, torch.Tensor],
     scale: float,
+    words: Pair | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv of `spans_forward`.
 
     out, lse, delta: over all keys that each query sees, also those in other blocks. Either out or
         delta may be None.
     lists: query blocks of each key block.
+    words: as in `spans_forward`, but with words of keys.
     """
     out, minus_delta = _out_and_dlse(q, out, delta)
     blocks = _block_sparse(lists)
@@ -160,7 +166,7 @@ def spans_backward(
         softmax_scale=scale,
         block_sparse_tensors=blocks,
         dlse=minus_delta,
-        **_mask_arguments(spans),
+        **_mask_arguments(spans, words, in_key_words),
     )
     return dq, dk, dv
 
@@ -191,7 +197,12 @@ def _out_and_dlse(
     return q.new_zeros(q.shape[-1]).expand(q.shape), -delta
 
 
-def _mask_arguments(spans: Spans | None) -> dict[str, Any]:
+def _mask_arguments(
+    spans: Pair | None, words: Pair | None, in_words: Callable[..., Any]
+) -> dict[str, Any]:
+    """Return the mask function and its tensors: ``in_words`` if there are words."""
+    if words is not None:
+        return {"mask_mod": in_words, "aux_tensors": list(words)}
     if spans is None:
         return {"mask_mod": _in_causal_diagonal}
     low, high = _padded(*spans)

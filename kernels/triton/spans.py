@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from mtrain_cli.kernels.triton.sparse.arguments import Tile, strides
 from mtrain_cli.kernels.triton.sparse.device import LN2, LOG2E
-from mtrain_cli.kernels.triton.sparse.key_gradient import _key_gradient
-from mtrain_cli.kernels.triton.sparse.output import _attend
-from mtrain_cli.kernels.triton.sparse.query_gradient import _query_gradient
+from mtrain_cli.kernels.triton.sparse.key_gradient import key_gradient
+from mtrain_cli.kernels.triton.sparse.output import attend
+from mtrain_cli.kernels.triton.sparse.query_gradient import query_gradient
 
 _FORWARD = Tile(64, 8, 3)
 _QUERIES = Tile(64, 8, 3)
@@ -117,19 +117,19 @@ def _forward(
         hidden = _hidden(
             LOW + bounds, HIGH + bounds, rows[:, None], slots[None, :], queries, INTERVALS
         )
-        m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
+        m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, True)
     for t in range(tl.load(FULL_COUNT + row) * SUB):
         block = tl.load(FULL + row * width + t // SUB)
         slots = block * BLOCK + (t % SUB) * BLOCK_N + offsets
         k_at = k_base + slots[:, None].to(tl.int64) * stride_kn
         v_at = v_base + slots[:, None].to(tl.int64) * stride_vn
         if EVEN:
-            m, total, acc = _attend(q, tl.load(k_at), tl.load(v_at), q, m, total, acc, scale, False)
+            m, total, acc = attend(q, tl.load(k_at), tl.load(v_at), q, m, total, acc, scale, False)
         else:
             inside = slots < keys
             k = tl.load(k_at, mask=inside[:, None], other=0.0)
             v = tl.load(v_at, mask=inside[:, None], other=0.0)
-            m, total, acc = _attend(q, k, v, ~inside[None, :], m, total, acc, scale, True)
+            m, total, acc = attend(q, k, v, ~inside[None, :], m, total, acc, scale, True)
     # NaN != 0, so a row with a NaN stays NaN and does not count as a row that sees no key.
     sees_keys = valid & (total != 0.0)
     out = tl.where(sees_keys[:, None], acc / tl.where(sees_keys, total, 1.0)[:, None], 0.0)
@@ -190,21 +190,21 @@ def _backward_queries(
         hidden = _hidden(
             LOW + bounds, HIGH + bounds, rows[:, None], slots[None, :], queries, INTERVALS
         )
-        acc = _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
+        acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
     for t in range(tl.load(FULL_COUNT + row) * SUB):
         block = tl.load(FULL + row * width + t // SUB)
         slots = block * BLOCK + (t % SUB) * BLOCK_N + offsets
         k_at = k_base + slots[:, None].to(tl.int64) * stride_kn
         v_at = v_base + slots[:, None].to(tl.int64) * stride_vn
         if EVEN:
-            acc = _query_gradient(
+            acc = query_gradient(
                 q, tl.load(k_at), tl.load(v_at), do, lse, delta, q, acc, scale, False
             )
         else:
             inside = slots < keys
             k = tl.load(k_at, mask=inside[:, None], other=0.0)
             v = tl.load(v_at, mask=inside[:, None], other=0.0)
-            acc = _query_gradient(q, k, v, do, lse, delta, ~inside[None, :], acc, scale, True)
+            acc = query_gradient(q, k, v, do, lse, delta, ~inside[None, :], acc, scale, True)
     out = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
     tl.store(DQ + out, (acc * scale).to(DQ.dtype.element_ty), mask=valid[:, None])
 
@@ -261,7 +261,7 @@ def _backward_keys(
             hidden = _hidden(
                 LOW + bounds, HIGH + bounds, rows[None, :], slots[:, None], queries, INTERVALS
             )
-            dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
+            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
         for t in range(full):
             block = tl.load(FULL + row * width + t // SUB)
             rows = block * BLOCK + (t % SUB) * BLOCK_M + offsets
@@ -279,7 +279,7 @@ def _backward_keys(
                 lse = tl.load(LSE + bh * queries + rows, mask=valid, other=float("-inf"))
                 delta = tl.load(DELTA + bh * queries + rows, mask=valid, other=0.0)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            dk, dv = _key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
+            dk, dv = key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
     out = ((b * keys + slots[:, None]) * (HEADS // GROUP) + kv) * D + d
     tl.store(DK + out, dk * scale, mask=inside[:, None])
     tl.store(DV + out, dv, mask=inside[:, None])

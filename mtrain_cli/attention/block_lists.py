@@ -84,21 +84,38 @@ def mask_lists(tiles: Tiles, block: int) -> tuple[Lists, Lists]:
 def lists_of_spans(
     low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
 ) -> tuple[Lists, Lists]:
-    """List the pairs of blocks that hold an allowed query-key pair, in FlashAttention-4's form.
-
-    A pair of blocks is full if every query sees the whole key block in one of its intervals. All
-    other listed pairs are partial.
-
-    Args:
-        low, high: int [batch, intervals, queries]; each query sees the keys low <= j < high of each
-            interval. The intervals of a query are disjoint.
-        block: tokens per block, on both sides. The last block of either side may be short.
+    """List the pairs of blocks of `block_flags` in FlashAttention-4's form.
 
     Returns:
         Two dicts: the key blocks of each query block, and the query blocks of each key block.
         ``partial`` and ``full``: ascending block numbers, int32 [batch, 1, blocks, width]. Entries
             beyond the count are undefined.
         ``partial_count`` and ``full_count``: number of entries, int32 [batch, 1, blocks].
+    """
+    lists: tuple[Lists, Lists] = {}, {}
+    found = block_flags(low, high, num_keys, block)
+    for name, blocks in zip(("partial", "full"), found, strict=True):
+        for of_side, flags in zip(lists, (blocks, blocks.transpose(1, 2)), strict=True):
+            indices, counts_below = set_indices(flags)
+            # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
+            indices = torch.nn.functional.pad(indices, (0, max(0, 2 - indices.shape[-1])))
+            of_side[name] = indices[:, None]
+            of_side[f"{name}_count"] = counts_below[:, None, :, -1].contiguous()
+    return lists
+
+
+def block_flags(
+    low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which pairs of blocks are partial and which are full, bool [batch, rows, columns].
+
+    A pair of blocks is full if every query sees the whole key block in one of its intervals. It is
+    partial if it is not full, but holds an allowed query-key pair.
+
+    Args:
+        low, high: int [batch, intervals, queries]; each query sees the keys low <= j < high of each
+            interval. The intervals of a query are disjoint.
+        block: tokens per block, on both sides. The last block of either side may be short.
     """
     sees, queries, columns = low < high, low.shape[2], -(-num_keys // block)
     starts, ends = low // block, (high - 1) // block + 1
@@ -110,15 +127,7 @@ def lists_of_spans(
     rows = (queries - rows).clamp(max=block)[:, None]
     inside = _rows_over(starts, torch.where(sees, ends, starts).maximum(starts), block, columns)
     full = inside == rows
-    lists: tuple[Lists, Lists] = {}, {}
-    for name, blocks in (("partial", touched & ~full), ("full", full)):
-        for of_side, flags in zip(lists, (blocks, blocks.transpose(1, 2)), strict=True):
-            indices, counts_below = set_indices(flags)
-            # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
-            indices = torch.nn.functional.pad(indices, (0, max(0, 2 - indices.shape[-1])))
-            of_side[name] = indices[:, None]
-            of_side[f"{name}_count"] = counts_below[:, None, :, -1].contiguous()
-    return lists
+    return touched & ~full, full
 
 
 def _rows_over(starts: torch.Tensor, ends: torch.Tensor, block: int, columns: int) -> torch.Tensor:

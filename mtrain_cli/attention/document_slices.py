@@ -46,3 +46,12 @@ def cut_slices(slices: IntArray, start: int, stop: int) -> IntArray:
         part = np.stack([first + begin, first + end, k_from, k_to, moves], axis=1)
         parts.append(part[(end > begin) & (k_to > k_from)])
     return np.concatenate(parts)
+
+
+def lie_in(slices: IntArray, length: int) -> bool:
+    """Return whether all slices have a known kind and lie in a document of ``length`` tokens."""
+    queries, keys, kind = slices[:, 0:2], slices[:, 2:4], slices[:, 4]
+    inside = slices[:, :4].min() >= 0 and slices[:, :4].max() <= length
+    ordered = (queries[:, 0] <= queries[:, 1]).all() and (keys[:, 0] <= keys[:, 1]).all()
+    known = kind.min() >= 0 and kind.max() <= SliceKind.BICAUSAL
+    return bool(inside and ordered and known)

@@ -20,6 +20,7 @@ from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import index_lists, mask_lists
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.kernel_cache import persistent_kernel_cache
+from mtrain_cli.attention.mask_words import mask_words
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
@@ -27,6 +28,7 @@ from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make
 # With more rectangles per sequence, one call with block lists is faster.
 _MAX_RECTANGLES = 4
 _BLOCK = 128
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Flash4Kernel(TritonColumns):
@@ -76,8 +78,8 @@ class Flash4Kernel(TritonColumns):
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
         if not _is_few_rectangles(tiles):
-            lists = mask_lists(tiles, _BLOCK)[0]
-            return dense.spans_forward(q, k, v, (tiles.low, tiles.high), lists, scale)
+            spans, lists = (tiles.low, tiles.high), mask_lists(tiles, _BLOCK)[0]
+            return dense.spans_forward(q, k, v, spans, lists, scale, _words(tiles)[0])
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
             keys = slice(s.k_start, s.k_stop)
@@ -109,7 +111,9 @@ class Flash4Kernel(TritonColumns):
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _is_few_rectangles(tiles):
             spans, lists = (tiles.low, tiles.high), mask_lists(tiles, _BLOCK)[1]
-            return dense.spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale)
+            return dense.spans_backward(
+                dout, q, k, v, out, lse, delta, spans, lists, scale, _words(tiles)[1]
+            )
         if _is_one_rectangle(tiles):
             (s,) = tiles.slices[0]
             if s.k_stop - s.k_start == k.shape[1]:
@@ -200,10 +204,18 @@ def _sparse_backward(
     return dq, dk, dv
 
 
-def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _spans(tiles: Tiles) -> Pair | None:
     """Return (low, high) of the tiles, or None if the mask is causal only, without documents."""
     assert tiles.geometry is not None
     return None if tiles.geometry.tables.plain else (tiles.low, tiles.high)
+
+
+def _words(tiles: Tiles) -> tuple[Pair | None, Pair | None]:
+    """Return (ids, words of queries) and (ids, words of keys); None if they would be too large."""
+    words = mask_words(tiles)
+    if words is None:
+        return None, None
+    return (words.ids, words.of_queries), (words.ids, words.of_keys)
 
 
 def _is_few_rectangles(tiles: Tiles) -> bool:

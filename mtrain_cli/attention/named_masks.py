@@ -71,41 +71,74 @@ def dilated(seq: int, block: int, stride: int, count: int) -> IntArray:
     return np.concatenate(found)
 
 
-def video(seq: int, frames: int, height: int, width: int, window: tuple[int, int, int]) -> IntArray:
+def video(
+    seq: int,
+    frames: int,
+    height: int,
+    width: int,
+    window: tuple[int, int, int],
+    causal: bool | None = False,
+) -> IntArray:
     """A query sees the window of tokens around its own, moved inward at the edges of the video.
 
     Along each axis of size n, the query at x sees ``first <= k < first + w``, with first =
     min(max(x - w // 2, 0), n - w): neighborhood attention (arXiv:2204.07143, eq. 4), also for even
     windows. Tokens are numbered frame by frame, and row by row in a frame.
+
+    causal: whether a query sees earlier tokens only: the last w frames, its own included, and of
+        its own frame the tokens up to itself. In arXiv:2111.12417, the window has later frames,
+        too, before the causal mask removes them.
     """
     assert seq == frames * height * width
     along, down, across = window
-    frame, row = np.divmod(np.arange(frames * height), height)
-    frame_first, row_first = _first(frame, frames, along), _first(row, height, down)
+    own = np.arange(frames * height)[:, None]
+    frame, row = np.divmod(own, height)
+    last_first = np.maximum(frame - along + 1, 0)
+    frame_first = last_first if causal else _first(frame, frames, along)
     # The key rows of each query row: all pairs of a visible frame and a visible row.
     t, y = np.divmod(np.arange(along * down), down)
-    key_rows = (frame_first[:, None] + t) * height + row_first[:, None] + y
+    key_rows = (frame_first + t) * height + _first(row, height, down) + y
+    if causal:
+        earlier = key_rows < own
+        queries, keys = np.broadcast_to(own, key_rows.shape)[earlier], key_rows[earlier]
+        found = _along_rows(queries * width, keys * width, across, width)
+        return np.concatenate([*found, *_along_own_rows(own.ravel() * width, across, width)])
     if across == width:  # whole rows are adjacent, so one slice covers all rows of a frame
-        key_rows, rows = key_rows[:, ::down], down
-    else:
-        rows = 1
-    queries = np.repeat(np.arange(frames * height) * width, key_rows.shape[1])
-    keys = key_rows.ravel() * width
-    if across == width:
-        return _columns(queries, queries + width, keys, keys + rows * width, SliceKind.FULL)
+        keys = key_rows[:, ::down]
+        queries = np.broadcast_to(own, keys.shape).ravel() * width
+        keys = keys.ravel() * width
+        return _columns(queries, queries + width, keys, keys + down * width, SliceKind.FULL)
+    queries = np.broadcast_to(own, key_rows.shape).ravel() * width
+    return np.concatenate(_along_rows(queries, key_rows.ravel() * width, across, width))
+
+
+def _along_rows(queries: IntArray, keys: IntArray, across: int, width: int) -> list[IntArray]:
+    """Return the slices between rows of ``width`` tokens, of which each query sees ``across``.
+
+    queries, keys: where each row of queries and its row of keys start.
+    """
     # Along a row, the window stands still, moves with the query, and stands still again.
-    first = across // 2
-    moving = width - across
+    first, moving = across // 2, width - across
     parts = (
         (0, first, 0, across, SliceKind.FULL),
         (first, first + moving, 0, across - 1 + moving, SliceKind.BICAUSAL),
-        (first + moving, width, moving, moving + across, SliceKind.FULL),
+        (first + moving, width, moving, width, SliceKind.FULL),
     )
-    found = [
+    return [
         _columns(queries + q0, queries + q1, keys + k0, keys + k1, kind)
         for q0, q1, k0, k1, kind in parts
     ]
-    return np.concatenate(found)
+
+
+def _along_own_rows(rows: IntArray, across: int, width: int) -> list[IntArray]:
+    """Return the slices of `_along_rows` between each row and itself, up to the query."""
+    first, last = across // 2, across // 2 + width - across
+    parts = (
+        (0, first, 0, first, SliceKind.CAUSAL),
+        (first, last, 0, last, SliceKind.BICAUSAL),
+        (last, width, width - across, width, SliceKind.CAUSAL),
+    )
+    return [_columns(rows + q0, rows + q1, rows + k0, rows + k1, k) for q0, q1, k0, k1, k in parts]
 
 
 def _first(place: IntArray, size: int, window: int) -> IntArray:

@@ -25,6 +25,7 @@ LATER = {
     "run.spike_sigma": 0.0,
     "run.straggler": 0.0,
     "topology.cluster": "auto",
+    "topology.stages": "auto",
     "topology.gpu_memory_gib": "auto",
     "topology.host_memory_gib": "auto",
     "optim.offload": False,

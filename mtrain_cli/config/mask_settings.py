@@ -24,12 +24,12 @@ MASKS: dict[str, tuple[str, ...]] = {
     "prefix_lm": ("prefix",),
     "block_causal": ("block",),
     "chunked": ("chunk", "back"),
-    "video": ("frames", "height", "width", "window"),
+    "video": ("frames", "height", "width", "window", "causal"),
     "dilated": ("block", "stride", "count"),
 }
 
 
-_OFF_AT_0 = ("global_tokens", "full_every")
+_OFF_AT_0 = ("global_tokens", "full_every", "causal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,8 @@ class MaskConfig:
     frames: video: number of frames; frames * height * width must be seq
     height: video: number of rows of tokens per frame
     width: video: number of tokens per row of a frame
+    causal: video: whether a query sees earlier tokens only. The window then holds the last frames,
+        and of its own frame the tokens up to itself
     stride: dilated: number of blocks from one visible block to the next
     count: dilated: number of blocks that a query sees, its own included
     """
@@ -72,6 +74,7 @@ class MaskConfig:
     frames: int | None = option(_SOME, default=None)
     height: int | None = option(_SOME, default=None)
     width: int | None = option(_SOME, default=None)
+    causal: bool | None = option(default=None)
     stride: int | None = option(_SOME, default=None)
     count: int | None = option(_SOME, default=None)
 
@@ -113,7 +116,7 @@ class MaskConfig:
         """Return kind and keys as a short text."""
         own = {name: getattr(self, name) for name in MASKS[self.kind]}
         shown = (
-            f"{name} {'x'.join(map(str, value)) if isinstance(value, tuple) else f'{value:,}'}"
+            _described(name, value)
             for name, value in own.items()
             if value is not None and not (value == 0 and name in _OFF_AT_0)
         )
@@ -166,7 +169,15 @@ class MaskConfig:
 CAUSAL = MaskConfig(kind="causal")
 
 
+def _described(name: str, value: int | tuple[int, int, int] | bool) -> str:
+    if value is True:
+        return name
+    return f"{name} {'x'.join(map(str, value)) if isinstance(value, tuple) else f'{value:,}'}"
+
+
 def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 

@@ -165,6 +165,9 @@ class TopologyConfig:
     chunks: all_gather and group_cast: number of groups of heads; each group is gathered while the
         previous group is computed (a single worker computes the groups in turn, to save memory);
         auto = chosen by size and memory
+    stages: group_cast: 1 = compute when all keys have arrived; 2 = compute a worker's own keys
+        while other keys travel, then the received keys; 3 = hierarchical_group_cast: own keys, keys
+        of the node, then keys of other nodes; auto = 1
     prefetch: ring: number of hops that run ahead of the computation
     circulates: ring: what circulates in the backward pass: keys and values, or queries; auto =
         whichever needs fewer bytes
@@ -185,6 +188,7 @@ class TopologyConfig:
     exchange: str = option(EXCHANGES)
     ulysses: int | str = option(_WORKERS)
     chunks: int | str = option(_HEADS)
+    stages: int | str = option(Range("must be 1, 2 or 3", lambda value: value in (1, 2, 3)))
     prefetch: int = option(_WORKERS)
     circulates: str = option(("auto", "kv", "queries"))
     columns: str = option(("auto", "once", "in_steps"))

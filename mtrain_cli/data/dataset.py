@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
-from mtrain_cli.attention.document_slices import causal_slices, cut_slices
+from mtrain_cli.attention.document_slices import causal_slices, cut_slices, lie_in
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.data.document_columns import NO_COLUMNS
+from mtrain_cli.data.document_columns import NO_COLUMNS, POSITIONS, SLICES
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
@@ -260,6 +260,9 @@ class PackedDataset:
         parts = []
         for unit, start, stop, place in self._parts(begin, end):
             own = self._columns.slices_of(unit)
+            length = int(self._store.offsets[unit + 1] - self._store.offsets[unit])
+            if own is not None and not lie_in(own, length):
+                raise self._corrupt(SLICES)
             part = causal_slices(stop - start) if own is None else cut_slices(own, start, stop)
             part[:, :4] += place
             parts.append(part)
@@ -272,8 +275,17 @@ class PackedDataset:
             offset = int(self._store.offsets[unit])
             own = self._columns.positions_of(offset + start, offset + stop)
             if own is not None:
+                if own.min() < 0 or own.max() > self._store.meta.columns.largest_position:
+                    raise self._corrupt(POSITIONS)
                 positions[place : place + stop - start] = own
         return positions
+
+    def _corrupt(self, name: str) -> ConfigError:
+        """Return the error for a file of columns whose values cannot have been written."""
+        return ConfigError(
+            f"{self._store.folder}: {name} is corrupt: it holds impossible values. Prepare the "
+            "store again."
+        )
 
     def _check(self, stream: np.ndarray) -> None:
         """Raise ConfigError if a token id is outside the vocabulary."""

@@ -13,27 +13,39 @@ def cast_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> str:
 
     Return the name of the buffer with the ordered keys.
     """
-    own, keys = f"kv {b.own}", f"keys {at}"
-    for t in step.post:
-        sources: tuple[str, ...] = (own,)
-        cast = 0
-        if b.forwards(t):
-            sources, cast = (own, f"gathered {t.after}"), 1
-        payload, arrives = low(SENT[cast]) / b.piece(t.part)[1], f"gathered {t.number}"
-        # The rows leave from a copy.
-        writes = arrives, f"leaving {t.number}"
-        b.post(t, sources, writes, payload, b.piece(t.part), cast)
+    post_casts(b, step)
+    own, keys, piece = f"kv {b.own}", f"keys {at}", b.piece(step.part)
+    moves = 2 * b.cast_size(low) / piece[1]
+    b.arrange(MERGE_ROWS, (own, *wait_for_rows(b, step)), (keys,), moves, piece=piece)
+    return keys
+
+
+def post_casts(b: ProgramBuilder, step: ScheduleStep) -> None:
+    """Post the group casts of a step, whose rows leave from a copy."""
+    first = 0  # the first cast of a part
+    for at, t in enumerate(step.post):
+        first = at if t.part != step.post[first].part else first
+        own, piece = f"kv {b.own}", b.piece(t.part)
+        sources = (own, f"gathered {t.after}") if b.forwards(t) else (own,)
+        writes = f"gathered {t.number}", f"leaving {t.number}"
+        b.post(t, sources, writes, low(SENT[at - first]) / piece[1], piece, at - first)
+
+
+def wait_for_rows(b: ProgramBuilder, step: ScheduleStep) -> tuple[str, ...]:
+    """Wait for the rows of a step. Return the names of their buffers."""
     b.wait(step.wait)
     last = b.posted[step.wait[-1]].transfer
-    arrived: tuple[str, ...] = (f"gathered {last.number}",)
     if b.forwards(last):
         assert last.after is not None
         b.wait((last.after,))
-        arrived = f"gathered {last.after}", *arrived
-    piece = b.piece(step.part)
-    moves = 2 * b.cast_size(low) / piece[1]
-    b.arrange(MERGE_ROWS, (own, *arrived), (keys,), moves, piece=piece)
-    return keys
+    return arrived_rows(b, step)
+
+
+def arrived_rows(b: ProgramBuilder, step: ScheduleStep) -> tuple[str, ...]:
+    """Return the names of the buffers with the rows for which a step waits."""
+    last = b.posted[step.wait[-1]].transfer
+    name = f"gathered {last.number}"
+    return (f"gathered {last.after}", name) if b.forwards(last) else (name,)
 
 
 def return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, made: str) -> str:

@@ -26,6 +26,12 @@ from mtrain_cli.parallel.traffic import ROW_BLOCK, blocks_needed, count_traffic
 
 _MOST_COUNTED = 1 << 25  # blocks of all ranks
 _BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
+# By number of casts: the casts whose rows stage 1, and stage 2 if there is one, computes.
+_CASTS_OF_STAGES: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((0,),),
+    2: ((0, 1),),
+    3: ((1,), (0, 2)),
+}
 
 
 @dataclass(frozen=True)
@@ -43,20 +49,45 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class CastRows:
-    """The rows that one rank holds while it computes, and the casts that bring them.
+class Keys:
+    """The keys with which a rank computes in one kernel call: its own rows, or rows of casts.
 
-    positions: int64 [rows], global position of each key with which the rank computes, ascending.
-    pool: int64 [rows], index in ``positions`` of each row of the pool.
-    own: number of this rank's own rows.
-    casts: in the order in which they run. A hierarchical cast across nodes comes before the cast
-        inside the node, which forwards rows of the first.
+    positions: int64 [keys], global position of each key, ascending.
+    places: int64 [keys], index in ``positions`` of each row, in the order of the pool.
+    casts: numbers of the casts that bring the rows.
     """
 
     positions: IntArray
-    pool: torch.Tensor
+    places: torch.Tensor
+    casts: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: IntArray, casts: tuple[int, ...]) -> Keys:
+        """Return the keys for rows in the order of the pool. rows: int64 [keys], positions."""
+        order = np.argsort(rows)
+        return Keys(rows[order], torch.from_numpy(np.argsort(order)), casts)
+
+
+@dataclass(frozen=True)
+class CastRows:
+    """The rows that one rank holds while it computes, and the casts that bring them.
+
+    keys: own rows and the rows of all casts.
+    stages: received rows by stage; the first entry belongs to stage 1. () without stages.
+    own: number of this rank's own rows.
+    casts: in the order in which they run. A hierarchical cast across nodes comes before the cast
+        inside the node, which forwards rows of the first. With three casts, the second moves rows
+        of the node, and the third forwards rows of the first.
+    """
+
+    keys: Keys
+    stages: tuple[Keys, ...]
     own: int
     casts: tuple[Cast, ...]
+
+    def of_stage(self, stage: int | None) -> Keys:
+        """Return the received rows of stage 1 or 2. None: own rows and all received rows."""
+        return self.keys if stage is None else self.stages[stage - 1]
 
     def arriving(self, at: int) -> slice:
         """Return the place in the pool of the rows that cast number ``at`` delivers."""
@@ -82,30 +113,57 @@ class CastRows:
             pool = torch.cat([pool, *arrived])
         return pool.index_select(0, self.casts[at].leaving)
 
-    def merged(self, own: torch.Tensor, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def merged(
+        self, own: torch.Tensor | None, arrived: Sequence[torch.Tensor], stage: int | None = None
+    ) -> list[torch.Tensor]:
         """Return k and v in order of position, each [batch, keys, kv_heads, head_dim].
 
-        own, arrived: as in `picked`. ``arrived`` has the rows of all casts.
+        own, arrived: as in `picked`. If ``stage`` is None, ``arrived`` has the rows of all casts.
+            Else it has the rows of the stage, and ``own`` is None.
         """
-        keys = []
+        of, keys = self.of_stage(stage), []
         for i in (0, 1):
-            sources = own[i], *(rows[:, i].transpose(0, 1) for rows in arrived)
-            whole = own.new_empty(own.shape[1], len(self.positions), *own.shape[3:])
+            sources = [rows[:, i].transpose(0, 1) for rows in arrived]
+            sources = sources if own is None else [own[i], *sources]
+            first = sources[0]
+            whole = first.new_empty(first.shape[0], len(of.positions), *first.shape[2:])
             sizes = [rows.shape[1] for rows in sources]
-            for places, rows in zip(self.pool.split(sizes), sources, strict=True):
+            for places, rows in zip(of.places.split(sizes), sources, strict=True):
                 whole.index_copy_(1, places, rows)
             keys.append(whole)
         return keys
 
-    def split(self, dk: torch.Tensor, dv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def split(
+        self,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        dtype: torch.dtype,
+        rows: torch.Tensor | None = None,
+        stage: int | None = None,
+    ) -> torch.Tensor:
         """Return gradients in the order of the pool, [rows, 2, batch, kv_heads, head_dim].
 
         dk, dv: [batch, keys, kv_heads, head_dim], in order of position.
+        rows: memory for the result; None to allocate it.
+        stage: write only the rows of stage 1 or 2; None: all rows.
         """
-        rows = dk.new_empty(len(self.pool), 2, dk.shape[0], *dk.shape[2:], dtype=dtype)
+        of = self.of_stage(stage)
+        if rows is None:
+            pool = len(self.keys.positions)
+            rows = dk.new_empty(pool, 2, dk.shape[0], *dk.shape[2:], dtype=dtype)
+        targets = [rows] if stage is None else [rows[self.arriving(cast)] for cast in of.casts]
+        sizes = [len(target) for target in targets]
         for i, gradient in enumerate((dk, dv)):
-            rows[:, i] = gradient.transpose(0, 1).index_select(0, self.pool)
+            in_order = gradient.transpose(0, 1).index_select(0, of.places)
+            for target, part in zip(targets, in_order.split(sizes), strict=True):
+                target[:, i] = part
+            del in_order, part  # before the next gradient allocates its copy
         return rows
+
+    def zeros(self, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return gradients of 0 for the pool, shaped as by `split`. own: as in `picked`."""
+        two, batch, _, *heads = own.shape
+        return own.new_zeros(len(self.keys.positions), two, batch, *heads, dtype=dtype)
 
     def add_returned(self, at: int, rows: torch.Tensor, returned: torch.Tensor) -> None:
         """Add what other ranks returned for the rows that cast number ``at`` sent.
@@ -129,17 +187,20 @@ class CastRows:
         rank: int,
         peers: Sequence[Sequence[int]],
         block: int | None = None,
+        *,
+        staged: bool = False,
     ) -> CastRows:
         """Plan the casts of a rank.
 
         Args:
             masks: one per sequence of the batch. A row moves if one of the sequences needs it.
             rank: number of the rank in ``layout``.
-            peers: the ranks among which each cast runs, by cast. If there are two, the first are
-                the counterparts in other nodes, and the second the ranks of this node.
+            peers: the ranks among which each cast runs, by cast. If there are two or three, the
+                first are the counterparts in other nodes, and the others the ranks of this node.
             block: number of tokens per block of a dynamic index; None for dense attention.
+            staged: whether the rank computes own rows and received rows in separate stages.
         """
-        return _RowPlanner(layout, masks, block).rows(rank, peers)
+        return _RowPlanner(layout, masks, block).rows(rank, peers, staged=staged)
 
 
 def cast_peers(program: Program) -> tuple[tuple[int, ...], ...]:
@@ -147,10 +208,10 @@ def cast_peers(program: Program) -> tuple[tuple[int, ...], ...]:
 
     Ranks that share heads count as one rank.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[int, tuple[int, ...]] = {}
     for post in program.posts:
         if post.transfer.kind == GROUP_CAST:
-            found[post.transfer.channel] = tuple(r // program.sharing for r in post.transfer.peers)
+            found[post.cast] = tuple(r // program.sharing for r in post.transfer.peers)
     return tuple(found.values())
 
 
@@ -177,7 +238,11 @@ def largest_shares(
         per_node=len(peers[-1]) if len(peers) > 1 else None,
         block=row_block(inside, block),
     )
-    moved = (traffic.outer, traffic.inner)[-len(peers) :]
+    moved = {
+        1: [traffic.inner],
+        2: [traffic.outer, traffic.inner],
+        3: [traffic.outer, traffic.near, traffic.relayed],
+    }[len(peers)]
     rows = inside.tokens_per_worker * len(masks)
     return tuple(
         (Fraction(int(of.sent.max()), rows), Fraction(int(of.received.max()), rows)) for of in moved
@@ -201,8 +266,12 @@ def whole_shares(schedule: Schedule) -> tuple[tuple[Fraction, Fraction], ...]:
     peers = cast_peers(lower(schedule, 0)) if schedule.traits.by_mask else ()
     if not peers:
         return ()
-    *across, within = (len(of) for of in peers)
-    moved = [n - 1 for n in across] + [(within - 1) * (across[0] if across else 1)]
+    nodes, mates = len(peers[0]), len(peers[-1]) - 1
+    moved = {
+        1: [mates],
+        2: [nodes - 1, mates * nodes],
+        3: [nodes - 1, mates, mates * (nodes - 1)],
+    }[len(peers)]
     return tuple((Fraction(n), Fraction(n)) for n in moved)
 
 
@@ -224,34 +293,44 @@ class _RowPlanner:
         needed = np.any(self._needed[list(ranks)], axis=0)
         return np.flatnonzero(np.asarray(needed)[positions // self.block])
 
-    def rows(self, rank: int, peers: Sequence[Sequence[int]]) -> CastRows:
-        """Return the rows of a rank. peers: as in `CastRows.make`."""
+    def rows(self, rank: int, peers: Sequence[Sequence[int]], *, staged: bool = False) -> CastRows:
+        """Return the rows of a rank. peers, staged: as in `CastRows.make`."""
         pool, casts = [self._positions[rank]], []
         for at, among in enumerate(peers):
             # The ranks that a peer serves: itself, or in a cast across nodes the peer's whole node.
-            offsets = [0] if at == len(peers) - 1 else [mate - rank for mate in peers[-1]]
-            held = np.concatenate(pool)
+            crosses = at == 0 and len(peers) > 1
+            offsets = [mate - rank for mate in peers[-1]] if crosses else [0]
+            start, held = self._sources(at, rank, peers)
             leaving, received = [], []
             for peer in among:
                 if peer == rank:
                     leaving.append(np.empty(0, np.int64))
                     received.append(np.empty(0, np.int64))
                     continue
-                leaving.append(self._wanted(held, [peer + offset for offset in offsets]))
-                theirs = self._positions[peer]
-                if at:
-                    theirs = self._held(peer, [p + peer - rank for p in peers[0]], peers[-1])
+                leaving.append(start + self._wanted(held, [peer + offset for offset in offsets]))
+                # Another rank of the node has other counterparts.
+                of_peer = [[p + peer - rank for p in peers[0]], *peers[1:]]
+                _, theirs = self._sources(at, peer, of_peer)
                 received.append(theirs[self._wanted(theirs, [rank + o for o in offsets])])
             sent, arrived = (tuple(map(len, rows)) for rows in (leaving, received))
             casts.append(Cast(torch.from_numpy(np.concatenate(leaving)), sent, arrived))
             pool.append(np.concatenate(received))
-        order = np.argsort(np.concatenate(pool))
-        places = torch.from_numpy(np.argsort(order))
-        return CastRows(np.concatenate(pool)[order], places, len(pool[0]), tuple(casts))
+        of_stages = _CASTS_OF_STAGES[len(casts)] if staged else ()
+        stages = [Keys.of(np.concatenate([pool[1 + at] for at in of]), of) for of in of_stages]
+        whole = Keys.of(np.concatenate(pool), tuple(range(len(casts))))
+        return CastRows(whole, tuple(stages), len(pool[0]), tuple(casts))
 
-    def _held(self, rank: int, counterparts: Sequence[int], node: Sequence[int]) -> IntArray:
-        """Return the positions that a rank holds after the cast across nodes, in pool order."""
-        others = [self._positions[peer] for peer in counterparts if peer != rank]
-        return np.concatenate(
-            [self._positions[rank], *(theirs[self._wanted(theirs, node)] for theirs in others)]
-        )
+    def _sources(self, at: int, rank: int, peers: Sequence[Sequence[int]]) -> tuple[int, IntArray]:
+        """Return the rows that cast number ``at`` may send.
+
+        peers: as in `CastRows.make`, for ``rank``.
+        Returns: the number of the first row in the pool, and the positions of all.
+        """
+        own = self._positions[rank]
+        if at == 0 or (at == 1 and len(peers) == 3):
+            return 0, own
+        others = [self._positions[peer] for peer in peers[0] if peer != rank]
+        relayed = [theirs[self._wanted(theirs, peers[-1])] for theirs in others]
+        if len(peers) == 3:
+            return len(own), np.concatenate(relayed)
+        return 0, np.concatenate([own, *relayed])

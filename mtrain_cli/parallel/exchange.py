@@ -175,7 +175,8 @@ class Exchange:
         peers = cast_peers(self.program(backward=False))
         if not peers:
             return None
-        return CastRows.make(inside, masks, self.own[0], peers, block)
+        staged = self.schedule.stages > 1
+        return CastRows.make(inside, masks, self.own[0], peers, block, staged=staged)
 
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False

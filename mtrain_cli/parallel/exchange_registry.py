@@ -17,14 +17,17 @@ def make_exchange(
     chunks: int = 1,
     prefetch: int = 1,
     circulates: str = KV,
+    stages: int = 1,
     shared_columns: bool = True,
 ) -> Exchange:
     """Make the exchange of a run. `exchange_selection.choose_exchange` resolves ``auto`` first.
 
-    chunks, prefetch, circulates: see `schedule.ScheduleOptions`.
+    chunks, prefetch, circulates, stages: see `schedule.ScheduleOptions`.
     shared_columns: whether a ring gathers the single columns of an index once per pass.
     """
-    options = ScheduleOptions(group.size, group.per_node, chunks, prefetch, circulates, group.heads)
+    options = ScheduleOptions(
+        group.size, group.per_node, chunks, prefetch, circulates, group.heads, stages
+    )
     return Exchange(layout, group, make_schedule(name, options), shared_columns=shared_columns)
 
 
@@ -37,5 +40,6 @@ def make_chosen_exchange(choice: ExchangeChoice, layout: Layout, group: ContextG
         chunks=choice.chunks,
         prefetch=choice.prefetch,
         circulates=choice.circulates,
+        stages=choice.stages,
         shared_columns=choice.shared_columns,
     )

@@ -35,7 +35,7 @@ _ACCUMULATION_BYTES = 4
 class ExchangeChoice:
     """The exchange of a run and the reason for it.
 
-    per_node, heads, chunks, prefetch, circulates: see `ScheduleOptions`.
+    per_node, heads, chunks, prefetch, circulates, stages: see `ScheduleOptions`.
     shared_columns: whether a ring gathers the single columns of an index once per pass.
     channels: the channels on which keys or queries move; empty if neither moves between workers,
         because one worker computes alone or all workers share heads (Ulysses).
@@ -50,6 +50,7 @@ class ExchangeChoice:
     circulates: str = KV
     shared_columns: bool = True
     channels: tuple[str, ...] = (CONTEXT,)
+    stages: int = 1
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -72,7 +73,13 @@ class ExchangeChoice:
     def options(self, workers: int) -> ScheduleOptions:
         """Return the options of the schedule for a context group of ``workers`` workers."""
         return ScheduleOptions(
-            workers, self.per_node, self.chunks, self.prefetch, self.circulates, self.heads
+            workers,
+            self.per_node,
+            self.chunks,
+            self.prefetch,
+            self.circulates,
+            self.heads,
+            self.stages,
         )
 
     @property
@@ -86,6 +93,8 @@ class ExchangeChoice:
         more = []
         if self.chunks > 1:
             more.append(f"{self.chunks} parts of the heads")
+        if self.stages > 1:
+            more.append(f"{self.stages} stages")
         if self.prefetch > 1:
             more.append(f"{self.prefetch} hops ahead")
         if self.queries_travel:
@@ -153,13 +162,13 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
     if match is None or (match["name"] is None and match["heads"] is None):
         return None
     details = match["more"].split(", ") if match["more"] else []
-    ahead, parts = (
+    ahead, parts, stages = (
         next((int(words.split()[0]) for words in details if words.endswith(end)), 1)
-        for end in ("hops ahead", "parts of the heads")
+        for end in ("hops ahead", "parts of the heads", "stages")
     )
     circulates = QUERIES if any(words.startswith("queries") for words in details) else KV
     heads = int(match["heads"] or 1)
-    options = ScheduleOptions(workers, per_node, parts, ahead, circulates, heads)
+    options = ScheduleOptions(workers, per_node, parts, ahead, circulates, heads, stages)
     return match["name"] or HEAD_SHARING[ULYSSES], options
 
 
@@ -241,6 +250,7 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         prefetch=1 if EXCHANGE_TRAITS[name].gathers else topology.prefetch,
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
+        stages=_stages(topology, needs, name, heads),
     )
     return replace(choice, channels=make_schedule(name, choice.options(needs.workers)).channels)
 
@@ -354,6 +364,24 @@ def _chunks(
             f"of a worker; allowed: {allowed}"
         )
     return topology.chunks
+
+
+def _stages(topology: TopologyConfig, needs: ExchangeNeeds, name: str, heads: int) -> int:
+    """Return the number of stages of a group cast; 1 for other exchanges."""
+    if topology.stages == "auto":
+        return 1
+    assert isinstance(topology.stages, int)
+    traits = EXCHANGE_TRAITS[name]
+    casts = {n: t for n, t in EXCHANGE_TRAITS.items() if t.by_mask}
+    fitting = [n for n, t in casts.items() if topology.stages < 3 or t.hierarchical]
+    if topology.stages > 1 and name not in fitting:
+        raise ConfigError(
+            f"topology.stages={topology.stages}: works only with {' and '.join(fitting)}, not with "
+            f"{_user_exchange(topology, name)}. Set topology.stages=auto"
+        )
+    groups, per_node = needs.workers // heads, max(1, needs.per_node // heads)
+    several = traits.hierarchical and 1 < per_node < groups
+    return min(topology.stages, 3 if several else 2 if groups > 1 else 1)
 
 
 def _names(*, gathers: bool) -> str:

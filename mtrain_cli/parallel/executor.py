@@ -127,8 +127,8 @@ class Executor:
                 own = part_of_heads(sources[0], op.piece, 3)
                 return self.cast_rows.picked(op.cast, own, sources[1:])
             if len(sources) > 1:
-                # The earlier transfer returned rows of the cast that follows this transfer's cast.
-                self.cast_rows.add_returned(op.cast + 1, *sources)
+                # The earlier transfer returned what the last cast forwarded.
+                self.cast_rows.add_returned(len(self.cast_rows.casts) - 1, *sources)
             return sources[0][self.cast_rows.arriving(op.cast)]
 
         row = sources[0][:, :, 0] if op.transfer.kind == GROUP_CAST else sources[0][0]
@@ -193,7 +193,8 @@ class Executor:
     def _merge(self, op: Merge) -> None:
         if len(op.writes) == 1:
             if op.reads[0] in self.tensors:
-                total = self.tensors.setdefault("total", RunningAttention(self.tensors["q"]))
+                empty = RunningAttention(self.tensors["q"])
+                total = self.tensors.setdefault(op.writes[0], empty)
                 with self.transport.span(MERGE):
                     total.add(*self.tensors[op.reads[0]])
             return
@@ -265,7 +266,8 @@ class Executor:
 
     def _result(self, op: Arrange) -> Sequence[Any]:
         q, total = self.tensors[op.reads[0]], self.tensors.get(op.reads[1])
-        return (total or RunningAttention(q)).result()
+        result = (total or RunningAttention(part_of_heads(q, op.piece, 2))).result()
+        return result if len(op.writes) == 2 else (result,)
 
     def _gradients(self, op: Arrange) -> Sequence[Any]:
         q, dq, keys = self._read(op)
@@ -284,16 +286,39 @@ class Executor:
         return ([self.tiles.placement.inside.to_sequence(shards[:, i]) for i in (0, 1)],)
 
     def _merge_rows(self, op: Arrange) -> Sequence[Any]:
-        packed, *arrived = self._read(op)
-        return (self.cast_rows.merged(part_of_heads(packed, op.piece, 3), arrived),)
+        arrived, own = self._read(op), None
+        if op.stage is None:
+            own = part_of_heads(arrived.pop(0), op.piece, 3)
+        return (self.cast_rows.merged(own, arrived, op.stage),)
+
+    def _zero_rows(self, op: Arrange) -> Sequence[Any]:
+        (own,) = self._read(op)
+        return (self.cast_rows.zeros(part_of_heads(own, op.piece, 3), self._high),)
 
     def _split_rows(self, op: Arrange) -> Sequence[Any]:
-        ((dk, dv),) = self._read(op)
-        return (self.cast_rows.split(dk, dv, self._high),)
+        # A step without pairs has no gradients.
+        made, rows = self.tensors.get(op.reads[0]), self.tensors.get(op.writes[0])
+        if made is not None:
+            dk, dv = made
+            rows = self.cast_rows.split(dk, dv, self._high, rows, op.stage)
+        return (rows,)
 
     def _own_rows(self, op: Arrange) -> Sequence[Any]:
-        (total,) = self._read(op)
-        return (total[: self.cast_rows.own].permute(1, 2, 0, 3, 4).contiguous(),)
+        total, of_own = self.tensors[op.reads[0]], self.tensors.get(op.reads[-1])
+        own = total[: self.cast_rows.own].permute(1, 2, 0, 3, 4).contiguous()
+        if len(op.reads) == 2 and of_own is not None:
+            own[0] += of_own[0]
+            own[1] += of_own[1]
+        return (own,)
+
+    def _add_dq(self, op: Arrange) -> Sequence[Any]:
+        q, parts = self.tensors["q"], [self.tensors[n] for n in op.reads[1:] if n in self.tensors]
+        if not parts:
+            return (torch.zeros_like(part_of_heads(q, op.piece, 2)).contiguous(),)
+        total = parts[0].to(self._high)
+        for part in parts[1:]:
+            total += part
+        return (total.to(q.dtype),)
 
     def _cut(self, op: Arrange) -> Sequence[Any]:
         (lse,) = self._read(op)
@@ -409,7 +434,9 @@ _ARRANGE: dict[str, Callable[[Executor, Arrange], Sequence[Any]]] = {
     arrangements.SHARDS: Executor._shards,
     arrangements.MERGE_ROWS: Executor._merge_rows,
     arrangements.SPLIT_ROWS: Executor._split_rows,
+    arrangements.ZERO_ROWS: Executor._zero_rows,
     arrangements.OWN_ROWS: Executor._own_rows,
+    arrangements.ADD_DQ: Executor._add_dq,
     arrangements.OWN: Executor._own,
     arrangements.JOIN: Executor._join,
     arrangements.JOIN_OUT: Executor._join_out,

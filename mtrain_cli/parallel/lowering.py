@@ -13,6 +13,7 @@ from mtrain_cli.parallel.program import KEYS, NOTHING, QUERIES, Program, low
 from mtrain_cli.parallel.program_builder import Emit, ProgramBuilder, Steps, Traits
 from mtrain_cli.parallel.ring_programs import keys_backward, queries_backward, ring_forward
 from mtrain_cli.parallel.schedule import Schedule
+from mtrain_cli.parallel.staged_programs import staged_backward, staged_forward
 
 
 def lower(
@@ -21,7 +22,9 @@ def lower(
     """Return the program of a rank in the forward or the backward pass."""
     b = ProgramBuilder(schedule, rank, traits or Traits())
     steps = (schedule.backward if backward else schedule.forward)[rank]
-    if schedule.gathers:
+    if schedule.stages > 1:
+        inside = staged_backward if backward else staged_forward
+    elif schedule.gathers:
         inside = gather_backward if backward else gather_forward
     elif backward:
         inside = queries_backward if schedule.queries_travel else keys_backward
@@ -59,7 +62,9 @@ def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: boo
     b.trade(steps[-1].post[0], "tokens to trade", "traded tokens", returned)
     by_rank = [f"{name} by rank" for name in back]
     b.arrange(FROM_HEADS, ("traded tokens",), by_rank, 3 * returned)
-    copied = joined_size(len(steps) - 1) if backward and b.schedule.gathers else NOTHING
+    copied = NOTHING
+    if backward and b.schedule.gathers:
+        copied = joined_size((len(steps) - 1) // b.schedule.stages)
     # The tensors by rank are views of "traded tokens", which must live until they are copied.
     b.arrange(ADD_HEADS, by_rank, [f"own {name}" for name in back], copied, timed=False)
     b.hold("traded tokens")

@@ -18,10 +18,16 @@ from mtrain_cli.attention.device_copy import map_tensors, packed, to_device, unp
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.placement import Placement
-from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Program, Shards
+from mtrain_cli.parallel.program import (
+    WHOLE_SEQUENCE,
+    Program,
+    Shards,
+    stage_of_keys,
+)
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
@@ -97,9 +103,8 @@ class Plan:
 
         def tiles(rows: int | None) -> ShardTiles:
             needed = exchange.needed_tiles(indexed=block is not None, forward_only=rows is not None)
-            positions = {s: positions_of(placement.inside, s) for pair in needed for s in pair}
-            if moved is not None:
-                positions[WHOLE_SEQUENCE] = moved.positions
+            shards = {s for pair in needed for s in pair}
+            positions = {s: positions_of(placement.inside, s, moved) for s in shards}
             made = {
                 (q, k): Tiles.between(masks, positions[q][:rows], positions[k], tables)
                 for q, k in sorted(needed)
@@ -160,10 +165,12 @@ class Plan:
             *(f"sequence of {mask.length:,} tokens: {mask.pairs:,} pairs" for mask in self.masks),
         ]
         for op in self.forward.computes:
-            keys = f"keys of shard {op.keys[0]}"
-            if op.keys == WHOLE_SEQUENCE:
-                rows = self.tiles.rows
-                keys = "all keys" if rows is None else f"{len(rows.positions):,} keys"
+            keys, stage = f"keys of shard {op.keys[0]}", stage_of_keys(op.keys)
+            if op.keys == WHOLE_SEQUENCE or stage is not None:
+                keys = "all keys"
+                if self.tiles.rows is not None:
+                    received = "received " if stage else ""
+                    keys = f"{len(self.tiles.rows.of_stage(stage).positions):,} {received}keys"
             part, parts = op.part
             heads = f", part {part + 1} of {parts} of the heads" if parts > 1 else ""
             pairs = self.tiles.tiles[op.queries, op.keys].pairs
@@ -173,11 +180,15 @@ class Plan:
         return "\n".join(lines)
 
 
-def positions_of(layout: Layout, shards: Shards) -> IntArray:
+def positions_of(layout: Layout, shards: Shards, rows: CastRows | None = None) -> IntArray:
     """Return the global positions of a shard's tokens, ascending, int64[tokens].
 
-    shards: one shard, or `WHOLE_SEQUENCE`.
+    shards: one shard, `WHOLE_SEQUENCE`, or `program.keys_of_stage`.
+    rows: the rows that group casts move; None for other exchanges.
     """
+    stage = stage_of_keys(shards)
+    if rows is not None and (stage is not None or shards == WHOLE_SEQUENCE):
+        return rows.of_stage(stage).positions
     if shards == WHOLE_SEQUENCE:
         return np.arange(layout.padded_seq, dtype=np.int64)
     (shard,) = shards

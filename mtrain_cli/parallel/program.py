@@ -26,6 +26,18 @@ Shape = tuple[tuple[Fraction, str, int], ...]  # (count, unit, bytes per element
 # Stands for all key shards, in sequence order. After a group cast, only for the rows that arrived.
 WHOLE_SEQUENCE: Shards = (-1,)
 
+
+def keys_of_stage(stage: int) -> Shards:
+    """Return what stands for the rows that a group cast brings for stage 1 or 2."""
+    return (WHOLE_SEQUENCE[0] - stage,)
+
+
+def stage_of_keys(keys: Shards) -> int | None:
+    """Return the stage for which `keys_of_stage` made ``keys``; None for other keys."""
+    (first,) = keys
+    return WHOLE_SEQUENCE[0] - first if first < WHOLE_SEQUENCE[0] else None
+
+
 # Units of a size. Each stands for a count of tensor elements:
 #   QUERIES: a rank's queries.
 #   KEYS: the keys and values with which a rank computes. Ulysses repeats a key-value head if it has
@@ -37,7 +49,7 @@ WHOLE_SEQUENCE: Shards = (-1,)
 #   SENT[i], RECEIVED[i]: keys and values of the rows that group cast number i moves.
 QUERIES, KEYS, OWN_KEYS, STATS = "queries", "keys", "own_keys", "stats"
 COLUMNS, WIDE_COLUMNS = "columns", "wide_columns"
-SENT, RECEIVED = ("sent 0", "sent 1"), ("received 0", "received 1")
+SENT, RECEIVED = (tuple(f"{word} {at}" for at in range(3)) for word in ("sent", "received"))
 # Precisions. LOW: the compute dtype. HIGH: float32, for sums. MADE: the dtype of a kernel's dk, dv.
 LOW, HIGH, MADE = "low", "high", "made"
 _SUM_BYTES = 4
@@ -193,6 +205,7 @@ class Arrange(Operation):
     among: number of ranks per node if the shards come from or go to a hierarchical collective;
         otherwise 0.
     renames: whether the written buffers take over the memory of the buffers in `frees`.
+    stage: stage of a group cast to which the copied rows belong; None for all rows.
     """
 
     what: str
@@ -201,6 +214,7 @@ class Arrange(Operation):
     piece: Part = (0, 1)
     among: int = 0
     renames: bool = False
+    stage: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +257,8 @@ class Compute(Operation):
     (q, dout, out, lse, delta, keys), or (message, keys) if the queries came from another rank. It
     writes dq, and one buffer with dk and dv. Without delta, the kernel computes delta from out.
 
-    queries, keys: one shard each; keys can be `WHOLE_SEQUENCE`. Ranks that share heads hold one
-        shard together.
+    queries, keys: one shard each; keys can also be `WHOLE_SEQUENCE` or `keys_of_stage`. Ranks that
+        share heads hold one shard together.
     part: (i, n): compute the i-th of n equal parts of the model's heads.
     piece: (i, n): the same heads, as a part of the heads that this rank holds.
     with_columns: whether this call also computes the single columns of the index.

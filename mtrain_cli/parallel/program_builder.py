@@ -38,6 +38,7 @@ from mtrain_cli.parallel.program import (
     Wait,
     as_made,
     high,
+    keys_of_stage,
     low,
 )
 from mtrain_cli.parallel.schedule import COLUMNS as COLUMN_PAYLOAD
@@ -119,6 +120,7 @@ class ProgramBuilder:
         self.in_flight: dict[int, Post] = {}
         self._held: dict[str, int] = {}  # buffer -> the operation up to which it must live
         self.pooled: set[str] = set()
+        self.sized: dict[str, Size] = {}  # sizes of buffers whose names do not tell them
         self._inside = slice(None)
 
     def shard(self, members: Shards) -> int:
@@ -163,12 +165,18 @@ class ProgramBuilder:
             reads,
             writes,
             queries=(self.shard(step.queries),),
-            keys=WHOLE_SEQUENCE if self.schedule.gathers else (self.shard(step.keys),),
+            keys=self._keys(step),
             part=step.part,
             piece=self.piece(step.part),
             with_columns=not self.traits.columns,
             scratch=scratch,
         )
+
+    def _keys(self, step: ScheduleStep) -> Shards:
+        if step.stage:
+            return keys_of_stage(step.stage)
+        one = step.stage == 0 or not self.schedule.gathers
+        return (self.shard(step.keys),) if one else WHOLE_SEQUENCE
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait for the transfers with these numbers, which must be in flight."""
@@ -210,11 +218,15 @@ class ProgramBuilder:
         )
         self.post(transfer, (name,), (name,), size)
 
+    @property
+    def casts(self) -> range:
+        """The numbers of the group casts."""
+        posts = (op for op in self._operations if isinstance(op, Post))
+        return range(len({op.cast for op in posts if op.transfer.kind == GROUP_CAST}))
+
     def cast_size(self, width: Callable[[str], Size]) -> Size:
         """Return the size of the keys with which a rank computes after the group casts."""
-        posts = (op for op in self._operations if isinstance(op, Post))
-        casts = {op.cast for op in posts if op.transfer.kind == GROUP_CAST}
-        return sum((width(RECEIVED[cast]) for cast in sorted(casts)), width(KEYS))
+        return sum((width(RECEIVED[cast]) for cast in self.casts), width(KEYS))
 
     def enclose(self, inside: Emit, steps: Steps) -> None:
         """Emit the operations between the two Ulysses all-to-alls and remember their range."""
@@ -299,6 +311,8 @@ class ProgramBuilder:
 
         sizes: the result of `_sizes`. The keys are the first words of buffer names.
         """
+        if name in self.sized:
+            return self.sized[name]
         word, _, number = name.partition(" ")
         if word in ("gathered", "leaving", "sum", "returned"):
             post = self.posted[int(number)]

@@ -114,6 +114,8 @@ class ScheduleStep:
     queries, keys: numbers of the query shard and the key shard that the kernel call computes. Both
         tuples are empty in a step that has only transfers.
     part: (i, n): compute the i-th of n equal parts of the heads.
+    stage: in a staged group cast, 0 for this rank's own keys, and 1 or 2 for received keys; else
+        None.
     post: transfers that start first, to overlap with the computation.
     wait: numbers of the transfers that must complete before the computation.
     collect: numbers of the gradient transfers that must complete after the computation. A completed
@@ -125,6 +127,7 @@ class ScheduleStep:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     part: tuple[int, int] = (0, 1)
+    stage: int | None = None
     wait: tuple[int, ...] = ()
     post: tuple[Transfer, ...] = ()
     collect: tuple[int, ...] = ()
@@ -176,6 +179,7 @@ class Schedule:
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
     heads: number of ranks that share heads by all-to-alls (Ulysses) around the exchange; 1 without
         Ulysses.
+    stages: number of kernel calls for each part of the heads in a group cast.
     """
 
     exchange: str
@@ -187,6 +191,7 @@ class Schedule:
     keeps: Sequence[tuple[int, ...]]
     circulates: str = KV
     heads: int = 1
+    stages: int = 1
 
     @property
     def nodes(self) -> int:
@@ -226,6 +231,9 @@ class ScheduleOptions:
     prefetch: number of hops that a ring posts ahead of the computation.
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
     heads: number of ranks that share heads by all-to-alls (Ulysses); 1 without Ulysses.
+    stages: number of kernel calls in which a group cast computes each part of the heads: 1 for all
+        keys at once; 2 for a rank's own keys, then received keys; 3 for own keys, keys of the node,
+        then keys of other nodes. If all ranks share a node, 3 means 2.
     """
 
     workers: int
@@ -234,6 +242,7 @@ class ScheduleOptions:
     prefetch: int = 1
     circulates: str = KV
     heads: int = 1
+    stages: int = 1
 
 
 def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
@@ -250,7 +259,7 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         raise ValueError(
             f"{workers} workers: not a multiple of the {heads} ranks that share heads."
         )
-    if min(workers, options.per_node, options.chunks, options.prefetch, heads) < 1:
+    if min(workers, options.per_node, options.chunks, options.prefetch, heads, options.stages) < 1:
         raise ValueError(f"{options}: every number must be at least 1.")
     if workers > options.per_node and workers % options.per_node:
         raise ValueError(f"{workers} workers: not a multiple of {options.per_node} ranks per node.")
@@ -305,36 +314,81 @@ def hierarchical_group_cast(options: ScheduleOptions) -> Schedule:
 def _gather(name: str, options: ScheduleOptions) -> Schedule:
     workers, chunks, traits = options.workers, options.chunks, EXCHANGE_TRAITS[name]
     nodes = -(-workers // options.per_node) if traits.hierarchical else 1
-    everyone = tuple(range(workers))
+    stages = 1
+    if workers > 1 and options.stages > 1:
+        assert traits.by_mask, "only group casts have stages"
+        stages = options.stages if 1 < nodes < workers else 2
 
     def steps(rank: int, backward: bool) -> Steps:
         if workers == 1:
             return tuple(ScheduleStep((0,), (0,), (c, chunks)) for c in range(chunks))
-        make = partial(_collectives, rank, workers, nodes, count(), traits.by_mask)
+        make = partial(_collectives, rank, workers, nodes, count(), traits.by_mask, stages == 3)
         result: list[ScheduleStep] = []
         before: tuple[Transfer, ...] = ()
-        # The first part has nothing to overlap with: step 0 posts it and waits for it. Every other
-        # part is gathered while the part before it is computed.
+        # The first part overlaps only with the stage of own keys: step 0 posts it. Every other part
+        # is gathered while the part before it is computed.
         ready = make(KV, (0, chunks))
         for c in range(chunks):
             following = make(KV, (c + 1, chunks)) if c + 1 < chunks else ()
             gradients = make(DKV, (c, chunks)) if backward else ()
-            step = ScheduleStep(
-                (rank,),
-                everyone,
-                (c, chunks),
-                wait=(ready[-1].number,),
-                post=(*ready, *following) if c == 0 else following,
-                collect=_numbers(before),
-                send=gradients,
-            )
-            result.append(step)
+            of_part = _stages(rank, workers, nodes, stages, ready, gradients)
+            posts = {0: ready if c == 0 else ()}
+            # Received keys are computed first in backward, last in forward.
+            at = 0 if backward or stages == 1 else 1
+            posts[at] = (*posts.get(at, ()), *following)
+            for turn, step in enumerate(reversed(of_part) if backward else of_part):
+                result.append(
+                    replace(
+                        step,
+                        part=(c, chunks),
+                        post=posts.get(turn, ()),
+                        collect=_numbers(before) if turn == 0 else (),
+                    )
+                )
             ready, before = following, gradients
         return tuple(result)
 
     forward, backward = (PerRank(workers, partial(steps, backward=b)) for b in (False, True))
     keeps = PerRank(workers, lambda r: (r,))
-    return Schedule(name, traits, workers, options.per_node, forward, backward, keeps)
+    return Schedule(
+        name, traits, workers, options.per_node, forward, backward, keeps, stages=stages
+    )
+
+
+def _stages(
+    rank: int,
+    workers: int,
+    nodes: int,
+    stages: int,
+    casts: tuple[Transfer, ...],
+    gradients: tuple[Transfer, ...],
+) -> list[ScheduleStep]:
+    """Return the steps that compute one part of the heads, in the order of forward.
+
+    A step waits for the last transfer that brings its keys.
+
+    casts, gradients: the part's transfers; see `_collectives`.
+    """
+    everyone, own = range(workers), (rank,)
+    if stages == 1:
+        wait = (casts[-1].number,)
+        return [ScheduleStep(own, tuple(everyone), wait=wait, send=gradients)]
+    first = ScheduleStep(own, own, stage=0)
+    if stages == 2:
+        others = tuple(r for r in everyone if r != rank)
+        wait = (casts[-1].number,)
+        return [first, ScheduleStep(own, others, stage=1, wait=wait, send=gradients)]
+    per_node = workers // nodes
+    mates = tuple(r for r in everyone if r // per_node == rank // per_node and r != rank)
+    far = tuple(r for r in everyone if r // per_node != rank // per_node)
+    _, near, relayed = casts
+    *returning, of_mates = gradients or (None,)
+    home = (of_mates,) if of_mates is not None else ()
+    return [
+        first,
+        ScheduleStep(own, mates, stage=1, wait=(near.number,), send=home),
+        ScheduleStep(own, far, stage=2, wait=(relayed.number,), send=tuple(returning)),
+    ]
 
 
 def _collectives(
@@ -343,6 +397,7 @@ def _collectives(
     nodes: int,
     number: count[int],
     by_mask: bool,
+    splits: bool,
     payload: str,
     part: tuple[int, int],
 ) -> tuple[Transfer, ...]:
@@ -353,6 +408,9 @@ def _collectives(
     ranks.
 
     by_mask: whether the collectives carry only the rows that the masks need.
+    splits: whether keys of this node and keys of other nodes spread inside the node in separate
+        transfers. The order is then: across nodes, keys of the node, keys of other nodes. For
+        gradients it is: keys of other nodes inside the node, across nodes, keys of the node.
     payload: KV or DKV.
     part: (i, n), the i-th of n equal parts of the heads.
     """
@@ -360,9 +418,8 @@ def _collectives(
     gathers = payload == KV
     gather, reduce = (GROUP_CAST, GROUP_REDUCE) if by_mask else ("all_gather", "reduce_scatter")
 
-    def collective(peers, holds, channel, after=None) -> Transfer:
-        group_shards = everyone if channel != OUTER else peers
-        others = tuple(s for s in group_shards if s not in holds)
+    def collective(peers, holds, channel, after=None, shards=everyone) -> Transfer:
+        others = tuple(s for s in shards if s not in holds)
         kind, sends, receives = (gather, holds, others) if gathers else (reduce, others, holds)
         route = channel, sends, receives
         return Transfer(next(number), kind, payload, *route, peers=peers, after=after, part=part)
@@ -373,11 +430,24 @@ def _collectives(
     node, local = divmod(rank, per_node)
     counterparts = tuple(n * per_node + local for n in range(nodes))
     node_ranks = tuple(node * per_node + m for m in range(per_node))
+
+    def across(after=None) -> Transfer:
+        return collective(counterparts, (rank,), OUTER, after, counterparts)
+
+    def near() -> tuple[Transfer, ...]:
+        return (collective(node_ranks, (rank,), INNER, shards=node_ranks),) if splits else ()
+
+    def inside(after=None) -> Transfer:
+        shards = tuple(s for s in everyone if not splits or s not in node_ranks)
+        return collective(
+            node_ranks, tuple(s for s in counterparts if s in shards), INNER, after, shards
+        )
+
     if gathers:
-        outer = collective(counterparts, (rank,), OUTER)
-        return outer, collective(node_ranks, counterparts, INNER, outer.number)
-    inner = collective(node_ranks, counterparts, INNER)
-    return inner, collective(counterparts, (rank,), OUTER, inner.number)
+        outer = across()
+        return outer, *near(), inside(outer.number)
+    inner = inside()
+    return inner, across(inner.number), *near()
 
 
 def ring(options: ScheduleOptions) -> Schedule:
@@ -649,6 +719,7 @@ def _trade_around(steps: Steps, group: int, place: int, heads: int) -> Steps:
             _members(s.queries, heads),
             _members(s.keys, heads),
             part(s.part),
+            s.stage,
             wait=tuple(n + 1 for n in s.wait),
             post=tuple(map(lift, s.post)),
             collect=tuple(n + 1 for n in s.collect),

@@ -71,15 +71,22 @@ class Traffic:
     """What each rank computes, sends and receives, per head and layer.
 
     pairs: int64 [workers], query-key pairs that a rank computes.
-    inner: rows that move between ranks of a node. They include rows of other nodes that a rank
-        relays.
+    near: rows of a node that move between ranks of the node.
+    relayed: rows of other nodes that move between ranks of a node.
     outer: rows that move between nodes, from a rank to the ranks with the same local number. A row
         enters a node once.
     """
 
     pairs: IntArray
-    inner: MovedRows
+    near: MovedRows
+    relayed: MovedRows
     outer: MovedRows
+
+    @property
+    def inner(self) -> MovedRows:
+        """All rows that move between ranks of a node."""
+        near, relayed = self.near, self.relayed
+        return MovedRows(near.sent + relayed.sent, near.received + relayed.received)
 
     @property
     def workers(self) -> int:
@@ -187,8 +194,8 @@ def blocks_needed(
 
 def rows_moved(
     needed: NDArray[np.bool_], held: IntArray, nodes: Nodes, times: IntArray
-) -> tuple[MovedRows, MovedRows]:
-    """Return the rows that each rank sends and receives, inside nodes and between nodes.
+) -> tuple[MovedRows, MovedRows, MovedRows]:
+    """Return the rows that each rank sends and receives: near, relayed and outer (`Traffic`).
 
     A rank receives a row of another node through its relay: the rank of its node that has the
     local number of the row's holder.
@@ -201,18 +208,18 @@ def rows_moved(
     needed = needed.reshape(n, g, kinds, -1)
     held = held.reshape(n, g, 1, -1).astype(np.int32)
 
-    def count(rows: NDArray[np.int32]) -> IntArray:
+    def count(rows: NDArray[np.integer]) -> IntArray:
         return rows.sum(-1, dtype=np.int64).reshape(n * g, kinds) @ times
+
+    def inside(passed: NDArray[np.integer]) -> MovedRows:
+        others = needed.sum(1, keepdims=True, dtype=np.int32) - needed
+        arriving = passed.sum(1, keepdims=True, dtype=np.int32) - passed
+        return MovedRows(count(passed * others), count(needed * arriving))
 
     entering = needed.any(1, keepdims=True)  # whether a node needs each block
     relayed = entering * (held.sum(0, dtype=np.int32) - held)
-    outer = MovedRows(count(held * (entering.sum(0, dtype=np.int32) - entering)), count(relayed))
-    passed = held + relayed
-    inner = MovedRows(
-        count(passed * (needed.sum(1, keepdims=True, dtype=np.int32) - needed)),
-        count(needed * (passed.sum(1, keepdims=True, dtype=np.int32) - passed)),
-    )
-    return inner, outer
+    leaving = held * (entering.sum(0, dtype=np.int32) - entering)
+    return inside(held), inside(relayed), MovedRows(count(leaving), count(relayed))
 
 
 def needs_of_chunks(masks: LayerMasks, chunk: int, block: int) -> Bits:

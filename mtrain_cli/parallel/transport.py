@@ -285,6 +285,10 @@ class Transport:
         elif self._transfers[transfer.after].channel == transfer.channel:
             yield
         else:
+            # The block allocates tensors on the side stream (`CastRows.picked`). They need no
+            # record_stream. The allocator reuses their memory on the side stream only, and that
+            # stream first waits here for all work that the compute stream has queued. So it waits
+            # for every use of memory that the host has freed.
             side = _side_stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

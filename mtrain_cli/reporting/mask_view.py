@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -84,7 +84,7 @@ def views(config: Config, workers: int, per_node: int | None = None) -> list[Mas
             f"topology.gpus_per_node={per_node}: must divide the number of workers, {workers}"
         )
     # A group cast inside groups that share heads would move rows between groups.
-    config = config.changed(topology={"ulysses": "auto", "exchange": "auto"})
+    config = replace(config, topology=replace(config.topology, ulysses="auto", exchange="auto"))
     balancer = make_balancer(config, workers, per_node)
     names = list(LAYOUTS)
     if balancer.padded_seq // balancer.chunk > _MOST_CHUNKS:

@@ -32,6 +32,7 @@ from mtrain_cli.parallel.program import (
     Program,
     ShardSizes,
     Wait,
+    stage_of_keys,
 )
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.recording import ARRANGE, COLUMNS
@@ -199,6 +200,8 @@ def _message(post: Post, sizes: ShardSizes, sharing: int) -> tuple[str, str]:
 
 
 def _keys(op: Compute) -> str:
+    if (stage := stage_of_keys(op.keys)) is not None:
+        return f"received keys of stage {stage}"
     return "all keys" if op.keys == WHOLE_SEQUENCE else f"keys of {op.keys[0]}"
 
 
@@ -234,8 +237,8 @@ def program_figure(shown: Sequence[tuple[str, ReportSource, CaseAnalysis | None]
     note = (
         "The order of operations, not their times. Each rank has three rows. Top: what the rank "
         "computes. The number is the shard of the keys, or of the queries if queries circulate; "
-        "* stands for all keys. Middle: messages, from post to wait. Bottom: "
-        "bytes that the rank holds. Hover for names, peers and sizes."
+        "* stands for all keys, *1 and *2 for the received keys of a stage. Middle: messages, from "
+        "post to wait. Bottom: bytes that the rank holds. Hover for names, peers and sizes."
     )
     return Figure("program", "What each rank does in one layer", ("case", "pass"), views, note)
 
@@ -277,6 +280,8 @@ def _view(labels: tuple[str, ...], programs: Sequence[Program], sizes: ShardSize
 def _look(op: Operation, program: Program) -> tuple[str, str, str]:
     """Return the legend's entry, the color and the text of an operation."""
     if isinstance(op, Compute):
+        if (stage := stage_of_keys(op.keys)) is not None:
+            return "compute", _SHARDS[stage], f"*{stage}"
         if op.keys == WHOLE_SEQUENCE:
             return "compute", _SHARDS[0], "*"
         shard = (op.queries if queries_travel(program) else op.keys)[0]

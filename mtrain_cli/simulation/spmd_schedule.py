@@ -57,13 +57,13 @@ class SpmdStep:
 
     queries: number of the group whose queries rank 0 computes; None if the step computes no
         attention.
-    keys: number of the group whose keys rank 0 computes, or `EVERYTHING` for all keys; None if the
-        step computes no attention.
+    keys: numbers of the groups whose keys rank 0 computes, or `EVERYTHING` for all keys; None if
+        the step computes no attention.
     part: (i, n): rank 0 computes the i-th of n equal parts of the heads.
     """
 
     queries: int | None
-    keys: int | None
+    keys: tuple[int, ...] | None
     part: tuple[int, int]
     post: tuple[SpmdTransfer, ...]
     wait: tuple[int, ...]
@@ -75,7 +75,7 @@ class SpmdStep:
         return self.queries is not None
 
 
-EVERYTHING = -1
+EVERYTHING = (-1,)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,8 @@ class SpmdSchedule:
             assert self.grid.groups_of(step.queries)[rank] == own.queries[0] // heads
             whole = step.keys == EVERYTHING
             assert whole == (len(own.keys) == self.schedule.workers)
-            assert whole or self.grid.groups_of(step.keys)[rank] == own.keys[0] // heads
+            groups = {int(self.grid.groups_of(keys)[rank]) for keys in step.keys if not whole}
+            assert whole or groups == {key // heads for key in own.keys}
         for transfers, of_rank in ((step.post, own.post), (step.send, own.send)):
             assert len(transfers) == len(of_rank)
             for transfer, t in zip(transfers, of_rank, strict=True):
@@ -218,7 +219,8 @@ class _SpmdStepMaker:
         heads = self.grid.heads
         queries = step.queries[0] // heads if step.queries else None
         everything = len(step.keys) == self.grid.workers
-        keys = None if not step.keys else EVERYTHING if everything else step.keys[0] // heads
+        groups = tuple(dict.fromkeys(key // heads for key in step.keys)) or None
+        keys = EVERYTHING if everything else groups
         post, send = (tuple(map(self._transfer, transfers)) for transfers in (step.post, step.send))
         return SpmdStep(queries, keys, step.part, post, step.wait, step.collect, send)
 

@@ -178,11 +178,11 @@ class WorkCounter:
 
     @cached_property
     def _places(self) -> dict[str, IntArray]:
-        """Return a table by pass, with one row for each rank and step that computes attention.
+        """Return a table by pass, with a row for each rank and step that computes attention.
 
         A table is int64 [rows, 6]. Its columns are rank, step, i, n, query group and key group. The
         rank computes the i-th of n equal parts of the heads. The key group is ``groups`` if the
-        step computes all keys.
+        step computes all keys. A step that computes several key groups has several rows per rank.
         """
         spmd = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
@@ -192,11 +192,12 @@ class WorkCounter:
             for at, step in enumerate(spmd.steps(name)):
                 if step.queries is None or step.keys is None:
                     continue
-                queries, keys = spmd.grid.groups_of(step.queries), np.array(self.groups)
-                if step.keys != EVERYTHING:
-                    keys = spmd.grid.groups_of(step.keys)
-                columns = ranks, at, spmd.parts_of(step), step.part[1], queries, keys
-                rows.append(np.stack(np.broadcast_arrays(*columns), 1))
+                queries = spmd.grid.groups_of(step.queries)
+                for group in step.keys:
+                    whole = step.keys == EVERYTHING
+                    keys = np.array(self.groups) if whole else spmd.grid.groups_of(group)
+                    columns = ranks, at, spmd.parts_of(step), step.part[1], queries, keys
+                    rows.append(np.stack(np.broadcast_arrays(*columns), 1))
             found[name] = np.concatenate(rows)
         return found
 
@@ -230,7 +231,8 @@ class WorkCounter:
             in_steps = np.zeros_like(table.pairs) if self.gathers_columns else table.column_pairs
             counts = (pairs, table.pairs + in_steps), (blocks, table.blocks), (of_columns, in_steps)
             for values, counted in counts:
-                values[rank - ranks[0], step] = np.column_stack([counted, counted.sum(1)])[q, k]
+                of_pairs = np.column_stack([counted, counted.sum(1)])[q, k]
+                np.add.at(values, (rank - ranks[0], step), of_pairs)
         if self.gathers_columns:
             for row, rank in enumerate(ranks):
                 table = tables[self._own_part(rank)]

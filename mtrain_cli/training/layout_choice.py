@@ -169,8 +169,7 @@ def _whole_shards(traffic: Traffic, rows: int, nodes: Nodes) -> Traffic:
 
     rows: number of rows of a shard, summed over layers.
     """
-    inner, outer = (
-        np.full(nodes.workers, rows * shards)
-        for shards in ((nodes.per_node - 1) * nodes.count, nodes.count - 1)
-    )
-    return Traffic(traffic.pairs, MovedRows(inner, inner), MovedRows(outer, outer))
+    mates, others = nodes.per_node - 1, nodes.count - 1
+    moved = (np.full(nodes.workers, rows * shards) for shards in (mates, mates * others, others))
+    near, relayed, outer = (MovedRows(number, number) for number in moved)
+    return Traffic(traffic.pairs, near, relayed, outer)

@@ -47,11 +47,14 @@ def predicate(kind: str, seq: int, **keys) -> np.ndarray:
         return (k <= q) & (apart % keys["stride"] == 0) & near
     assert kind == "video"
     sizes = keys["frames"], keys["height"], keys["width"]
-    seen = np.ones((seq, seq), bool)
-    for of_q, of_k, size, window in zip(
+    seen = k <= q if keys.get("causal") else np.ones((seq, seq), bool)
+    axes = zip(
         np.unravel_index(q, sizes), np.unravel_index(k, sizes), sizes, keys["window"], strict=True
-    ):
+    )
+    for axis, (of_q, of_k, size, window) in enumerate(axes):
         start = window_start(of_q, size, window)
+        if axis == 0 and keys.get("causal"):
+            start = of_q - window + 1
         seen &= (of_k >= start) & (of_k < start + window)
     return seen
 

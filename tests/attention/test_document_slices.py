@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attention.mask_definitions import by_slices
 
-from mtrain_cli.attention.document_slices import causal_slices, cut_slices
+from mtrain_cli.attention.document_slices import causal_slices, cut_slices, lie_in
 from mtrain_cli.attention.mask import SequenceMask
 
 
@@ -48,3 +48,22 @@ def test_parts_without_pairs_have_no_slices():
 
 def test_causal_slices_are_causal_attention():
     assert np.array_equal(by_mask(causal_slices(7), 7), np.tri(7, dtype=bool))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "lies"),
+    [
+        ([0, 9, 0, 9, 3], True),
+        ([9, 9, 9, 9, 0], True),
+        ([0, 10, 0, 9, 0], False),
+        ([0, 9, 0, 10, 0], False),
+        ([-1, 9, 0, 9, 0], False),
+        ([0, 9, -1, 9, 0], False),
+        ([5, 4, 0, 9, 0], False),
+        ([0, 9, 5, 4, 0], False),
+        ([0, 9, 0, 9, 4], False),
+        ([0, 9, 0, 9, -1], False),
+    ],
+)
+def test_slices_lie_in_a_document(wrong, lies):
+    assert lie_in(np.array([[0, 9, 0, 9, 1], wrong]), 9) == lies

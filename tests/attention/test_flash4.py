@@ -51,14 +51,16 @@ def calls(monkeypatch) -> list[str]:
         names.append("causal" if causal else "full")
         return oracle.backward(dout, q, k, v, out, lse, delta, rectangle(q, k, causal), scale)
 
-    def spans_forward(q, k, v, spans, lists, scale):
+    def spans_forward(q, k, v, spans, lists, scale, words):
         names.append("lists")
         listed(q.shape[1], lists)
+        assert words[1].any()
         return oracle.forward(q, k, v, tiles_of(*spans, k.shape[1]), scale)
 
-    def spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale):
+    def spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale, words):
         names.append("lists")
         listed(k.shape[1], lists)
+        assert words[1].any()
         return oracle.backward(dout, q, k, v, out, lse, delta, tiles_of(*spans, k.shape[1]), scale)
 
     for function in (forward, backward, spans_forward, spans_backward):

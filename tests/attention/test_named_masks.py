@@ -37,10 +37,18 @@ CASES = [
         for count in (1, 2, 16)
     ),
     *(
-        ("video", 4 * 3 * 6, {"frames": 4, "height": 3, "width": 6, "window": window})
+        (
+            "video",
+            4 * 3 * 6,
+            {"frames": 4, "height": 3, "width": 6, "window": window, "causal": causal},
+        )
+        for causal in (False, True)
         for window in ((1, 1, 1), (2, 2, 3), (3, 3, 6), (4, 1, 6), (3, 2, 6), (4, 3, 6), (2, 3, 5))
     ),
-    ("video", 7, {"frames": 7, "height": 1, "width": 1, "window": (3, 1, 1)}),
+    *(
+        ("video", 7, {"frames": 7, "height": 1, "width": 1, "window": (3, 1, 1), "causal": causal})
+        for causal in (True, False)
+    ),
 ]
 
 
@@ -130,3 +138,11 @@ def test_every_mask_has_defaults(kind):
     config = compose([f"mask={kind}", "seq=4k"])
     assert config.mask.kind == kind
     assert MaskRule.of(config)(None, 4096, 4096).intervals == config.mask.intervals(4096)
+
+
+def test_a_causal_video_says_so():
+    words = ["mask=video", "seq=4k"]
+    assert compose(words).mask.describe().endswith("window 5x9x16")
+    assert compose([*words, "mask.causal=true"]).mask.describe().endswith("window 5x9x16, causal")
+    with pytest.raises(ConfigError, match=r"^mask.causal=true: is not a key of mask.kind=full"):
+        compose(["mask=full", "mask.causal=true"])

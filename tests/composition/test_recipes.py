@@ -12,8 +12,11 @@ from command import mtrain
 from mtrain_cli import resource_dir
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import survey
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.commands.train import require_labels
 from mtrain_cli.composition.compose import compose, resume
 from mtrain_cli.config.groups import open_groups
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import ConfigError
 
@@ -192,6 +195,34 @@ def test_the_prolong_recipe_has_prolongs_numbers() -> None:
     )
     assert optim.warmup_steps == config.train.steps / 10
     assert config.data.document_mask
+
+
+def test_the_sliding_window_recipe_has_a_full_layer_in_every_six() -> None:
+    config, dense = (
+        compose([f"recipe={name}"], plan=True)
+        for name in ("sliding_window_qwen3b_512k", "qwen3b_512k")
+    )
+    assert (config.seq, config.mask) == (524288, MaskConfig.sliding(4096, full_every=6))
+    assert [layer for layer in range(36) if config.mask.is_full(layer)] == [5, 11, 17, 23, 29, 35]
+    assert (config.topology.exchange, config.topology.layout) == ("group_cast", "zigzag")
+    assert config.sparsity.pattern == "dense"
+    assert (config.model, config.data, config.optim) == (dense.model, dense.data, dense.optim)
+    assert config.train == dense.train
+
+
+def test_every_label_of_the_video_recipe_counts() -> None:
+    config = compose(["recipe=video"], plan=True)
+    mask = MaskRule.of(config).undivided(config.seq, config.seq)
+    assert not mask.shows_later_keys().any()
+    assert mask.intervals == 4
+    require_labels(config)
+    # A query in the middle of a late frame sees 16 rows of three frames, and 8 rows and itself of
+    # its own.
+    query = (40 * 32 + 16) * 32 + 7
+    assert (mask.high - mask.low)[:, query].tolist() == [512, 512, 512, 8 * 32 + 8]
+    around = compose(["recipe=video", "mask.causal=false"], plan=True)
+    with pytest.raises(ConfigError, match="shows every query its next token"):
+        require_labels(around)
 
 
 def test_the_command_line_overrides_a_recipe() -> None:

@@ -236,3 +236,18 @@ def test_only_wanted_columns_are_in_a_sample(store: TokenStore) -> None:
     assert (plain.slices, plain.positions) == (None, None)
     assert PackedDataset(store, 16, masked=True)[0].positions is None
     assert PackedDataset(store, 16, positioned=True)[0].slices is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("slices.bin", 2**40), ("positions.bin", 2**30)])
+def test_impossible_values_are_one_clear_line(store: TokenStore, name: str, value: int) -> None:
+    path = store.folder / name
+    kind = "<i4" if name == "positions.bin" else "<i8"
+    values = np.fromfile(path, kind)
+    values[values >= 0] = value
+    values.tofile(path)
+    dataset = PackedDataset(TokenStore.open(store.folder), 300, masked=True, positioned=True)
+    with pytest.raises(ConfigError) as caught:
+        dataset[0]
+    assert str(caught.value) == (
+        f"{store.folder}: {name} is corrupt: it holds impossible values. Prepare the store again."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ def make(folder: Path) -> Path:
     (folder / "text").mkdir()
     for number in range(3):
         (folder / "text" / f"{number}.txt").write_text(f"hello {number} world " * 300)
+    records = [{"ids": [72] * 90, "mask": [[0, 90, 0, 90, 3]], "at": [*range(90)]}] * 9
+    (folder / "ids.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tiny = ["topology.device=cpu", "seq=256"]
     for words in (
         ["train", *tiny, "topology.workers=1", "run.dir=run", "model.num_layers=2", "train.steps=3",
@@ -32,6 +35,8 @@ def make(folder: Path) -> Path:
         ["profile", "non-attention", "model=tiny", "--seq", "64,128,256", "--repeats", "1",
          "--out", "non-attention.json"],
         ["data", "prepare", "text", "tokens"],
+        ["data", "prepare", "ids.jsonl", "masked", "--tokens-key", "ids", "--mask-key", "mask",
+         "--positions-key", "at"],
         ["checkpoint", "export", "run", "hf"],
     ):  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -143,6 +148,9 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
         inside("tokens", "*"),
         [["data", "show", "THIS"], ["data", "prepare", str(material / "text"), "THIS"]],
     )
+    keys = ["--tokens-key", "ids", "--mask-key", "mask", "--positions-key", "at"]
+    yield material / "masked", inside("masked", "*"), [["data", "show", "THIS", "--check"]]
+    yield material / "ids.jsonl", [""], [["data", "prepare", "THIS", "OUT", *keys]]
     yield (
         material / "mds",
         inside("mds", "*"),

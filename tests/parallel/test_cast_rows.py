@@ -34,6 +34,7 @@ def batches(padded: int) -> dict[str, list[SequenceMask]]:
     }
 
 
+KINDS = [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]  # with one, two and three casts
 CASES = [
     (layout, options, heads)
     for layout, options, heads in product(
@@ -46,18 +47,28 @@ CASES = [
 
 
 def plans(
-    name: str, layout: Layout, options: tuple[int, int], heads: int, masks: list[SequenceMask]
+    name: str,
+    layout: Layout,
+    options: tuple[int, int],
+    heads: int,
+    masks: list[SequenceMask],
+    stages: int = 1,
 ) -> tuple[Layout, list[tuple[tuple[int, ...], ...]], list[CastRows]]:
     """The layout of the exchange, and for each of its ranks the peers and the rows."""
     workers, per_node = options
     exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
-    schedule = make_schedule(exchange, ScheduleOptions(workers, per_node, heads=heads))
+    schedule = make_schedule(
+        exchange, ScheduleOptions(workers, per_node, heads=heads, stages=stages)
+    )
     inside = layout if heads == 1 else Joined.of(layout, heads)
     peers = [cast_peers(lower(schedule, rank)) for rank in range(0, workers, heads)]
     return (
         inside,
         peers,
-        [CastRows.make(inside, masks, r, of, 16) for r, of in enumerate(peers)],
+        [
+            CastRows.make(inside, masks, r, of, 16, staged=schedule.stages > 1)
+            for r, of in enumerate(peers)
+        ],
     )
 
 
@@ -98,8 +109,8 @@ def check(layout, peers, rows, masks) -> None:
     pools = deliver(layout, peers, rows)
     for rank, (pool, of) in enumerate(zip(pools, rows, strict=True)):
         assert len(set(pool)) == len(pool), "no row arrives twice"
-        np.testing.assert_array_equal(of.positions, np.sort(pool))
-        np.testing.assert_array_equal(of.positions[of.pool], pool)
+        np.testing.assert_array_equal(of.keys.positions, np.sort(pool))
+        np.testing.assert_array_equal(of.keys.positions[of.keys.places], pool)
         wanted = seen_by(layout, rank, masks)
         assert wanted <= set(pool), "every row that a query sees arrives"
         blocks = {key // 16 for key in wanted}
@@ -111,13 +122,40 @@ def check(layout, peers, rows, masks) -> None:
         assert {key // 16 for key in pool[own:]} <= blocks, "no other block arrives"
 
 
-@pytest.mark.parametrize("name", ["flat", "hierarchical"])
+@pytest.mark.parametrize(
+    ("name", "stages"), [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]
+)
 @pytest.mark.parametrize("batch", ["causal", "documents", "two sequences"])
-def test_each_needed_row_arrives_once(name, batch):
+def test_each_needed_row_arrives_once(name, stages, batch):
     for layout_name, options, heads in CASES:
         layout = make_layout(layout_name, options[0], SEQ, 16)
         masks = batches(layout.padded_seq)[batch]
-        check(*plans(name, layout, options, heads, masks), masks)
+        check(*plans(name, layout, options, heads, masks, stages), masks)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "casts"),
+    [("flat", 2, 1), ("hierarchical", 2, 2), ("hierarchical", 3, 3)],
+)
+def test_stages_divide_the_received_rows(name, stages, casts):
+    layout = make_layout("zigzag", 8, SEQ, 16)
+    masks = batches(layout.padded_seq)["documents"]
+    inside, peers, rows = plans(name, layout, (8, 4), 1, masks, stages)
+    for rank, (of, pool) in enumerate(zip(rows, deliver(inside, peers, rows), strict=True)):
+        assert len(of.casts) == casts
+        received = []
+        for stage, keys in enumerate(of.stages, 1):
+            arrived = np.concatenate([pool[of.arriving(cast)] for cast in keys.casts])
+            np.testing.assert_array_equal(keys.positions[keys.places], arrived)
+            assert of.of_stage(stage) is keys
+            received.append(set(arrived))
+        assert set.union(*received) == set(pool[of.own :])
+        assert sum(map(len, received)) == len(pool) - of.own
+        if stages == 3:
+            node = range(rank - rank % 4, rank - rank % 4 + 4)
+            held = {p for mate in node for p in layout.positions(mate).tolist()}
+            assert received[0] <= held, "stage 1 has rows of the node only"
+            assert not received[1] & held
 
 
 def test_a_row_crosses_to_each_other_node_at_most_once():
@@ -163,7 +201,7 @@ def test_the_player_detects_broken_lists(name):
         with pytest.raises((AssertionError, RuntimeError)):
             check(inside, peers, changed, masks)
     turned = list(rows)
-    turned[2] = replace(rows[2], pool=rows[2].pool.flip(0))
+    turned[2] = replace(rows[2], keys=replace(rows[2].keys, places=rows[2].keys.places.flip(0)))
     with pytest.raises(AssertionError):
         check(inside, peers, turned, masks)
 
@@ -175,12 +213,12 @@ def test_gradients_of_a_row_are_added_for_each_rank_that_received_it():
     pools = deliver(inside, peers, rows)
     returned = {}
     for rank, of in enumerate(rows):
-        ones = torch.ones(1, len(of.positions), 1, 1)
+        ones = torch.ones(1, len(of.keys.positions), 1, 1)
         gradients = of.split(ones, 2 * ones, torch.float64)
         parts = gradients[of.arriving(0)].split(of.casts[0].received)
         returned |= {(rank, peer): part for peer, part in enumerate(parts)}
     for rank, of in enumerate(rows):
-        total = torch.ones(len(of.pool), 2, 1, 1, 1, dtype=torch.float64)
+        total = torch.ones(len(of.keys.places), 2, 1, 1, 1, dtype=torch.float64)
         of.add_returned(0, total, torch.cat([returned[peer, rank] for peer in range(4)]))
         holders = [sum(p in pool for pool in pools) for p in inside.positions(rank).tolist()]
         np.testing.assert_array_equal(total[: of.own, 0].flatten(), holders)
@@ -197,8 +235,8 @@ def test_merging_restores_the_order_of_the_sequence():
     own, first, second = numbers.split([of.own, *(sum(cast.received) for cast in of.casts)], 2)
     arrived = [part.movedim(2, 0) for part in (first, second)]
     k, v = of.merged(own, arrived)
-    np.testing.assert_array_equal(k.flatten(), of.positions)
-    np.testing.assert_array_equal(v.flatten(), of.positions + 0.5)
+    np.testing.assert_array_equal(k.flatten(), of.keys.positions)
+    np.testing.assert_array_equal(v.flatten(), of.keys.positions + 0.5)
     picked = of.picked(1, own, arrived[:1])
     np.testing.assert_array_equal(picked[:, 0].flatten(), pool[of.casts[1].leaving])
 
@@ -215,14 +253,16 @@ def test_documents_move_fewer_rows_than_whole_shards():
     assert shares((np.arange(8192) + 256) // 512) == ((Fraction(1, 8), Fraction(1, 8)),)
 
 
-@pytest.mark.parametrize("name", ["flat", "hierarchical"])
-def test_the_largest_shares_are_those_of_the_ranks(name):
+@pytest.mark.parametrize(
+    ("name", "stages"), [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]
+)
+def test_the_largest_shares_are_those_of_the_ranks(name, stages):
     exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
     for layout_name, options, heads in CASES:
         layout = make_layout(layout_name, options[0], SEQ, 16)
-        schedule = make_schedule(exchange, ScheduleOptions(*options, heads=heads))
+        schedule = make_schedule(exchange, ScheduleOptions(*options, heads=heads, stages=stages))
         for masks in batches(layout.padded_seq).values():
-            _, _, rows = plans(name, layout, options, heads, masks)
+            _, _, rows = plans(name, layout, options, heads, masks, stages)
             shares = np.array([of.shares for of in rows])
             expected = shares.max(0) if shares.size else ()
             np.testing.assert_array_equal(
@@ -235,10 +275,11 @@ def test_an_index_moves_whole_blocks():
     masks = batches(layout.padded_seq)["documents"]
     for rank in range(4):
         of = CastRows.make(layout, masks, rank, [range(4)], block=32)
-        starts = of.positions[::32]
+        starts = of.keys.positions[::32]
         assert (starts % 32 == 0).all()
         np.testing.assert_array_equal(
-            of.positions, (starts[:, None] + np.arange(32)).reshape(-1)[: len(of.positions)]
+            of.keys.positions,
+            (starts[:, None] + np.arange(32)).reshape(-1)[: len(of.keys.positions)],
         )
 
 
@@ -250,6 +291,7 @@ def test_an_index_moves_whole_blocks():
         ("group_cast", ScheduleOptions(4, 4), ((3, 3),)),
         ("group_cast", ScheduleOptions(4, 4, heads=2), ((1, 1),)),
         ("hierarchical_group_cast", ScheduleOptions(6, 3), ((1, 1), (4, 4))),
+        ("hierarchical_group_cast", ScheduleOptions(6, 3, stages=3), ((1, 1), (2, 2), (2, 2))),
     ],
 )
 def test_whole_shards_bound_the_rows_of_any_mask(exchange, options, expected, monkeypatch):

@@ -87,6 +87,18 @@ FROM_DATA: tuple[tuple[tuple[np.ndarray | None, int, int], ...], ...] = (
 )
 CAUSAL_INTERVALS = ("causal", "docs", "window", "window, docs")
 
+STAGED = (
+    Way("group_cast", stages=2),
+    Way("group_cast", chunks=2, stages=2),
+    Way("group_cast", heads=2, stages=2),
+    Way("hierarchical_group_cast", per_node=2, stages=2),
+    Way("hierarchical_group_cast", per_node=2, stages=3),
+    Way("hierarchical_group_cast", per_node=2, chunks=2, stages=3),
+    # Ulysses cuts each rank's share of the heads into parts.
+    Way("group_cast", heads=2, chunks=2),
+    Way("group_cast", heads=2, chunks=2, stages=2),
+)
+
 
 def document_ids(length: int) -> list[np.ndarray]:
     rng = np.random.default_rng(7)
@@ -258,6 +270,7 @@ def cells(
     every: bool,
     names: tuple[str, ...] = ("causal", "docs"),
     head_counts: tuple[tuple[int, int], ...] = HEADS,
+    ways: tuple[Way, ...] = WAYS,
 ) -> dict[str, float]:
     """The largest difference from the oracle on this rank, for every cell; or for one mask of each
     way, heads, layout and index, in turn, so that each mask still meets every two of these; even
@@ -268,7 +281,7 @@ def cells(
     groups: dict[tuple[int, int], object] = {}
     worst = {}
     expected = {}
-    for way in WAYS:
+    for way in ways:
         for heads, kv_heads in head_counts:
             if not way.fits(world, kv_heads):
                 continue
@@ -295,12 +308,13 @@ def cells(
                     chunks=way.chunks,
                     prefetch=way.prefetch,
                     circulates=way.circulates,
+                    stages=way.stages,
                     shared_columns=way.shared_columns,
                 )
                 for kind in kinds:
                     index = index_of(kind, heads, layout)
                     turn = (
-                        WAYS.index(way)
+                        ways.index(way)
                         + HEADS.index((heads, kv_heads))
                         + LAYOUTS.index(layout_name)
                         + INDICES.index(kind)
@@ -403,6 +417,26 @@ def test_indices_compose_with_sliding_windows(world):
     names = tuple(name for name in CAUSAL_INTERVALS if name in OTHERS)
     given = ("reference", "float64", ("vertical_slash", "bitmap"), False, names)
     for rank, worst in enumerate(gloo.run(world, cells, *given)):
+        bad = {cell: difference for cell, difference in worst.items() if not difference <= 1e-12}
+        assert not bad, f"rank {rank}: {bad}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_stages_of_group_casts_equal_the_oracle(world):
+    """Stages with parts of the heads, Ulysses, nodes, layouts, masks and indices."""
+    kinds = ("dense", "vertical_slash", "nothing")
+    given = ("sdpa", "float64", kinds, False, tuple(MASKS)[:4], ((4, 4), (4, 2)), STAGED)
+    for rank, worst in enumerate(gloo.run(world, cells, *given)):
+        assert len(worst) >= 18
+        bad = {cell: difference for cell, difference in worst.items() if not difference <= 1e-12}
+        assert not bad, f"rank {rank}: {bad}"
+
+
+@pytest.mark.parametrize(("world", "way"), [(4, STAGED[4]), (3, STAGED[0])])
+def test_stages_of_every_mask_equal_the_oracle(world, way):
+    given = ("sdpa", "float64", ("dense",), True, OTHERS, ((4, 2),), (way,))
+    for rank, worst in enumerate(gloo.run(world, cells, *given)):
+        assert len(worst) == len(OTHERS) * len(LAYOUTS)
         bad = {cell: difference for cell, difference in worst.items() if not difference <= 1e-12}
         assert not bad, f"rank {rank}: {bad}"
 

@@ -17,6 +17,7 @@ from mtrain_cli.parallel.exchange_selection import (
     ExchangeNeeds,
     choose_exchange,
     gathered_bytes,
+    parse_label,
     ring_backward_bytes,
 )
 from mtrain_cli.parallel.lowering import lower
@@ -282,11 +283,52 @@ def test_large_gathers_are_split_into_parts():
             {},
             "works only with ring and hierarchical_ring",
         ),
+        (
+            {"exchange": "ring", "stages": 2},
+            {},
+            "topology.stages=2: works only with group_cast and hierarchical_group_cast, not with "
+            "topology.exchange=ring. Set topology.stages=auto",
+        ),
+        (
+            {"stages": 2},
+            {"tokens": 1 << 12},
+            r"not with topology.exchange=auto \(here: all_gather\)",
+        ),
+        (
+            {"exchange": "group_cast", "stages": 3},
+            {},
+            "topology.stages=3: works only with hierarchical_group_cast, not with "
+            "topology.exchange=group_cast",
+        ),
     ],
 )
 def test_invalid_settings_are_refused_with_the_allowed_values(keys, needs, message):
     with pytest.raises(ConfigError, match=message):
         choose_exchange(asked(**keys), replace(NEEDS, **needs))
+
+
+@pytest.mark.parametrize(
+    ("keys", "needs", "stages"),
+    [
+        ({"exchange": "group_cast"}, {}, 1),
+        ({"exchange": "group_cast", "stages": 2}, {}, 2),
+        ({"exchange": "group_cast", "stages": 2}, {"workers": 1, "per_node": 1}, 1),
+        ({"exchange": "group_cast", "stages": 2, "ulysses": 4}, {}, 1),
+        ({"exchange": "hierarchical_group_cast", "stages": 3}, {"per_node": 2}, 3),
+        ({"exchange": "hierarchical_group_cast", "stages": 3}, {}, 2),
+        ({"exchange": "ring", "stages": 1}, {}, 1),
+    ],
+)
+def test_a_group_cast_has_the_stages_that_its_workers_allow(keys, needs, stages):
+    needs = replace(NEEDS, tokens=1 << 12, **needs)
+    choice = choose_exchange(asked(**keys), needs)
+    assert choice.stages == stages
+    assert (f"{stages} stages" in choice.label) == (stages > 1)
+    schedule = make_schedule(choice.name, choice.options(needs.workers))
+    assert schedule.stages == stages
+    if choice.channels:
+        parsed = parse_label(choice.label, needs.workers, choice.per_node)
+        assert parsed == (choice.name, choice.options(needs.workers))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ WAYS: list[tuple[str, int, dict[str, Any]]] = [
     ("group_cast", 1, {"chunks": 2}),
     ("group_cast", 2, {}),
     ("hierarchical_group_cast", 1, {"chunks": 2}),
+    ("group_cast", 1, {"chunks": 2, "stages": 2}),
+    ("group_cast", 2, {"stages": 2}),
+    ("hierarchical_group_cast", 1, {"stages": 3}),
 ]
 
 

@@ -18,6 +18,7 @@ from mtrain_cli.parallel.program import (
     Merge,
     Operation,
     Post,
+    keys_of_stage,
 )
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions, make_schedule
@@ -47,7 +48,10 @@ def check(schedule: Schedule, rank: int) -> None:
         for op, step in zip(program.computes, computed, strict=True):
             at = op.step
             assert (op.queries, op.part) == ((step.queries[0] // heads,), step.part)
-            assert op.keys == (WHOLE_SEQUENCE if schedule.gathers else (step.keys[0] // heads,))
+            keys = WHOLE_SEQUENCE if schedule.gathers else (step.keys[0] // heads,)
+            if step.stage is not None:
+                keys = keys_of_stage(step.stage) if step.stage else op.queries
+            assert op.keys == keys
             assert step is steps[at]
         assert [op.step for op in program.operations] == sorted(
             op.step for op in program.operations

@@ -87,41 +87,48 @@ def alone():
 @pytest.mark.parametrize("grad", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("buffer", [0, 40 << 20])
 @pytest.mark.parametrize(
-    ("ranks", "layout", "chunks", "kv_heads", "heads", "per_node", "kind"),
+    ("ranks", "layout", "chunks", "kv_heads", "heads", "per_node", "kind", "stages"),
     [
-        (2, "striped", 1, 8, 16, 0, "all_gather"),
-        (2, "striped", 2, 8, 16, 0, "all_gather"),
-        (8, "striped", 2, 8, 16, 0, "all_gather"),
-        (8, "striped", 2, 2, 16, 0, "all_gather"),
-        (8, "striped", 8, 8, 16, 0, "all_gather"),
-        (2, "striped", 8, 16, 16, 0, "all_gather"),
-        (2, "contiguous", 2, 8, 16, 0, "all_gather"),
-        (4, "zigzag", 4, 8, 16, 0, "all_gather"),
-        (4, "striped", 4, 16, 16, 0, "all_gather"),
-        (2, "zigzag", 8, 16, 16, 0, "all_gather"),
-        (8, "contiguous", 16, 16, 16, 0, "all_gather"),
-        (8, "zigzag", 2, 8, 8, 0, "all_gather"),  # keys and values are
-        (2, "striped", 3, 6, 12, 0, "all_gather"),
-        (8, "striped", 1, 8, 32, 2, "all_gather"),
-        (8, "striped", 2, 8, 32, 2, "all_gather"),
-        (8, "striped", 8, 8, 32, 2, "all_gather"),
-        (8, "zigzag", 4, 8, 16, 4, "all_gather"),
-        (4, "striped", 2, 8, 16, 1, "all_gather"),  # one rank a node: nothing is inside
-        (2, "striped", 2, 2, 16, 0, "all_gather"),  # queries are most of it
-        (2, "striped", 8, 8, 128, 0, "all_gather"),  # and here the joining of dq
-        (1, "striped", 1, 8, 32, 0, "all_gather"),
-        (1, "striped", 2, 8, 32, 0, "all_gather"),
-        (1, "striped", 8, 8, 32, 0, "all_gather"),
-        (1, "striped", 2, 2, 2, 0, "all_gather"),
-        (4, "zigzag", 1, 8, 16, 0, "group_cast"),
-        (4, "zigzag", 2, 8, 16, 0, "group_cast"),
-        (4, "striped", 4, 4, 16, 0, "group_cast"),
-        (4, "striped", 2, 8, 16, 2, "group_cast"),
-        (8, "zigzag", 4, 8, 16, 4, "group_cast"),
+        (2, "striped", 1, 8, 16, 0, "all_gather", 1),
+        (2, "striped", 2, 8, 16, 0, "all_gather", 1),
+        (8, "striped", 2, 8, 16, 0, "all_gather", 1),
+        (8, "striped", 2, 2, 16, 0, "all_gather", 1),
+        (8, "striped", 8, 8, 16, 0, "all_gather", 1),
+        (2, "striped", 8, 16, 16, 0, "all_gather", 1),
+        (2, "contiguous", 2, 8, 16, 0, "all_gather", 1),
+        (4, "zigzag", 4, 8, 16, 0, "all_gather", 1),
+        (4, "striped", 4, 16, 16, 0, "all_gather", 1),
+        (2, "zigzag", 8, 16, 16, 0, "all_gather", 1),
+        (8, "contiguous", 16, 16, 16, 0, "all_gather", 1),
+        (8, "zigzag", 2, 8, 8, 0, "all_gather", 1),  # keys and values are
+        (2, "striped", 3, 6, 12, 0, "all_gather", 1),
+        (8, "striped", 1, 8, 32, 2, "all_gather", 1),
+        (8, "striped", 2, 8, 32, 2, "all_gather", 1),
+        (8, "striped", 8, 8, 32, 2, "all_gather", 1),
+        (8, "zigzag", 4, 8, 16, 4, "all_gather", 1),
+        (4, "striped", 2, 8, 16, 1, "all_gather", 1),  # one rank a node: nothing is inside
+        (2, "striped", 2, 2, 16, 0, "all_gather", 1),  # queries are most of it
+        (2, "striped", 8, 8, 128, 0, "all_gather", 1),  # and here the joining of dq
+        (1, "striped", 1, 8, 32, 0, "all_gather", 1),
+        (1, "striped", 2, 8, 32, 0, "all_gather", 1),
+        (1, "striped", 8, 8, 32, 0, "all_gather", 1),
+        (1, "striped", 2, 2, 2, 0, "all_gather", 1),
+        (4, "zigzag", 1, 8, 16, 0, "group_cast", 1),
+        (4, "zigzag", 2, 8, 16, 0, "group_cast", 1),
+        (4, "striped", 4, 4, 16, 0, "group_cast", 1),
+        (4, "striped", 2, 8, 16, 2, "group_cast", 1),
+        (8, "zigzag", 4, 8, 16, 4, "group_cast", 1),
+        (4, "zigzag", 1, 8, 16, 0, "group_cast", 2),
+        (4, "zigzag", 2, 8, 16, 0, "group_cast", 2),
+        (4, "striped", 4, 4, 16, 0, "group_cast", 2),
+        (8, "zigzag", 1, 8, 16, 4, "group_cast", 2),
+        (8, "zigzag", 1, 8, 16, 4, "group_cast", 3),
+        (4, "striped", 2, 8, 16, 2, "group_cast", 2),
+        (8, "zigzag", 4, 8, 16, 4, "group_cast", 3),
     ],
 )
 def test_peak_memory_equals_the_closed_form(
-    ranks, layout, chunks, kv_heads, heads, per_node, kind, grad, buffer, monkeypatch
+    ranks, layout, chunks, kv_heads, heads, per_node, kind, stages, grad, buffer, monkeypatch
 ):
     if per_node and chunks > 1 and buffer:
         pytest.skip("on a CPU what is added up in a node is gone once that between nodes has begun")
@@ -136,14 +143,17 @@ def test_peak_memory_equals_the_closed_form(
     )
     name = f"hierarchical_{kind}" if per_node else kind
     exchange = make_exchange(
-        name, parts, group, chunks=chunks, prefetch=1, circulates="keys", shared_columns=False
+        name, parts, group, chunks=chunks, circulates="keys", shared_columns=False, stages=stages
     )
     work = Plan.make(exchange, [SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)]).tiles
     q, out, dout = (torch.randn(1, TOKENS, heads, DIM).bfloat16() for _ in range(3))
     packed, lse = torch.randn(2, 1, TOKENS, kv_heads, DIM).bfloat16(), torch.randn(1, heads, TOKENS)
     held = Held()
     rows = work.rows
-    tables = () if rows is None else (rows.pool, *(cast.leaving for cast in rows.casts))
+    tables = ()
+    if rows is not None:
+        places = (keys.places for keys in (rows.keys, *rows.stages))
+        tables = *places, *(cast.leaving for cast in rows.casts)
     held.ignore(q, out, dout, packed, lse, *tables)
     with held:
         results = exchange.backward(
@@ -165,6 +175,6 @@ def test_peak_memory_equals_the_closed_form(
     )
     if work.rows is not None:  # the estimate takes the largest of all ranks
         monkeypatch.setattr(attention_memory, "_casts", lambda *_: work.rows.shares)
-    how = ExchangeChoice(name, "", per_node=per_node or ranks, chunks=chunks)
+    how = ExchangeChoice(name, "", per_node=per_node or ranks, chunks=chunks, stages=stages)
     told = attention_memory.AttentionMemory(config, parts, how, "flash4", 2).in_backward()
     assert held.most == told

@@ -54,7 +54,8 @@ def cases() -> list[tuple[str, ScheduleOptions]]:
         for (name, traits), chunks in product(EXCHANGE_TRAITS.items(), (1, 2, 4)):
             options = ScheduleOptions(workers, per_node, chunks, prefetch, circulates, heads)
             if (circulates == KV and prefetch == 1) if traits.gathers else chunks == 1:
-                found.append((name, options))
+                stages = (1, 2, 3)[: (2 + traits.hierarchical) if traits.by_mask else 1]
+                found += [(name, replace(options, stages=n)) for n in stages]
     return [
         (name, o)
         for name, o in found

@@ -16,10 +16,11 @@ class Way:
     circulates: str = "kv"
     heads: int = 1
     shared_columns: bool = True
+    stages: int = 1
 
     def __str__(self) -> str:
         more = (
-            f"{self.chunks}c {self.prefetch}p {self.circulates} {self.heads}h"
+            f"{self.chunks}c {self.prefetch}p {self.circulates} {self.heads}h {self.stages}s"
             + "" * self.shared_columns
         )
         return f"{self.exchange} nodes of {self.per_node} {more}"
@@ -29,6 +30,6 @@ class Way:
             return False
         if self.per_node < world and self.per_node % self.heads and self.heads % self.per_node:
             return False
-        if self.chunks > 1 and (kv_heads % self.chunks or self.heads > 1):
+        if self.chunks > 1 and max(1, kv_heads // self.heads) % self.chunks:
             return False
         return self.heads == 1 or kv_heads % self.heads == 0 or self.heads % kv_heads == 0

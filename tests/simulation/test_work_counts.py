@@ -17,7 +17,7 @@ from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
-from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -35,6 +35,9 @@ WAYS = (
     Way("all_gather"),
     Way("all_gather", chunks=2),
     Way("hierarchical_all_gather", per_node=2, chunks=2),
+    Way("group_cast", chunks=2, stages=2),
+    Way("group_cast", heads=2, stages=2),
+    Way("hierarchical_group_cast", per_node=2, stages=3),
     Way("ring"),
     Way("ring", prefetch=2, shared_columns=False),
     Way("ring", circulates="queries"),
@@ -66,6 +69,7 @@ def exchange_of(way: Way, layout: Layout, rank: int) -> Exchange:
         "prefetch": way.prefetch,
         "circulates": way.circulates,
         "shared_columns": way.shared_columns,
+        "stages": way.stages,
     }
     return make_exchange(way.exchange, layout, group, **options)  # type: ignore[arg-type]
 
@@ -145,19 +149,19 @@ def of_executor(
             heads = 1 if index is not None else HEADS // op.part[1]
             values[op.step] = (
                 heads * int(seen.sum()),
-                heads * _touched(of_blocks, exchange, op, block) if block else 0,
+                heads * _touched(of_blocks, work, op, block) if block else 0,
             )
         found[direction] = [*values, columns]
     return found
 
 
-def _touched(seen: torch.Tensor, exchange: Exchange, op: Compute, block: int) -> int:
+def _touched(seen: torch.Tensor, work: ShardTiles, op: Compute, block: int) -> int:
     """Count the pairs of blocks with at least one pair."""
-    queries, keys = (
-        torch.from_numpy(positions_of(exchange.inside, shards) // block)
-        for shards in (op.queries, op.keys)
+    layout = work.placement.inside
+    at = (positions_of(layout, shards, work.rows) // block for shards in (op.queries, op.keys))
+    rows, columns = (
+        torch.nn.functional.one_hot(torch.from_numpy(n), layout.padded_seq).float() for n in at
     )
-    rows, columns = (torch.nn.functional.one_hot(n).float() for n in (queries, keys))
     return int((torch.einsum("bhqk,qi,kj->bhij", seen.float(), rows, columns) > 0).sum())
 
 

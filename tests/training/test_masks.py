@@ -18,6 +18,7 @@ SMALL = [
 STEPS = 10
 WINDOW = ["mask=sliding_window", "mask.window=40"]
 BUDGETS = ["block=16", "last_q=16", "p_v=0.5", "p_s=0.5", "min_columns=4"]
+VIDEO = ("mask.frames=6", "mask.height=5", "mask.width=10", "mask.window=[2,3,5]")
 CASES = {
     "window": WINDOW,
     "window, recomputed": [*WINDOW, "train.activation_checkpoint=sequence_selective"],
@@ -25,6 +26,7 @@ CASES = {
     "window, sinks": [*WINDOW, "mask.global_tokens=8", "data.document_mask=false"],
     "prefix": ["mask=prefix_lm", "mask.prefix=100", "data.document_mask=false"],
     "blocks": ["mask=block_causal", "mask.block=8"],
+    "video": ["mask=video", "mask.causal=true", *VIDEO, "data.document_mask=false"],
     "window, mixed": [*WINDOW, "mask.full_every=2"],
     "causal": [],
 }
@@ -35,6 +37,7 @@ WAYS = {
     "prefix": ["topology.exchange=all_gather", "topology.layout=contiguous"],
     "window, sinks": ["topology.exchange=ring", "topology.layout=striped"],
     "blocks": ["topology.exchange=ulysses"],
+    "video": ["topology.exchange=group_cast", "topology.layout=balanced"],
 }
 
 
@@ -60,6 +63,7 @@ def causal() -> list[float]:
         "window",
         "prefix",
         "blocks",
+        "video",
         "window, mixed",
         *(pytest.param(f"window, {n}", marks=pytest.mark.slow) for n in OTHERS),
     ],

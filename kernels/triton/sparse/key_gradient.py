@@ -20,7 +20,7 @@ _PROGRAMS_WANTED = 1024  # of the column gradient: enough to fill any GPU severa
 
 
 @triton.jit
-def _key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.constexpr):
+def key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.constexpr):
     """Add one tile of queries to dk and dv. Multiply the final dk by scale.
 
     k, v: [keys, D].
@@ -141,7 +141,7 @@ def _backward_keys(
                         CHUNK_BLOCKS,
                         BLOCK,
                     )[None, :]
-                dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
+                dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
         if not LISTED:
             # Entries whose queries all see the whole key block: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
@@ -156,14 +156,14 @@ def _backward_keys(
                         lse = tl.load(LSE + row_base + query_slots)
                         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                         delta = tl.load(DELTA + row_base + query_slots)
-                        dk, dv = _key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
+                        dk, dv = key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
                 else:
                     q = tl.load(q_base + query_slots[:, None].to(tl.int64) * stride_qn)
                     do = tl.load(do_base + query_slots[:, None].to(tl.int64) * stride_dn)
                     lse = tl.load(LSE + row_base + query_slots)
                     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                     delta = tl.load(DELTA + row_base + query_slots)
-                    dk, dv = _key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
+                    dk, dv = key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
     offsets = ((b * keys + key_slots[:, None]) * (HEADS // GROUP) + kv) * D + d
     tl.store(DK + offsets, (dk * scale).to(DK.dtype.element_ty), mask=valid_keys[:, None])
     tl.store(DV + offsets, dv.to(DV.dtype.element_ty), mask=valid_keys[:, None])
@@ -245,7 +245,7 @@ def _backward_columns(
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + row_base + rows)
             covered = ((covered_bits >> (tl.arange(0, BLOCK_N) % 32)) & 1) != 0
-            dk, dv = _key_gradient(q, k, v, do, lse, delta, covered[:, None], dk, dv, scale, True)
+            dk, dv = key_gradient(q, k, v, do, lse, delta, covered[:, None], dk, dv, scale, True)
             covered_bits = next_bits
         # Query blocks at either end: check every pair against mask, causality and diagonals.
         for step in range(begin * SUB, (end - full_end + full_begin) * SUB):
@@ -272,7 +272,7 @@ def _backward_columns(
                 | (column_positions[:, None] < first[None, :])
                 | (column_positions[:, None] > query_positions[None, :])
             )
-            dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
+            dk, dv = key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
     offsets = (
         (part.to(tl.int64) * tl.num_programs(1) + bh) * column_width + columns[:, None]
     ) * D + d

@@ -28,7 +28,7 @@ _FORWARD_COLUMNS = {128: Tile(32, 4, 3), 64: Tile(32, 4, 3)}
 
 
 @triton.jit
-def _attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
+def attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
     """Add one tile of keys to the online softmax.
 
     hidden: pairs to mask; read only if MASKED.
@@ -140,7 +140,7 @@ def _forward(
                         CHUNK_BLOCKS,
                         BLOCK,
                     )[:, None]
-                m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
+                m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, True)
         if not LISTED:
             # Entries that every row sees in full: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
@@ -152,11 +152,11 @@ def _forward(
                     if slot >= 0:
                         k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
                         v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
-                        m, total, acc = _attend(q, k, v, q, m, total, acc, scale, False)
+                        m, total, acc = attend(q, k, v, q, m, total, acc, scale, False)
                 else:
                     k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
                     v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
-                    m, total, acc = _attend(q, k, v, q, m, total, acc, scale, False)
+                    m, total, acc = attend(q, k, v, q, m, total, acc, scale, False)
     if COLUMNS:
         column_base = bh * column_width
         begin, full_begin, full_end, end = column_ranges(
@@ -176,7 +176,7 @@ def _forward(
             k = tl.load(COLUMN_K + (column_base + columns)[:, None] * D + d)
             v = tl.load(COLUMN_V + (column_base + columns)[:, None] * D + d)
             covered = ((covered_bits >> (columns % 32)) & 1) != 0
-            m, total, acc = _attend(q, k, v, covered[None, :], m, total, acc, scale, True)
+            m, total, acc = attend(q, k, v, covered[None, :], m, total, acc, scale, True)
             covered_bits = next_bits
         # Tiles at either end: check every pair against mask, causality and diagonals.
         for s in range(begin, end - full_end + full_begin):
@@ -202,7 +202,7 @@ def _forward(
                 | (column_positions[None, :] < first[:, None])
                 | (column_positions[None, :] > query_positions[:, None])
             )
-            m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
+            m, total, acc = attend(q, k, v, hidden, m, total, acc, scale, True)
     # NaN != 0, so a row with a NaN stays NaN and does not count as a row that sees no key.
     sees_keys = may_see & (total != 0.0)
     out = tl.where(sees_keys[:, None], acc / tl.where(sees_keys, total, 1.0)[:, None], 0.0)

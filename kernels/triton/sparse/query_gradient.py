@@ -58,7 +58,7 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, MASKED: tl.constexpr):
+def query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, MASKED: tl.constexpr):
     """Add one tile of keys to acc, which is dq / scale.
 
     lse: times log2(e).
@@ -162,7 +162,7 @@ def _backward_queries(
                         CHUNK_BLOCKS,
                         BLOCK,
                     )[:, None]
-                acc = _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
+                acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
         if not LISTED:
             # Entries that every row sees in full: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
@@ -174,11 +174,11 @@ def _backward_queries(
                     if slot >= 0:
                         k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
                         v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
-                        acc = _query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
+                        acc = query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
                 else:
                     k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
                     v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
-                    acc = _query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
+                    acc = query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
     if COLUMNS:
         column_base = bh * column_width
         begin, full_begin, full_end, end = column_ranges(
@@ -198,7 +198,7 @@ def _backward_queries(
             k = tl.load(COLUMN_K + (column_base + columns)[:, None] * D + d)
             v = tl.load(COLUMN_V + (column_base + columns)[:, None] * D + d)
             covered = ((covered_bits >> (columns % 32)) & 1) != 0
-            acc = _query_gradient(q, k, v, do, lse, delta, covered[None, :], acc, scale, True)
+            acc = query_gradient(q, k, v, do, lse, delta, covered[None, :], acc, scale, True)
             covered_bits = next_bits
         # Tiles at either end: check every pair against mask, causality and diagonals.
         for s in range(begin, end - full_end + full_begin):
@@ -224,7 +224,7 @@ def _backward_queries(
                 | (column_positions[None, :] < first[:, None])
                 | (column_positions[None, :] > query_positions[:, None])
             )
-            acc = _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
+            acc = query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
     acc *= scale
     if CONTINUE:
         acc += tl.load(DQ_IN + out_offsets, mask=valid[:, None], other=0.0).to(tl.float32)
