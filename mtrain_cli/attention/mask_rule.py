@@ -40,8 +40,8 @@ class MaskRule:
         """
         if config.mask.full_every:
             raise ConfigError(
-                f"mask.full_every={config.mask.full_every}: only training takes layers with "
-                "different masks; give mask.full_every=0, or mask=causal for the full layers"
+                f"mask.full_every={config.mask.full_every}: this command takes one mask for all "
+                "layers; give mask.full_every=0, or mask=causal for the full layers"
             )
         return MaskRule.of(config)
 

@@ -139,7 +139,8 @@ class SimulateOptions:
     overrides: As in `mtrain train`, such as model= and seq=.
     workers: Number of GPUs in total; by default all of the cluster.
     exchange: Exchanges to compare. By default ring and all_gather, and their hierarchical
-        forms between nodes; in a sweep, only hierarchical_ring between nodes.
+        forms between nodes; in a sweep, only hierarchical_ring between nodes. Under a mask other
+        than causal, group casts, too.
     index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
         dense, or a synthetic family (local, clustered, uniform, drifting). By default the pairs of
         sparsity=; with --density or --columns, the family clustered.
@@ -183,9 +184,10 @@ class SimulateOptions:
 
 @dataclass(frozen=True)
 class RecommendOptions(SimulateOptions):
-    """The options of `recommend`, which compares all exchanges but group casts by default.
+    """The options of `recommend`, which compares more exchanges by default.
 
-    exchange: Exchanges to compare; by default all but group casts.
+    exchange: Exchanges to compare; by default all, but group casts only under a mask other than
+        causal.
     """
 
     exchange: Annotated[str | None, name_list(complete_exchanges)] = None

@@ -6,13 +6,13 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mtrain_cli.commands.options import parse_names, parse_share_option, warn_of_unused_settings
 from mtrain_cli.commands.simulate_request import SimulateRequest, setting_of
-from mtrain_cli.config.exchanges import COMPARED_EXCHANGES, HEAD_SHARING, flat_name
+from mtrain_cli.config.exchanges import COMPARED_EXCHANGES, GROUP_CASTS, HEAD_SHARING, flat_name
 from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
 
 if TYPE_CHECKING:
@@ -173,13 +173,8 @@ def parse_job(
     _refuse_options(words)
     layout = _compared("layout", typed.layout, words)
     exchange = _compared("exchange", typed.exchange, words)
-    usual = (
-        [name for name in EXCHANGES if name in (*COMPARED_EXCHANGES, *HEAD_SHARING)]
-        if every_exchange
-        else list(COMPARED_EXCHANGES[: _SWEPT if swept else None])
-    )
     layouts = DEFAULT_LAYOUTS.split(",") if layout is None else parse_names(*layout, LAYOUTS)
-    exchanges = usual if exchange is None else parse_names(*exchange, EXCHANGES)
+    exchanges = [] if exchange is None else parse_names(*exchange, EXCHANGES)
     if len(parse_names("--kernel", typed.kernel, KERNELS)) > 1:
         raise ConfigError(f"--kernel {typed.kernel}: give one of {', '.join(KERNELS)}")
     tokens = parse_tokens("--tokens", typed.tokens)
@@ -204,9 +199,10 @@ def parse_job(
     several = cluster.nodes > 1 or any(
         "nodes=" in word or "gpus_per_node=" in word for word in (*words, *swept)
     )
-    if exchange is None and not several:
+    if exchange is None:
+        exchanges = _usual_exchanges(request, bool(swept), every_exchange)
         # Within a node, hierarchical exchanges equal the plain ones.
-        exchanges = [name for name in exchanges if flat_name(name) == name]
+        exchanges = [name for name in exchanges if several or flat_name(name) == name]
     workers = _parse_workers(cluster, typed, cluster_typed, request)
     warn_of_unused_settings(words)
     if cluster.gpu.is_cpu and not request.without_a_model and not request.sets("topology.device"):
@@ -215,6 +211,22 @@ def parse_job(
     return SimulateJob(
         request, cluster, name, cluster_typed, layouts, exchanges, workers, tokens, price, typed
     )
+
+
+def _usual_exchanges(request: SimulateRequest, sweeps: bool, every_exchange: bool) -> list[str]:
+    """Return the exchanges to compare if none is typed.
+
+    sweeps: whether the settings are those of a sweep, without its axes.
+    """
+    casts: tuple[str, ...] = ()
+    # Without its axes, a sweep may be wrong. A command checks its settings later.
+    with suppress(ConfigError):
+        if not request.without_a_model and request.compose(request.words).mask.kind != "causal":
+            casts = GROUP_CASTS
+    if every_exchange:
+        compared = (*COMPARED_EXCHANGES, *casts, *HEAD_SHARING)
+        return [name for name in EXCHANGES if name in compared]
+    return [*COMPARED_EXCHANGES[: _SWEPT if sweeps else None], *casts]
 
 
 def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str], str, str]:

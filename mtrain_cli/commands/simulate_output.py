@@ -29,10 +29,12 @@ from mtrain_cli.simulation.scenario import PredictedScenario, train_line
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import FITS, RunPlan
 
+_CASTS = "group_cast: only keys that some query of a worker sees under the mask travel to it."
 LEGEND = (
     "ms: attention of a layer on the slowest worker, mean over layers. best, worst: by the bounds "
     "of the constants. worker, step: imbalance degrees of time, largest over mean, and of work in "
-    "brackets. late: waits for slower workers. exposed: communication without overlap, by link."
+    "brackets. late: waits for slower workers. exposed: communication without overlap, by link. "
+    f"{_CASTS}"
 )
 STEP_LEGEND = (
     "s / step: one optimizer step. best, worst: by the bounds of the constants. MFU, HFU: share of "
@@ -40,7 +42,7 @@ STEP_LEGEND = (
     "for transfers of keys and values, and for transfers of weights and gradients. worker, step: "
     "imbalance degrees of attention work, largest over mean. GiB: per GPU, as planned by "
     "`mtrain train --dry-run`. all_gather in N: gathers N head groups, each while the previous one "
-    f"is computed. {FITS}."
+    f"is computed. {_CASTS} {FITS}."
 )
 
 

@@ -243,7 +243,12 @@ class SimulateRequest:
         )
 
     def _check_mask(self, config: Config) -> None:
-        """Raise ConfigError if an option asks for an index, and the mask takes none."""
+        """Raise ConfigError if an option asks for what the mask does not allow."""
+        if self.layers is not None and config.mask.full_every:
+            raise ConfigError(
+                f"--layers {self.layers}: with mask.full_every={config.mask.full_every}, all "
+                f"{config.model.num_layers} layers are predicted; leave --layers out"
+            )
         given = {
             "index": None if self.index == DENSE else self.index,
             "density": self.density,

@@ -31,9 +31,11 @@ EXCHANGE_TRAITS = {
     "ring": ExchangeTraits(gathers=False, hierarchical=False),
     "hierarchical_ring": ExchangeTraits(gathers=False, hierarchical=True),
 }
-# The exchanges that predictions compare, in the order of their tables. Group casts are left out: a
-# prediction counts each sequence as one document, so they would move most rows.
+# The exchanges that predictions compare, in the order of their tables. Predictions compare group
+# casts only under a mask other than causal: they count each sequence as one document, in which a
+# causal mask needs most rows.
 COMPARED_EXCHANGES = ("ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather")
+GROUP_CASTS = tuple(name for name, traits in EXCHANGE_TRAITS.items() if traits.by_mask)
 ULYSSES = "ulysses"
 # {value of topology.exchange that splits the heads among all workers of a sequence: the exchange
 # that runs then}

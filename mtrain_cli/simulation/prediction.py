@@ -67,6 +67,8 @@ class AttentionWorkload:
     columns: largest number of single columns per head, as in `what_if.make_case`.
     estimated: whether the predicted time includes the time to estimate indices.
     model: name of the model, for files.
+    full: the masks of the layers that see all earlier tokens, and the numbers of these layers, if
+        the layers have different masks; None if all layers have ``masks``. For dense attention.
     """
 
     made: RecordedSetup
@@ -77,6 +79,16 @@ class AttentionWorkload:
     columns: int | None = -1
     estimated: bool = True
     model: str = ""
+    full: tuple[tuple[SequenceMask, ...], frozenset[int]] | None = None
+
+    @property
+    def kinds(self) -> list[tuple[tuple[SequenceMask, ...], list[int]]]:
+        """The masks of each kind of layer, and the numbers of the layers to predict."""
+        if self.full is None:
+            return [(self.masks, list(self.layers))]
+        masks, full = self.full
+        window = [layer for layer in self.layers if layer not in full]
+        return [(self.masks, window), (masks, [layer for layer in self.layers if layer in full])]
 
 
 @dataclass(frozen=True)
@@ -200,22 +212,29 @@ def predict(
     # Predict for a backward that takes delta instead of out. Every kernel supports it.
     problem = replace(problem, made=replace(problem.made, needs_out=False))
     prices = RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
-    case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice, prices)
-    spmd = SpmdSchedule.of(case.schedule)
-    kernels = _kernels(cluster, name, first, case, calibration)
-    player = _CasePlayer(
-        cluster, problem, case, spmd, kernels, conditions or Disturbances(), recompute
-    )
+    players = []
+    for masks, numbers in problem.kinds:
+        case = make_case(problem.made, masks, setup, first, problem.columns, choice, prices)
+        kernels = _kernels(cluster, name, first, case, calibration)
+        spmd = SpmdSchedule.of(case.schedule)
+        of_kind = replace(problem, masks=masks, full=None)
+        player = _CasePlayer(
+            cluster, of_kind, case, spmd, kernels, conditions or Disturbances(), recompute
+        )
+        players.append((player, numbers))
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
     remarks = [*kernels.remarks, *_uncertain(cluster), *_index_remarks(cluster, problem, first)]
     if rows and not fits:
         remarks.append(
             f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case"
         )
+    chosen = BOUNDS if bounds else (VALUE,)
     layers = [
-        player.play_layer(layer, BOUNDS if bounds else (VALUE,), rows=fits)
-        for layer in problem.layers
+        layer
+        for player, numbers in players
+        for layer in player.play_layers(numbers, chosen, rows=fits, alike=problem.full is not None)
     ]
+    layers.sort(key=lambda layer: layer.number)
     passes = {
         direction: _summary(
             [layer.times[direction] for layer in layers],
@@ -337,6 +356,13 @@ class _CasePlayer:
         steps = [step for direction in self.directions for step in self.spmd.steps(direction)]
         each = sum(4 + 3 * (len(step.post) + len(step.send)) for step in steps)
         return each * self.case.setup.workers
+
+    def play_layers(
+        self, layers: Sequence[int], bounds: Iterable[str], *, rows: bool, alike: bool
+    ) -> list[_PlayedLayer]:
+        """Simulate all passes of several layers. alike: whether one layer stands for all."""
+        played = [self.play_layer(n, bounds, rows=rows) for n in layers[: 1 if alike else None]]
+        return [replace(played[0], number=n) for n in layers] if alike else played
 
     def play_layer(self, layer: int, bounds: Iterable[str], *, rows: bool) -> _PlayedLayer:
         """Simulate all passes of a layer. rows: whether to keep the records of `VALUE`."""

@@ -64,7 +64,12 @@ class PairSource:
     def problem(self, config: Config) -> AttentionWorkload:
         """Return the workload of one micro-batch. Each sequence is a single document."""
         model, stripe = config.model, config.topology.block_size
-        mask = MaskRule.of_all_layers(config)(None, config.seq, config.seq)
+        sequences, layers, full = config.train.micro_batch, range(self.layers), None
+        rules = MaskRule.of(config).by_layers(model.num_layers)
+        mask, *others = (rule.undivided(config.seq, config.seq) for rule, _ in rules)
+        if others:
+            layers = range(model.num_layers)
+            full = (others[0],) * sequences, frozenset(filter(config.mask.is_full, layers))
         recorded_as = RecordedSetup(
             seq=config.seq,
             heads=model.num_heads,
@@ -80,14 +85,15 @@ class PairSource:
         fixed = config.sparsity if self.name == FIXED else None
         return AttentionWorkload(
             recorded_as,
-            (mask,) * config.train.micro_batch,
-            tuple(range(self.layers)),
+            (mask,) * sequences,
+            tuple(layers),
             lru_cache(_KEPT)(self._draw(config, config.sparsity.block or stripe)),
             self.name,
             -1 if fixed is None else fixed.column_bound or 0,
             # A layer draws its `fixed` index once, so no step spends time on estimating it.
             estimated=fixed is None,
             model=model.name,
+            full=full,
         )
 
     def _draw(self, config: Config, block: int) -> Callable[[int], Index | None]:

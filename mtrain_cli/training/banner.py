@@ -41,7 +41,7 @@ def banner(
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(plan)}"),
         ("workers", f"{dry_run.describe_workers(plan)}, started by {environment.launcher}"),
         ("layout", dry_run.describe_layout(plan)),
-        ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),
+        *dry_run.exchange_rows(plan),
         *dry_run.mask_rows(config),
         ("sparsity", dry_run.describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),

@@ -19,6 +19,9 @@ from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
+from mtrain_cli.parallel.cast_rows import too_many_to_count
+from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.traffic import count_traffic
 from mtrain_cli.sparsity.pattern import display_name
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
@@ -84,7 +87,7 @@ def render(plan: RunPlan) -> RenderableType:
         ("documents", DOCUMENTS[config.data.document_mask]),
         ("workers", describe_workers(plan)),
         ("layout", describe_layout(plan)),
-        ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),
+        *exchange_rows(plan),
         *mask_rows(config),
         ("sparsity", describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
@@ -171,6 +174,25 @@ def _longest(plan: RunPlan) -> str:
     """Format the longest sequence that the search found to fit. A longer sequence may fit, too."""
     seq = longest_seq(plan)
     return "none" if seq is None else f"at least {format_size(seq)}"
+
+
+def exchange_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return a row on the exchange and, for a group cast, a row on the keys that it moves."""
+    config, layout = plan.config, plan.layout
+    rows = [("exchange", f"{plan.exchange.label}: {plan.exchange.reason}")]
+    if not plan.exchange.traits.by_mask or plan.dims.cp == plan.exchange.heads:
+        return rows
+    if config.data.mask_key is not None or too_many_to_count(layout):
+        return rows  # the masks are unknown, or take long to count
+    rules = MaskRule.of(config).by_layers(config.model.num_layers)
+    masks = [[rule.undivided(layout.seq, layout.padded_seq)] for rule, _ in rules]
+    layers = [count for _, count in rules]
+    inside = Placement(layout, plan.exchange.heads).inside
+    shards = [inside.positions(rank) for rank in range(inside.workers)]
+    moved = count_traffic(masks, shards, layers=layers).share_moved(layout.padded_seq * sum(layers))
+    inside_documents = " or less with documents" if config.data.document_mask else ""
+    text = f"a worker receives {moved:.1%} of the keys of the other workers{inside_documents}"
+    return [*rows, ("", text)]
 
 
 def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:

@@ -261,6 +261,10 @@ def _here(tmp_path, monkeypatch):
             "keys up to itself; give mask=causal, mask=sliding_window without global tokens, or "
             "leave --density out",
         ),
+        (
+            ["mask=sliding_window mask.full_every=2 --layers 2"],
+            "--layers 2: with mask.full_every=2, all 4 layers are predicted; leave --layers out",
+        ),
         (["recommend mask=full --index local"], "mask.kind=full: --index local needs a mask in"),
         (["sweep mask=full density=2%,5%"], "mask.kind=full: density=0.02 needs a mask in which"),
         (["model=huge"], "model=huge: no such model"),
@@ -298,9 +302,12 @@ def test_help_of_exchange_says_what_each_command_compares():
     assert [
         name
         for name in texts
-        if "Exchanges to compare; by default all but group casts." in texts[name]
+        if "by default all, but group casts only under a mask other than causal." in texts[name]
     ] == ["recommend"]
-    assert [name for name in texts if "only hierarchical_ring between nodes." in texts[name]] == [
+    usual = (
+        "only hierarchical_ring between nodes. Under a mask other than causal, group casts, too."
+    )
+    assert [name for name in texts if usual in texts[name]] == [
         "run",
         "sweep",
     ]

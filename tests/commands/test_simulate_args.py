@@ -13,6 +13,8 @@ from command import python_path
 from commands.typed_line import DENSE, STRIPED, document, run, simulate
 
 from mtrain_cli import resource_dir
+from mtrain_cli.commands.simulate import SimulateOptions
+from mtrain_cli.commands.simulate_args import parse_job
 from mtrain_cli.simulation.sweep_axes import axes
 
 
@@ -109,3 +111,23 @@ def test_a_density_may_be_a_percentage():
     assert len({json.loads(text)["cases"][0]["density"] for text in found}) == 2
     assert json.loads(found[0])["cases"] == json.loads(found[1])["cases"]
     assert axes(["density=20%,0.05"]) == {"density": ["20%", "0.05"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "casts"),
+    [
+        (["cluster=a100_4x8"], []),
+        (["mask=sliding_window"], ["group_cast"]),
+        (
+            ["mask=sliding_window", "cluster=a100_4x8"],
+            ["group_cast", "hierarchical_group_cast"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("every", [False, True])
+def test_group_casts_are_compared_under_a_mask_other_than_causal(words, casts, every):
+    typed = SimulateOptions(overrides=[*words, "seq=4k"])
+    job = parse_job(typed, every_exchange=every)
+    assert [name for name in job.exchanges if "cast" in name] == casts
+    swept = parse_job(typed, ["density=2%,5%"])
+    assert [name for name in swept.exchanges if "cast" in name] == casts

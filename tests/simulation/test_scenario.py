@@ -79,3 +79,41 @@ def test_a_prediction_says_what_it_assumes_of_masks_from_the_data(tmp_path):
         found = [line for line in outcome.remarks if "assumes causal documents" in line]
         assert len(found) == says
         assert all(line.startswith("data.mask_key=mask: a plan does not read") for line in found)
+
+
+def dense(*words: str) -> Scenario:
+    config = compose(["seq=16k", "model.num_layers=6", *words])
+    return Scenario(config, PairSource("dense").problem(config))
+
+
+@pytest.mark.parametrize("exchange", ["ring", "group_cast"])
+def test_layers_with_different_masks_are_priced_per_kind(exchange):
+    cluster, window = load_cluster("h200_1x8"), ["mask=sliding_window", "mask.window=1k"]
+    found = {
+        name: predict_training(cluster, dense(*words), 4, "zigzag", exchange, rows=True).attention
+        for name, words in {
+            "window": window,
+            "full": [],
+            "mixed": [*window, "mask.full_every=3"],
+        }.items()
+    }
+
+    def mean(value):
+        return (4 * value(found["window"]) + 2 * value(found["full"])) / 6
+
+    for get in (
+        lambda p: p.duration.value,
+        lambda p: p.duration.high,
+        lambda p: p.facts["density"],
+        lambda p: p.passes["backward"].work.worker,
+        lambda p: sum(p.passes["forward"].exposed.values()),
+    ):
+        assert get(found["mixed"]) == pytest.approx(mean(get))
+    rows = found["mixed"].rows
+    attention = rows[rows["pairs"] > 0]
+    pairs = {layer: attention["pairs"][attention["layer"] == layer].sum() for layer in range(6)}
+    assert {layer for layer in pairs if pairs[layer] > pairs[0]} == {2, 5}
+    assert found["mixed"].facts["layers"] == 6
+    assert sum(pairs.values()) == sum(
+        count * found[name].rows["pairs"].sum() for name, count in (("window", 4), ("full", 2))
+    )

@@ -269,6 +269,25 @@ def test_few_labels_are_a_warning(words, line):
     assert all(line in text for text in found)
 
 
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        # Blocks of 128 rows travel. Each shard of 1,024 needs one block before it, but the first.
+        (["mask.window=100"], 3 * 128 / (3 * 4096)),
+        (["mask.window=100", "mask.full_every=2"], (3 * 128 / (3 * 4096) + 0.5) / 2),
+    ],
+)
+def test_a_plan_says_which_share_of_the_keys_a_group_cast_moves(words, share):
+    words = ["mask=sliding_window", *words, "topology.exchange=group_cast"]
+    planned = ["seq=4k", "topology.layout=contiguous", "topology.device=cuda"]
+    plan = make_plan(compose([*words, *planned, "topology.workers=4"]))
+    (_, reason), (_, moved) = module.exchange_rows(plan)
+    assert reason == "group_cast: as configured"
+    assert moved.startswith(f"a worker receives {share:.1%} of the keys of the other workers")
+    gathers = make_plan(compose([*planned, "topology.exchange=all_gather", "topology.workers=4"]))
+    assert len(module.exchange_rows(gathers)) == 1
+
+
 def test_padding_is_shown():
     printed = text(dry_run(compose(["topology.device=cpu", "seq=1000", "topology.workers=3"])), 120)
     assert "384 tokens per worker, 152 of 1,152 are padding" in printed
