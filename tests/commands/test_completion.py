@@ -37,7 +37,10 @@ def test_an_empty_word_offers_groups_and_top_level_keys():
         ("model=qwen1", ["model=qwen1.5b", "model=qwen14b"]),
         (
             "topology.layout=",
-            [f"topology.layout={name}" for name in ("auto", "contiguous", "zigzag", "striped")],
+            [
+                f"topology.layout={name}"
+                for name in ("auto", "contiguous", "zigzag", "striped", "balanced")
+            ],
         ),
         ("train.compile=", ["train.compile=auto", "train.compile=true", "train.compile=false"]),
         ("topology.workers=", ["topology.workers=auto"]),
@@ -170,6 +173,7 @@ def test_bash_gets_bare_values_because_it_splits_at_the_equals_sign(shell_path):
         "contiguous",
         "zigzag",
         "striped",
+        "balanced",
     ]
     assert offered("mtrain", "train", "seq", "=", "4k", "topology.exchange", "=", "r") == ["ring"]
     assert offered("mtrain", "train", "model=qwen1") == ["model=qwen1.5b", "model=qwen14b"], (

@@ -385,8 +385,8 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(
         (["--out x"], "--out"),
         (
             ["topology.layout=zigzig"],
-            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped (did "
-            "you mean zigzag?)",
+            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped, balanced "
+            "(did you mean zigzag?)",
         ),
     ],
 )
