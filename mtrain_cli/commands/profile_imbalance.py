@@ -85,6 +85,7 @@ def imbalance(
             step, total or critical for imbalance of time, and work.worker, ... for imbalance of
             work.
     """
+    from mtrain_cli.attention.mask_rule import MaskRule
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
@@ -99,6 +100,7 @@ def imbalance(
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     for _, case in cases:
+        MaskRule.of_all_layers(case)  # refuses layers with different masks
         require_exchange(case, environment)
     warn_of_unused_settings(words)
     _require_launcher(environment, fail_above)

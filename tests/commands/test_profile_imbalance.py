@@ -322,6 +322,10 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
             ["--exchange all_gather,ring topology.chunks=2"],
             "topology.chunks=2: works only with all_gather",
         ),
+        (
+            ["mask=sliding_window mask.window=64 mask.full_every=2 seq=512"],
+            "mask.full_every=2: this command takes one mask for all layers",
+        ),
     ],
 )
 def test_invalid_comparisons_are_one_line(tmp_path, words, message):
