@@ -300,7 +300,7 @@ def _check_slices(table: IntArray, length: int) -> None:
     if not known.all():
         raise ValueError(
             f"A slice has the kind {kind[np.argmin(known)]}; allowed: 0 (full), 1 (causal), "
-            "2 (inverse) and 3 (bidirectional-causal)."
+            "2 (inverse) and 3 (bicausal)."
         )
 
 

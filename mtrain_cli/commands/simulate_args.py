@@ -199,8 +199,12 @@ def parse_job(
     several = cluster.nodes > 1 or any(
         "nodes=" in word or "gpus_per_node=" in word for word in (*words, *swept)
     )
+    other_mask = _has_another_mask(request)
+    if layout is None and other_mask and not swept:
+        layouts = [*layouts, "balanced"]
     if exchange is None:
-        exchanges = _usual_exchanges(request, bool(swept), every_exchange)
+        casts = GROUP_CASTS if other_mask else ()
+        exchanges = _usual_exchanges(casts, bool(swept), every_exchange)
         # Within a node, hierarchical exchanges equal the plain ones.
         exchanges = [name for name in exchanges if several or flat_name(name) == name]
     workers = _parse_workers(cluster, typed, cluster_typed, request)
@@ -213,16 +217,20 @@ def parse_job(
     )
 
 
-def _usual_exchanges(request: SimulateRequest, sweeps: bool, every_exchange: bool) -> list[str]:
-    """Return the exchanges to compare if none is typed.
-
-    sweeps: whether the settings are those of a sweep, without its axes.
-    """
-    casts: tuple[str, ...] = ()
+def _has_another_mask(request: SimulateRequest) -> bool:
+    """Return whether the mask is not causal."""
     # Without its axes, a sweep may be wrong. A command checks its settings later.
     with suppress(ConfigError):
-        if not request.without_a_model and request.compose(request.words).mask.kind != "causal":
-            casts = GROUP_CASTS
+        return not request.without_a_model and request.compose(request.words).mask.kind != "causal"
+    return False
+
+
+def _usual_exchanges(casts: Sequence[str], sweeps: bool, every_exchange: bool) -> list[str]:
+    """Return the exchanges to compare if none is typed.
+
+    casts: the group casts to compare.
+    sweeps: whether the settings are those of a sweep, without its axes.
+    """
     if every_exchange:
         compared = (*COMPARED_EXCHANGES, *casts, *HEAD_SHARING)
         return [name for name in EXCHANGES if name in compared]

@@ -180,7 +180,8 @@ class PredictedScenario:
             f"steps: {source}; every sequence is one document; loading data and writing "
             "checkpoints take no time",
         ]
-        if self.dense and self.plan.config.data.document_mask:
+        causal = self.plan.config.mask.kind == "causal"
+        if self.dense and causal and self.plan.config.data.document_mask:
             remarks.append(
                 "a sequence of mtrain train may hold several documents (data.document_mask=true), "
                 "whose uneven work topology.layout=auto balances with striped; if your sequences "

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import Config, ModelConfig
+from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Balanced, Layout, Striped
@@ -41,7 +42,7 @@ class AttentionMemory:
         """e: bytes of the compute dtype."""
         self.model, self.layout = config.model, layout
         self.exchange, self.kernel = exchange, kernel
-        self.intervals = config.mask.intervals(config.seq)
+        self.intervals = most_intervals(config)
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
         self.sizes = shard_sizes(config, layout, exchange, e)

@@ -85,6 +85,7 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
     if topology.cluster != "auto":
         cluster = load_cluster(topology.cluster, f"topology.cluster={topology.cluster}")
     heads = topology.ulysses if isinstance(topology.ulysses, int) else 1
+    heads = heads if cp % heads == 0 else 1  # `choose_exchange` refuses other numbers
     full = sum(map(mask.is_full, range(model.num_layers)))
     return Balancer(
         cp,

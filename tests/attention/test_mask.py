@@ -236,7 +236,7 @@ def test_a_sliding_window_is_one_causal_slice_and_one_band():
         ([KeySlice(0, 9, 0, 8)], r"slice \[0, 9, 0, 8, 0\].* does not lie in .* 8 tokens"),
         ([KeySlice(0, 8, -1, 8)], "does not lie"),
         ([KeySlice(5, 4, 0, 8)], "does not lie"),
-        ([KeySlice(0, 8, 0, 8, 4)], "has the kind 4; allowed: 0 .full.*bidirectional-causal"),
+        ([KeySlice(0, 8, 0, 8, 4)], "has the kind 4; allowed: 0 .full.*bicausal"),
     ],
 )
 def test_wrong_slices_are_refused(slices, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.fixed import FixedPattern
@@ -107,6 +108,42 @@ def test_a_sequence_that_ends_early_has_a_plan_of_its_own():
     for length in (SEQ, 40, SEQ):
         batch = make([Sample(tokens, tokens, np.zeros(length, dtype=np.int32))])
         assert batch.pairs == length * (length + 1) // 2
+
+
+class Shuffled:
+    """Gives every batch a layout of its own, instead of a balanced one."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def layout(self, _masks) -> Balanced:
+        return Balanced.of(self.rng.permutation(8) % 2, 2, SEQ, 8)
+
+
+def test_a_plan_has_the_layout_of_its_batch():
+    """Under a window of 1, packed documents and one document have the same mask."""
+    group = ContextGroup(1, (0, 1))
+    balancer: Any = Shuffled()
+    exchange = make_exchange("group_cast", balancer.layout(()), group)
+    mask = MaskRule(True, MaskConfig.sliding(1, full_every=2))
+    cpu, tokens = torch.device("cpu"), np.arange(SEQ, dtype=np.int32)
+    make = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask, layers=2, balancer=balancer)
+    rule = MaskRule(document_mask=True)
+    first, then = (
+        BatchMaker(exchange, SdpaKernel(), cpu, mask=rule, balancer=balancer) for _ in range(2)
+    )
+    layouts = []
+    for lengths in ((16, 48), (32, 32), (8, 56)):
+        documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        host = make.on_host([Sample(tokens, tokens, documents)])
+        assert host.full_plan is not None
+        layouts.append(host.layout)
+        assert host.plan.placement.layout == host.full_plan.placement.layout == host.layout
+        assert host.numbers[1, 0].tolist() == host.layout.positions(1).tolist()
+        # A host batch keeps its layout when another maker takes it.
+        host = first.on_host([Sample(tokens, tokens, documents)])
+        assert then.to_device(host).attend.plan.placement.layout == host.layout
+    assert len(set(layouts)) == 3
 
 
 def maker(mask: MaskConfig, *, document_mask: bool = True) -> BatchMaker:

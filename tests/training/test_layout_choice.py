@@ -113,6 +113,12 @@ def test_packed_documents_are_pointed_out():
         assert not layout_advice(config, 4, 4, [[SequenceMask.from_documents(ids, 65536)]])
 
 
+@pytest.mark.parametrize("ulysses", [3, 8])
+def test_a_wrong_number_of_ulysses_workers_is_left_to_the_exchange(ulysses):
+    found = chosen("topology.layout=balanced", f"topology.ulysses={ulysses}")
+    assert found.layout.name == "balanced"
+
+
 def test_layers_with_different_masks_are_balanced_together():
     found = chosen(*WINDOW, "mask.full_every=2", "model.num_layers=4")
     assert found.balancer.layers == (2, 2)
