@@ -143,3 +143,9 @@ class TextStream:
             return ""
         self._start, self._shown = self._shown, len(self._ids)
         return text[len(before) :]
+
+    def rest(self) -> str:
+        """Return the text that has not appeared: an incomplete character at the end."""
+        before = self._decode(self._ids[self._start : self._shown])
+        text = self._decode(self._ids[self._start :])
+        return "" if text is None or before is None else text[len(before) :]
