@@ -42,7 +42,13 @@ from mtrain_cli.evaluation.ruler_templates import (
 from mtrain_cli.evaluation.ruler_tracking import EXAMPLE_TOKENS, tracking_prompts
 from mtrain_cli.evaluation.ruler_words import CommonWordPrompts, FrequentWords
 from mtrain_cli.evaluation.samples import Sample
-from mtrain_cli.evaluation.sources import Sources, read_haystack, read_hotpotqa, read_squad
+from mtrain_cli.evaluation.sources import (
+    Sources,
+    read_haystack,
+    read_hotpotqa,
+    read_squad,
+    read_words,
+)
 from mtrain_cli.evaluation.token_counts import TokenCounter
 
 SEED = 42  # RULER's own
@@ -183,7 +189,8 @@ def _fitted(
     if task.template is TRACKING:
         prompts = tracking_prompts(length, stream, counter)
     elif task.template is COMMON_WORDS:
-        prompts = CommonWordPrompts(length, seed)
+        more_words = None if sources.words is None else read_words(sources.words)
+        prompts = CommonWordPrompts(length, seed, more_words)
     elif task.needles is not None:
         words = read_haystack(_source(name, task, sources)) if task.source else ()
         prompts = NeedlePrompts(task.needles, length, seed, words)
@@ -210,7 +217,7 @@ def _source(name: str, task: Task, sources: Sources) -> Path:
     path = Path(file).expanduser() if file else getattr(sources, task.source)
     if path is None:
         other = f", or name the task {name}@FILE for another text" if task.needles else ""
-        raise ConfigError(f"RULER: {name}: needs the file of {task.source}; give one{other}")
+        raise ConfigError(f"RULER: {name}: needs a file of {task.source}; give one{other}")
     return path
 
 

@@ -26,14 +26,15 @@ class CommonWordPrompts:
 
     length: tokens of a sample.
     seed: seed of the order of the words.
+    more_words: words for lists that are longer than wonderwords; None if not given.
     """
 
     step = 10
     first = 4096
     reserved = reserved_in_search = COMMON_WORDS.tokens
 
-    def __init__(self, length: int, seed: int) -> None:
-        self._words, self._seed = all_words(seed), seed
+    def __init__(self, length: int, seed: int, more_words: Sequence[str] | None = None) -> None:
+        self._words, self._seed, self._more_words = all_words(seed), seed, more_words
         is_short = length < 4096
         # Number of words, repeats of the ten, and repeats of the others.
         self._example = (20, 3, 1) if is_short else (40, 10, 3)
@@ -65,16 +66,18 @@ class CommonWordPrompts:
     def _list(
         self, stream: Stream, size: int, often: int, seldom: int
     ) -> tuple[str, Sequence[str]]:
-        if size > len(self._words):
+        words = self._words if size <= len(self._words) else self._more_words
+        if words is None or size > len(words):
             raise ConfigError(
-                f"needs {size:,} different words at this length, and the word lists have "
-                f"{len(self._words):,}; give a smaller length"
+                f"RULER: cwe: tries lists of {size:,} words at this length, and there are only "
+                f"{len(words or self._words):,}; give a smaller length, or RULER's "
+                "english_words.json"
             )
-        drawn = stream.python.sample(self._words, size)
+        drawn = stream.python.sample(words, size)
         common = drawn[:_COMMON]
-        words = common * often + drawn[_COMMON:] * seldom
-        Random(self._seed).shuffle(words)
-        return _numbered(words), common
+        listed = common * often + drawn[_COMMON:] * seldom
+        Random(self._seed).shuffle(listed)
+        return _numbered(listed), common
 
 
 def _numbered(words: Sequence[str]) -> str:

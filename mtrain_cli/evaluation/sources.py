@@ -22,11 +22,13 @@ class Sources:
     essays: text, or RULER's PaulGrahamEssays.json.
     squad: RULER's squad.json (SQuAD 2.0).
     hotpotqa: RULER's hotpotqa.json (HotpotQA, distractor setting).
+    words: RULER's english_words.json, for lists of more words than wonderwords has.
     """
 
     essays: Path | None = None
     squad: Path | None = None
     hotpotqa: Path | None = None
+    words: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,18 @@ def split_sentences(text: str) -> list[str]:
     RULER uses NLTK's trained Punkt model, so its sentences differ behind abbreviations.
     """
     return _SENTENCE_END.split(text)
+
+
+def read_words(path: Path) -> list[str]:
+    """Return the words of RULER's english_words.json.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not an object of words.
+    """
+    words = _read(path, lambda content: list(content.values()))
+    if not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"{path}: must be a JSON object whose values are words")
+    return words
 
 
 def read_squad(path: Path) -> Questions:
