@@ -24,8 +24,9 @@ from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
 from mtrain_cli.config.overrides import OverrideProblem, convert, parse
 from mtrain_cli.config.schema import Config, ConfigError
 
-# Keys that a resumed run keeps: its weights, the order of its data and its name depend on them.
-FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
+# Keys that a resumed run keeps: its weights, its loss, the order of its data and its name depend on
+# them.
+FIXED = ("model.", "mask.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
 
 # The value of a key that the user must set. OmegaConf's own ??? cannot be used: a null in the
 # defaults would override it.
