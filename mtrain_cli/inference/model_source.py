@@ -75,6 +75,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     """
     for word in overrides:
         key = word.partition("=")[0]
+        if key == "topology.context_parallel":
+            raise ConfigError(f"{word}: all workers share each prompt; leave this setting out")
         if key not in _SETTABLE and not key.startswith(("sparsity.", "topology.")):
             raise ConfigError(
                 f"{word}: the model gives this setting; allowed: sparsity=, topology=, their keys, "
@@ -86,6 +88,7 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
         mask = huggingface_config.read_mask(path) or CAUSAL
         config = compose.compose([*_topology(), *overrides])
         config = dataclasses.replace(config, seq=seq, model=model, mask=mask)
+        config = config.changed(data={"document_mask": False})  # a prompt is one document
     else:
         path = _find_run(path)
         config = _config_of_run(run_of(path), overrides)
