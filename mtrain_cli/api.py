@@ -178,7 +178,8 @@ def load(
 
     Args:
         path: a Hugging Face folder, a run, or a checkpoint.
-        overrides: settings under ``sparsity`` and ``topology``, train.kernel and train.dtype.
+        overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
+            train.compile.
         attention: the pattern for prompts, such as ``"dense"``; None for the run's.
         device: ``cpu``, ``cuda`` or ``auto``.
         tokenizer: folder with a tokenizer to use instead of the model's.

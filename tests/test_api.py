@@ -86,7 +86,7 @@ def test_mistakes_raise_config_errors(folder, call, problem):
 
 
 def test_several_workers_need_processes(folder):
-    with pytest.raises(api.ConfigError, match="topology.workers=2: this process computes alone"):
+    with pytest.raises(api.ConfigError, match=r"topology\.workers=2: this process computes alone"):
         api.load(folder / "run", "topology.workers=2", device="cpu")
 
 

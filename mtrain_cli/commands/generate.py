@@ -62,8 +62,9 @@ def generate(
 
     Args:
         model: A Hugging Face folder, a run, or a step-N folder of a run.
-        overrides: Settings of sparsity, topology, train.kernel and train.dtype. By default, a run
-            keeps its sparsity, a Hugging Face model is dense, and one worker computes.
+        overrides: Settings of sparsity and topology, train.kernel, train.dtype and
+            train.compile. By default, a run keeps its sparsity, a Hugging Face model is dense, and
+            one worker computes.
         prompt: Text to continue; give the option several times for several prompts.
         prompt_file: File with one prompt, which is the whole text; or a .jsonl file with a prompt
             per line, {"prompt": "text"} or {"ids": [1, 2]}. - reads one prompt from stdin.

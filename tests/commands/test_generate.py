@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import mtrain
 from commands.typed_line import run
-from inference.small_models import tokens, write_hf, write_run
+from inference.small_models import write_hf, write_run
 
 from mtrain_cli.commands import completion
 

@@ -57,6 +57,13 @@ def test_a_run_keeps_its_pattern_and_not_its_topology(tmp_path):
     assert source(tmp_path / "run", "sparsity.p_s=0.5").config.sparsity.p_s == 0.5
 
 
+def test_layers_are_compiled_only_on_request(tmp_path):
+    write_run(tmp_path / "run", "train.compile=true")
+    for words, compiled in (((), False), (("train.compile=true",), True)):
+        decoder = load_decoder(source(tmp_path / "run", *words), torch.float32, CPU)
+        assert {layer.execution.compile for layer in decoder.layers} == {compiled}
+
+
 def test_a_run_is_found_by_its_name(tmp_path, monkeypatch):
     write_run(tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
