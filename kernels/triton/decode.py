@@ -68,9 +68,7 @@ def _parts(
 
 
 @triton.jit
-def _merge(
-    PARTS, OUT, LSE, rows, parts, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr
-):
+def _merge(PARTS, OUT, LSE, rows, parts, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
     row = tl.program_id(0)
     d = tl.arange(0, WIDTH)
     part = tl.arange(0, COUNT)

@@ -147,7 +147,6 @@ class Kernel(Protocol):
         """
         ...
 
-
     def decode(
         self,
         q: torch.Tensor,

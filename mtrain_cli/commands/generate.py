@@ -62,8 +62,9 @@ def generate(
 
     Args:
         model: A Hugging Face folder, a run, or a step-N folder of a run.
-        overrides: Settings of sparsity, topology, train.kernel and train.dtype. By default, a run
-            keeps its sparsity, a Hugging Face model is dense, and one worker computes.
+        overrides: Settings of sparsity and topology, train.kernel, train.dtype and
+            train.compile. By default, a run keeps its sparsity, a Hugging Face model is dense, and
+            one worker computes.
         prompt: Text to continue; give the option several times for several prompts.
         prompt_file: File with one prompt, which is the whole text; or a .jsonl file with a prompt
             per line, {"prompt": "text"} or {"ids": [1, 2]}. - reads one prompt from stdin.
@@ -90,11 +91,6 @@ def generate(
     from mtrain_cli.launch.environment import resolve_environment
 
     environment = resolve_environment(source.config)
-    if environment.dims.dp > 1:
-        raise ConfigError(
-            f"topology.context_parallel={environment.dims.cp}: all workers share each prompt; "
-            f"allowed: auto or {environment.dims.workers}"
-        )
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.inference.limits import require_prompts
     from mtrain_cli.inference.text import open_codec
@@ -172,7 +168,7 @@ def _json_lines(file: str, text: str) -> list[str | list[int]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        found = row.get("prompt", row.get("ids")) if isinstance(row, dict) else None
+        found: Any = row.get("prompt", row.get("ids")) if isinstance(row, dict) else None
         is_ids = isinstance(found, list) and all(type(one) is int for one in found)
         if not isinstance(found, str) and not is_ids:
             raise ConfigError(

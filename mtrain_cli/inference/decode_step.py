@@ -141,7 +141,8 @@ class DecodeStep:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         self._number.fill_(1)
-        with torch.cuda.graph(graph):
+        # NCCL's watchdog asks for the state of events meanwhile, on its own thread.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._compute()
         self._graph = graph
         self._cache.reset()

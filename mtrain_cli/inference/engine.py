@@ -23,7 +23,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for
 from mtrain_cli.inference.decode_step import DecodeStep
-from mtrain_cli.inference.limits import MemoryNeed, worker_memory
+from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.model_source import ModelSource, load_decoder
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.launch.environment import Environment
@@ -97,13 +97,6 @@ class Engine:
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
         self.group = self._context_group(self.choices.exchange)
         self.decoder = load_decoder(source, self.choices.dtype, self.device, report)
-
-    @property
-    def memory(self) -> MemoryNeed:
-        """The memory that prompts need on this worker."""
-        capacity = worker_memory(self.config, self.environment)
-        itemsize = self.choices.dtype.itemsize
-        return MemoryNeed.of(self.config, self.environment, itemsize, capacity)
 
     def _context_group(self, exchange: ExchangeChoice) -> ContextGroup:
         """Return the communicators of an exchange. Exchanges with equal needs share them."""
@@ -225,15 +218,12 @@ class Engine:
             ConfigError: the keys and values of a prompt do not fit the memory.
         """
         longest = max(len(ids) for ids in prompts)
-        together = self.memory.require_fit(longest, max_new, self.device.type)
+        need = MemoryNeed.of(self.config, self.environment)
+        together = need.require_fit(longest, max_new, self.device.type)
         together = min(together, len(prompts))
         capacity = capacity_for([self.held(ids) for ids in prompts], max_new, self.group.size)
-        cache = KvCache(
-            self.config.model, together, capacity, self.choices.dtype, self.device
-        )
-        step = DecodeStep(
-            self.decoder, cache, self.choices.kernel, self.group, sampling, max_new
-        )
+        cache = KvCache(self.config.model, together, capacity, self.choices.dtype, self.device)
+        step = DecodeStep(self.decoder, cache, self.choices.kernel, self.group, sampling, max_new)
         if self.device.type == "cuda" and max_new > 1:
             step.capture()
         for first in range(0, len(prompts), together):

@@ -74,6 +74,7 @@ class MemoryNeed:
     fixed: weights and logits.
     per_cached: of a token in the cache.
     per_token: of a token of a prompt while it is computed.
+    workers: number of workers that share a prompt.
     """
 
     capacity: int
@@ -83,14 +84,12 @@ class MemoryNeed:
     workers: int
 
     @staticmethod
-    def of(config: Config, environment: Environment, itemsize: int, capacity: int) -> MemoryNeed:
-        """Return the needs of a model.
+    def of(config: Config, environment: Environment) -> MemoryNeed:
+        """Return the needs of a model on the workers of a context group."""
+        from mtrain_cli.training.resolution import compute_dtype
 
-        Args:
-            itemsize: bytes of a weight.
-            capacity: memory of a worker in bytes.
-        """
         model, workers = config.model, environment.dims.cp
+        itemsize = compute_dtype(config, environment.device).itemsize
         kv = 2 * model.num_kv_heads * model.head_dim
         width = model.num_heads * model.head_dim
         # Residual stream, its norm and the result; q, k, v and out; cosine and sine in float32.
@@ -100,7 +99,7 @@ class MemoryNeed:
         moved = kv * workers * itemsize if workers > 1 else 0  # gathered keys and values
         logits = MOST_TOGETHER * model.vocab_size * (4 + 4 * _SCORE_BYTES)
         return MemoryNeed(
-            capacity=capacity,
+            capacity=_worker_memory(config, environment),
             fixed=_parameters(config) * itemsize + logits,
             per_cached=model.num_layers * kv * itemsize,
             per_token=work + moved,
@@ -142,7 +141,7 @@ class MemoryNeed:
         return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
 
 
-def worker_memory(config: Config, environment: Environment) -> int:
+def _worker_memory(config: Config, environment: Environment) -> int:
     """Return the memory of one worker in bytes: of its GPU, or its share of the host."""
     if environment.device != "cuda":
         given = config.topology.host_memory_gib

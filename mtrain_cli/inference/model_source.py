@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mtrain_cli.model.decoder import Decoder
 
 # The settings that do not belong to the model.
-_SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype")
+_SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     By default a run keeps its pattern, a Hugging Face folder is dense, and one worker computes.
 
     Args:
-        overrides: settings under ``sparsity`` and ``topology``, train.kernel and train.dtype.
+        overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
+            train.compile.
 
     Raises:
         ConfigError: the path names no model, an override is wrong, or the pattern ignores its
@@ -75,17 +76,20 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     """
     for word in overrides:
         key = word.partition("=")[0]
+        if key == "topology.context_parallel":
+            raise ConfigError(f"{word}: all workers share each prompt; leave this setting out")
         if key not in _SETTABLE and not key.startswith(("sparsity.", "topology.")):
             raise ConfigError(
                 f"{word}: the model gives this setting; allowed: sparsity=, topology=, their keys, "
-                "train.kernel= and train.dtype="
+                "train.kernel=, train.dtype= and train.compile="
             )
     is_folder = (path / "config.json").is_file() and not (path / RESOLVED).is_file()
     if is_folder:
         model, seq = huggingface_config.read_config(path)
         mask = huggingface_config.read_mask(path) or CAUSAL
-        config = compose.compose([*_topology(), *overrides])
+        config = compose.compose([*_defaults(), *overrides])
         config = dataclasses.replace(config, seq=seq, model=model, mask=mask)
+        config = config.changed(data={"document_mask": False})  # a prompt is one document
     else:
         path = _find_run(path)
         config = _config_of_run(run_of(path), overrides)
@@ -98,9 +102,14 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     return ModelSource(path, is_folder, config)
 
 
-def _topology() -> list[str]:
-    """Return the default topology: one worker, or the workers of a torchrun or srun job."""
-    return [] if current_job() is not None else ["topology.workers=1"]
+def _defaults() -> list[str]:
+    """Return the settings that differ from those of training.
+
+    One worker computes, unless torchrun or srun started several. Nothing is compiled: compiled code
+    serves one length only.
+    """
+    workers = [] if current_job() is not None else ["topology.workers=1"]
+    return [*workers, "train.compile=false"]
 
 
 def _find_run(path: Path) -> Path:
@@ -118,9 +127,9 @@ def _find_run(path: Path) -> Path:
 
 def _config_of_run(run: Path, overrides: Sequence[str]) -> Config:
     """Return the configuration of a run, with the overrides instead of its topology."""
-    saved, defaults = resolved_file.load(run / RESOLVED), compose.compose(_topology())
+    saved, defaults = resolved_file.load(run / RESOLVED), compose.compose(_defaults())
     train = dataclasses.replace(
-        saved.train, kernel="auto", dtype="auto", global_batch=1, micro_batch=1
+        saved.train, kernel="auto", dtype="auto", compile=False, global_batch=1, micro_batch=1
     )
     base = dataclasses.replace(saved, topology=defaults.topology, train=train)
     # The data of the run may be gone. Generation does not need them.
@@ -158,7 +167,8 @@ def load_decoder(
         decoder = Decoder(source.config.model, source.rope_factor, loss)
     decoder.to(dtype).to_empty(device=device)
     decoder.requires_grad_(False)
-    execute_layers(decoder, LayerExecution(tile_bytes=train.tile_mib << 20))
+    execution = LayerExecution(compile=train.compile is True, tile_bytes=train.tile_mib << 20)
+    execute_layers(decoder, execution)
     if source.is_folder:
         load_into(decoder, source.path)
     else:

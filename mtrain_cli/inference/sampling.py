@@ -1,14 +1,17 @@
-"""Choose the next token from logits."""
+"""Choose the next token from logits. The options can be checked without importing torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Sampling:
             logits_BV: [batch, vocabulary], in any dtype.
             uniforms_B: float64 [batch], from `uniforms`.
         """
+        import torch
+
         if self.temperature == 0:
             return logits_BV.argmax(-1)
         cumulative_BV = self.probabilities(logits_BV).cumsum(-1)
@@ -72,11 +77,11 @@ class Sampling:
         logits_BV = logits_BV.double() / self.temperature
         if 0 < self.top_k < logits_BV.shape[-1]:
             least_B1 = logits_BV.topk(self.top_k, dim=-1).values[:, -1:]
-            logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+            logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
         likely_BV = logits_BV.softmax(-1)
         if self.top_p == 1:
             return likely_BV
         sorted_BV, order_BV = likely_BV.sort(dim=-1, descending=True, stable=True)
         before_BV = sorted_BV.cumsum(-1) - sorted_BV
         kept_BV = sorted_BV.masked_fill(before_BV >= self.top_p, 0.0)
-        return torch.zeros_like(likely_BV).scatter_(-1, order_BV, kept_BV)
+        return likely_BV.new_zeros(likely_BV.shape).scatter_(-1, order_BV, kept_BV)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mtrain_cli.config.schema import Config
 from mtrain_cli.inference.answers import AnswerPrinter, describe, report
 from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.text import open_codec
@@ -86,6 +87,9 @@ def answer(
         RunError: the GPU ran out of memory.
     """
     source = ModelSource(Path(request.path), request.is_folder, config)
+    longest = max(len(ids) for ids in request.prompts)
+    # Before the weights are read, which takes time.
+    MemoryNeed.of(config, environment).require_fit(longest, request.max_new, environment.device)
     folder = None if request.tokenizer is None else Path(request.tokenizer)
     codec = open_codec(source, folder)
     first = environment.rank == 0

@@ -14,7 +14,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.model_source import ModelSource, open_source
 from mtrain_cli.launch.environment import Environment, resolve_environment
-from mtrain_cli.training.checkpointer import write_model_state
+from mtrain_cli.training.checkpointer import Checkpointer
 
 POSITIONS = 2048  # of the models
 
@@ -36,9 +36,13 @@ def write_run(folder: Path, *overrides: str) -> Config:
     folder.mkdir(parents=True)
     resolved_file.save(config, folder / "resolved.yaml")
     weights = dict(make_decoder(dataclasses.replace(config.model, init_std=0.2)).named_parameters())
-    write_model_state(
-        folder / "checkpoints", 3, {name: tensor.detach() for name, tensor in weights.items()}
-    )
+    state = {
+        "model": {name: tensor.detach() for name, tensor in weights.items()},
+        "trainer": {
+            "step": 3
+        },  # a checkpoint without this is an import, whose tokenizer is unknown
+    }
+    Checkpointer(folder / "checkpoints", keep=1).save(3, state, asynchronous=False)
     return config
 
 

@@ -116,9 +116,7 @@ def test_cached_logits_equal_those_of_a_whole_forward_pass(folder, length):
     found = engine(folder)
     ids = tokens(length)
     cache = KvCache(found.config.model, 1, length + NEW, torch.float32, found.device)
-    step = DecodeStep(
-        found.decoder, cache, found.choices.kernel, found.group, Sampling(), NEW
-    )
+    step = DecodeStep(found.decoder, cache, found.choices.kernel, found.group, Sampling(), NEW)
     logits = [found.prefill(ids, cache, 0)]
     step.begin(logits[0], [length], [np.zeros(NEW)])
     whole = list(ids)
