@@ -6,8 +6,29 @@ import json
 from pathlib import Path
 from typing import Any
 
-_WORDS = """river stone market paper idea people work money essay write think build learn school
-summer winter language painter taste wealth city""".split()
+_WORDS = [
+    "river",
+    "stone",
+    "market",
+    "paper",
+    "idea",
+    "people",
+    "work",
+    "money",
+    "essay",
+    "write",
+    "think",
+    "build",
+    "learn",
+    "school",
+    "summer",
+    "winter",
+    "language",
+    "painter",
+    "taste",
+    "wealth",
+    "city",
+]
 
 
 def _sentences(first: int, count: int) -> list[str]:
@@ -53,7 +74,11 @@ def write_hotpotqa(folder: Path) -> Path:
         titles = [(number * 7 + i * 11) % 61 for i in range(10)]
         context = [[f"Title {title}", _sentences(20 * title, 4)] for title in titles]
         asked.append(
-            {"question": f"Who {number}?", "answer": f"né {_WORDS[number % 21]}", "context": context}
+            {
+                "question": f"Who {number}?",
+                "answer": f"né {_WORDS[number % 21]}",
+                "context": context,
+            }
         )
     return _write(folder / "hotpotqa.json", asked)
 
