@@ -6,36 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-_WORDS = [
-    "river",
-    "stone",
-    "market",
-    "paper",
-    "idea",
-    "people",
-    "work",
-    "money",
-    "essay",
-    "write",
-    "think",
-    "build",
-    "learn",
-    "school",
-    "summer",
-    "winter",
-    "language",
-    "painter",
-    "taste",
-    "wealth",
-    "city",
-]
+_WORDS = """
+river stone market paper idea people work money essay write think build learn school summer
+winter language painter taste wealth city
+"""
+_LIST = _WORDS.split()
 
 
 def _sentences(first: int, count: int) -> list[str]:
     """Return sentences of 4 to 18 words. first: number of the first sentence."""
     made = []
     for number in range(first, first + count):
-        words = [_WORDS[(number * number + 7 * i) % len(_WORDS)] for i in range(4 + number % 15)]
+        words = [_LIST[(number * number + 7 * i) % len(_LIST)] for i in range(4 + number % 15)]
         made.append(f"{' '.join(words).capitalize()} {number}{'..?.!'[number % 5]}")
     return made
 
@@ -55,9 +37,9 @@ def write_squad(folder: Path) -> Path:
         for number in range(1 + article % 6):
             asked = [
                 {
-                    "question": f"What is {_WORDS[(article + number) % 21]} {number} of {article}?",
+                    "question": f"What is {_LIST[(article + number) % 21]} {number} of {article}?",
                     "is_impossible": is_impossible,
-                    "answers": [{"text": _WORDS[i]} for i in range(article % 3 + 1)],
+                    "answers": [{"text": _LIST[i]} for i in range(article % 3 + 1)],
                 }
                 for is_impossible in (False, article % 4 == 0)
             ]
@@ -76,7 +58,7 @@ def write_hotpotqa(folder: Path) -> Path:
         asked.append(
             {
                 "question": f"Who {number}?",
-                "answer": f"né {_WORDS[number % 21]}",
+                "answer": f"né {_LIST[number % 21]}",
                 "context": context,
             }
         )
