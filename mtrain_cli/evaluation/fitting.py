@@ -111,15 +111,11 @@ class _Try:
 
 
 class TooShortError(Exception):
-    """No prompt fits.
+    """No prompt fits. shortest: tokens of the shortest that was drawn; 0 if none can be drawn."""
 
-    shortest: tokens of the shortest that was drawn; 0 if none can be drawn.
-    limit: most tokens of a prompt.
-    """
-
-    def __init__(self, shortest: int, limit: int) -> None:
-        super().__init__(shortest, limit)
-        self.shortest, self.limit = shortest, limit
+    def __init__(self, shortest: int) -> None:
+        super().__init__(shortest)
+        self.shortest = shortest
 
 
 def batched(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[Sequence[T]]:
@@ -208,7 +204,7 @@ class Fitting:
                 if one.fits:
                     yield Fitted(draft, length)
             if batch[-1].draft is None:
-                raise TooShortError(batch[-1].length, self._limit)
+                raise TooShortError(batch[-1].length)
             self._most_texts = min(MOST_TEXTS, 2 * self._most_texts)
 
     def _tries(self, first: int, count: int) -> Iterator[_Try]:

@@ -39,7 +39,7 @@ from mtrain_cli.evaluation.ruler_templates import (
     TRACKING,
     Template,
 )
-from mtrain_cli.evaluation.ruler_tracking import EXAMPLE_TOKENS, tracking_prompts
+from mtrain_cli.evaluation.ruler_tracking import tracking_prompts
 from mtrain_cli.evaluation.ruler_words import CommonWordPrompts, FrequentWords
 from mtrain_cli.evaluation.samples import Sample
 from mtrain_cli.evaluation.sources import (
@@ -140,7 +140,7 @@ def generate(
         for batch in batched(enumerate(fitted), lambda pair: len(pair[1].draft.prompt)):
             yield from _samples(found, batch, counter)
     except TooShortError as error:
-        raise _too_short(task, length, tokenizer, error) from None
+        raise _too_short(task, length, error) from None
 
 
 def score(task: str, predictions: Sequence[str], outputs: Sequence[Sequence[str]]) -> float:
@@ -240,11 +240,6 @@ def _samples(
         yield Sample(index, text, fitted.draft.outputs, fitted.length, prefix, before)
 
 
-def _too_short(task: str, length: int, tokenizer: Tokenizer, error: TooShortError) -> ConfigError:
-    if task == "vt" and error.limit == EXAMPLE_TOKENS:
-        return ConfigError(
-            f"RULER: vt: its example may have {EXAMPLE_TOKENS} tokens and has {error.shortest:,} "
-            f"with the tokenizer {tokenizer.name}; give a tokenizer of words"
-        )
+def _too_short(task: str, length: int, error: TooShortError) -> ConfigError:
     needs = f"; the shortest that was drawn has {error.shortest:,}" if error.shortest else ""
     return ConfigError(f"RULER: {task}: {length:,} tokens are too few for a sample{needs}")

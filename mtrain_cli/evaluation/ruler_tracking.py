@@ -5,11 +5,12 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 
-from mtrain_cli.evaluation.fitting import Draft, Fitting, Stream, find_size
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.fitting import Draft, Fitting, Stream, TooShortError, find_size
 from mtrain_cli.evaluation.ruler_templates import NOISE, TRACKING
 from mtrain_cli.evaluation.token_counts import TokenCounter
 
-EXAMPLE_TOKENS = 500  # most tokens of the solved example before the question
+_EXAMPLE_TOKENS = 500  # most tokens of the solved example before the question
 _EXAMPLE_VALUE = "12345"
 _VARIABLES = 5  # in a chain, which has one hop less
 
@@ -91,11 +92,17 @@ def tracking_prompts(length: int, stream: Stream, counter: TokenCounter) -> Trac
     """Draw the solved example and return the prompts.
 
     Raises:
-        TooShortError: the example has more than ``EXAMPLE_TOKENS`` tokens.
+        ConfigError: the example has too many tokens.
     """
     solved = ChainPrompts(5, letters=3, value=lambda _: _EXAMPLE_VALUE)
-    size = find_size(solved, stream, EXAMPLE_TOKENS, counter)
-    (fitted,) = Fitting(solved, stream, size, EXAMPLE_TOKENS, counter).samples(1)
+    size = find_size(solved, stream, _EXAMPLE_TOKENS, counter)
+    try:
+        (fitted,) = Fitting(solved, stream, size, _EXAMPLE_TOKENS, counter).samples(1)
+    except TooShortError as error:
+        raise ConfigError(
+            f"RULER: vt: the solved example has {error.shortest:,} tokens of {counter.name} and "
+            f"may have {_EXAMPLE_TOKENS}; use a tokenizer with longer tokens"
+        ) from None
     example = f"{fitted.draft.prompt} {' '.join(fitted.draft.outputs)}\n"
     (tokens,) = counter.exact([example])
     return TrackingPrompts(length, example, tokens)

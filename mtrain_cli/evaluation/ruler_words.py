@@ -99,10 +99,10 @@ class FrequentWords:
         """Yield ``count`` samples.
 
         Raises:
-            TooShortError: no sample fits, or the words to name would not appear in it.
+            TooShortError: no sample fits, or the words to name would not be the most frequent.
         """
-        if self._coded <= _NAMED:
-            raise TooShortError(0, self._limit)
+        if self._coded < _NAMED + 2:
+            raise TooShortError(0)
         most = self._most_words(self._vocabulary(stream))
         vocabularies = (self._vocabulary(stream) for _ in range(count))
         # About eight characters a coded word.
@@ -145,12 +145,12 @@ class FrequentWords:
         """Return a prompt with about ``words`` words.
 
         Raises:
-            TooShortError: the words to name would not appear.
+            TooShortError: the words to name would not be the most frequent.
         """
         ranks = np.arange(1, len(vocabulary) + 1)
         counts = (words * (ranks**-2.0) / _ZETA_2).astype(int)
-        if counts[_NAMED] < 1:
-            raise TooShortError(0, self._limit)
+        if counts[_NAMED] == counts[_NAMED + 1]:
+            raise TooShortError(0)
         text = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
         Random(self._seed).shuffle(text)
         prompt = FREQUENT_WORDS.prompt.format(context=" ".join(text))

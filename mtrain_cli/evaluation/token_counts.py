@@ -20,13 +20,14 @@ class TokenCounter:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+        self.name = tokenizer.name
+        self._tokenizer = tokenizer
         self._cut: re.Pattern[str] | None = None
         self._known: dict[str, int] = {}
 
     def exact(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text."""
-        return [len(ids) for ids in self.tokenizer.encode(texts)]
+        return [len(ids) for ids in self._tokenizer.encode(texts)]
 
     def estimate(self, text: str) -> int:
         """Return the sum of the tokens of the words of a text.
