@@ -116,16 +116,25 @@ class Engine:
             )
         return self._groups[key]
 
-    def _batch(self, ids: Sequence[int], labels: np.ndarray | None = None) -> tuple[Batch, Layout]:
-        """Return a prompt as a batch of one sequence, and its layout."""
+    def _batch(
+        self,
+        ids: Sequence[int],
+        labels: np.ndarray | None = None,
+        documents: np.ndarray | None = None,
+    ) -> tuple[Batch, Layout]:
+        """Return a prompt as a batch of one sequence, and its layout.
+
+        documents: int32 [tokens], to keep the tokens of each document apart; None for one document.
+        """
         choices = resolve_run(replace(self.config, seq=len(ids)), self.environment)
         group = self._context_group(choices.exchange)
         exchange = make_chosen_exchange(choices.exchange, choices.layout, group)
+        rule = MaskRule.of(self.config)
         make = BatchMaker(
             exchange,
             choices.kernel,
             self.device,
-            mask=MaskRule.of(self.config),
+            mask=rule if documents is None else replace(rule, document_mask=True),
             pattern=choices.pattern,
             layers=self.config.model.num_layers,
             balancer=choices.balancer,
@@ -133,19 +142,25 @@ class Engine:
         tokens = np.asarray(ids, dtype=np.int32)
         if labels is None:
             labels = np.full_like(tokens, IGNORED)
-        host = make.on_host([_Prompt(tokens, labels, np.zeros_like(tokens))])
+        if documents is None:
+            documents = np.zeros_like(tokens)
+        host = make.on_host([_Prompt(tokens, labels, documents)])
         return make.to_device(host), host.layout
 
     @torch.no_grad()
     def hidden(
-        self, ids: Sequence[int], store: Callable[[int, Tensor, Tensor], None] | None = None
+        self,
+        ids: Sequence[int],
+        store: Callable[[int, Tensor, Tensor], None] | None = None,
+        documents: np.ndarray | None = None,
     ) -> tuple[Tensor, Layout]:
         """Compute a prompt. Return this worker's hidden states [1, tokens, hidden], and the layout.
 
         Args:
             store: takes layer, keys and values of this worker's tokens, padding included.
+            documents: document of each token, int32 [tokens]; None if all tokens are one document.
         """
-        batch, layout = self._batch(ids)
+        batch, layout = self._batch(ids, documents=documents)
         attend = StoringAttention(batch.attention, batch.attend.release, store)
         return self.decoder.hidden(batch.tokens, batch.positions, attend), layout
 
@@ -184,14 +199,18 @@ class Engine:
         return int((layout.positions(self.group.rank) < len(ids)).sum())
 
     @torch.no_grad()
-    def token_losses(self, ids: Sequence[int]) -> Tensor:
+    def token_losses(self, ids: Sequence[int], documents: np.ndarray | None = None) -> Tensor:
         """Return -log p(token | earlier tokens) of each token but the first, float32 [tokens - 1].
 
         Attention has the model's pattern, as in a prompt. The result is on the CPU, in nats.
+
+        Args:
+            documents: as in `hidden`. The first token of a later document follows the token before
+                it, which belongs to another document.
         """
         tokens = np.asarray(ids, dtype=np.int32)
         labels = np.append(tokens[1:], np.int32(IGNORED))
-        batch, layout = self._batch(ids, labels)
+        batch, layout = self._batch(ids, labels, documents)
         attend = StoringAttention(batch.attention, batch.attend.release)
         own = self.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)
         shards = own[None]

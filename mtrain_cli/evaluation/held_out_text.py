@@ -1,0 +1,140 @@
+"""Whole sequences of text for perplexity: from the user's files, or what a run held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.data.dataset import Sample
+from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.data.store import TokenStore
+from mtrain_cli.data.text_files import text_corpus
+from mtrain_cli.data.token_cache import cached_store
+from mtrain_cli.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A whole sequence.
+
+    ids: token ids, int32 [length].
+    documents: number of each token's document, int32 [length]; None if all tokens are one document.
+    """
+
+    ids: np.ndarray
+    documents: np.ndarray | None = None
+
+    @property
+    def earlier(self) -> np.ndarray:
+        """The number of earlier tokens in the document of each token, int64 [length]."""
+        places = np.arange(len(self.ids))
+        if self.documents is None:
+            return places
+        starts = np.flatnonzero(np.diff(self.documents, prepend=self.documents[0] - 1))
+        return places - starts[np.searchsorted(starts, places, side="right") - 1]
+
+
+def sequences_of_files(
+    path: str, text_key: str, tokenizer: Tokenizer, length: int, count: int
+) -> list[Sequence]:
+    """Return at most ``count`` sequences of ``length`` tokens, each from one document.
+
+    The first sequence of each document comes first, then the second, so that few documents do not
+    give all sequences. Shorter documents, and the rest of each document, are left out.
+
+    Args:
+        path: file or folder of text.
+        text_key: name of the key or column that holds the text.
+
+    Raises:
+        ConfigError: the path cannot be read, or no document is long enough.
+    """
+    corpus = text_corpus(path, text_key, path_option="--text", key_option="--text-key")
+    store, _ = cached_store(corpus, tokenizer)
+    tokens = np.diff(store.offsets)
+    if not len(tokens) or tokens.max() < length:
+        longest = int(tokens.max()) if len(tokens) else 0
+        raise ConfigError(
+            f"--text {path}: no document has {length:,} tokens; the longest has {longest:,}. Give "
+            "longer documents, or a smaller --length"
+        )
+    return [Sequence(ids) for ids in _cut(store, tokens, length, count)]
+
+
+def _cut(store: TokenStore, tokens: np.ndarray, length: int, count: int) -> list[np.ndarray]:
+    found: list[np.ndarray] = []
+    for turn in range(int(tokens.max()) // length):
+        for unit in np.flatnonzero(tokens >= (turn + 1) * length):
+            if len(found) == count:
+                return found
+            stretch = store.read(int(unit), turn * length, (turn + 1) * length)
+            found.append(np.asarray(stretch.tokens, np.int32))
+    return found
+
+
+def sequences_of_run(config: Config, length: int, count: int) -> list[Sequence]:
+    """Return at most ``count`` sequences of ``length`` tokens that a run held out of training.
+
+    Documents keep their borders if the run masks them (``data.document_mask``).
+
+    Args:
+        config: configuration of the run, with its own ``seq``.
+
+    Raises:
+        ConfigError: the run held out fewer tokens, or its data are missing or bring masks.
+    """
+    data = config.data
+    if not data.eval_sequences:
+        raise ConfigError(
+            "the run held out no text (data.eval_sequences=0). Give --text FILE with text that it "
+            "was not trained on"
+        )
+    if data.mask_key is not None or data.positions_key is not None:
+        raise ConfigError(
+            "the data of the run bring masks or positions, which this command does not read. Give "
+            "--text FILE"
+        )
+    if data.mix is not None and length > config.seq:
+        raise ConfigError(
+            f"--length {format_size(length)}: the held-out sequences of data.mix have "
+            f"{config.seq:,} tokens and do not follow each other. Give at most "
+            f"{format_size(config.seq)}, or --text FILE"
+        )
+    samples = open_dataset(config).held_out
+    joined = [_joined(samples)] if length > config.seq else [_joined([one]) for one in samples]
+    found = [
+        Sequence(ids[at : at + length], _numbered(documents[at : at + length]))
+        for ids, documents in joined
+        for at in range(0, len(ids) - length + 1, length)
+    ]
+    if not found:
+        raise ConfigError(
+            f"--length {format_size(length)}: the run held out data.eval_sequences="
+            f"{data.eval_sequences} sequences of {config.seq:,} tokens. Give a smaller --length or "
+            "--text FILE"
+        )
+    return found[:count]
+
+
+def _joined(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of consecutive samples without padding, and the document of each."""
+    ids, documents = [], []
+    last = 0
+    for sample in samples:
+        labelled = np.flatnonzero(sample.labels != IGNORED)
+        real = int(labelled[-1]) + 2 if len(labelled) else 0
+        ids.append(sample.tokens[:real])
+        documents.append(sample.documents[:real] + last)
+        # A label of the last token means that its document goes on in the next sample.
+        last = int(documents[-1].max(initial=last)) + int(sample.labels[-1] == IGNORED)
+    return np.concatenate(ids), np.concatenate(documents)
+
+
+def _numbered(documents: np.ndarray) -> np.ndarray | None:
+    """Return documents counted from 0; None if there is only one."""
+    counted = (documents - documents[0]).astype(np.int32)
+    return counted if counted.any() else None

@@ -1,0 +1,72 @@
+"""What every kind of evaluation has: cells to measure, samples, and a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mtrain_cli.evaluation.results import Result
+from mtrain_cli.inference.engine import Engine
+
+Row = dict[str, Any]
+Item = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One result to measure.
+
+    task: as in `Result`.
+    length: tokens of a sample.
+    """
+
+    task: str
+    length: int
+
+
+class Measurement(Protocol):
+    """One kind of evaluation. Its items and rows are JSON objects, which workers share.
+
+    together: most items to measure in one call.
+    """
+
+    together: int
+
+    def cells(self) -> Sequence[Cell]:
+        """Return the cells, in the order in which to measure them."""
+        ...
+
+    def settings(self, cell: Cell) -> Mapping[str, Any]:
+        """Return what determines the samples of a cell, apart from the model and their number."""
+        ...
+
+    def items(self, cell: Cell) -> Iterator[Item]:
+        """Yield the samples of a cell. Only the first worker calls this.
+
+        Raises:
+            ConfigError: the length is too short, or a file is missing.
+        """
+        ...
+
+    def measure(self, engine: Engine, cell: Cell, items: Sequence[Item]) -> list[Row]:
+        """Return a row with the key ``score`` for each item. All workers call this together."""
+        ...
+
+    def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
+        """Take what the first model and attention decide for all others.
+
+        Args:
+            origin: hash of the model and its attention.
+            label: their name for the user.
+            rows: the rows of all their cells.
+        """
+        ...
+
+    def tokens(self, cell: Cell) -> int:
+        """Return about how many tokens a sample computes in sequences of the cell's length."""
+        ...
+
+    def result(self, rows: Sequence[Row], result: Result) -> Result:
+        """Return a result with the scores of the rows."""
+        ...

@@ -1,0 +1,199 @@
+"""Loss of whole sequences by context, and on the tokens that need the long context.
+
+Key tokens follow LongPPL (Fang et al., arXiv:2410.23771, section 3): a token is key if the long
+context raises its log-probability by more than 2 nats over a short one, and the log-probability
+with the long context is above -2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.held_out_text import Sequence as TextSequence
+from mtrain_cli.evaluation.measurement import Cell, Item, Row
+from mtrain_cli.evaluation.results import NATS, Part, Result, mean_and_error
+from mtrain_cli.inference.engine import Engine
+from mtrain_cli.training.evaluation import bucket_edges
+
+TASK = "perplexity"
+LEAST_GAIN = 2.0  # nats, alpha of LongPPL
+LEAST_LOG_P = -2.0  # beta of LongPPL
+STRIDES = 4  # a short context has 1 to 1 + 1 / STRIDES times its length, as in LongPPL
+
+KeyPlaces = Mapping[str, Sequence[int]]
+
+
+@dataclass
+class Perplexity:
+    """Perplexity of sequences of several lengths.
+
+    sequences: sequences by length.
+    origin: what names the text, for the key of a result.
+    short: tokens of the short context that key tokens are compared with; None for no key tokens.
+    keys: places of the key tokens by the hash of a sequence, from other results; None to find them.
+    key_origin: hash that identifies the source of ``keys``.
+    key_label: name of the source of ``keys``, for the user.
+    """
+
+    sequences: Mapping[int, Sequence[TextSequence]]
+    origin: str
+    short: int | None = None
+    keys: KeyPlaces | None = None
+    key_origin: str = ""
+    key_label: str = ""
+    together: int = 1
+
+    def cells(self) -> list[Cell]:
+        return [Cell(TASK, length) for length in self.sequences]
+
+    def settings(self, cell: Cell) -> dict[str, Any]:  # noqa: ARG002 - one text for all lengths
+        return {"text": self.origin, "short": self.short, "keys": self.key_origin}
+
+    def items(self, cell: Cell) -> Iterator[Item]:
+        for sequence in self.sequences[cell.length]:
+            text = text_hash(sequence.ids)
+            item: Item = {"ids": sequence.ids.tolist(), "text": text, "documents": None}
+            if sequence.documents is not None:
+                item["documents"] = sequence.documents.tolist()
+            if self.keys is not None:
+                if text not in self.keys:
+                    raise ConfigError(
+                        f"--keys-from {self.key_label}: holds no key tokens of this text at "
+                        f"{cell.length:,} tokens. Evaluate that model with the same --text, "
+                        "--length, --short and tokenizer first"
+                    )
+                item["keys"] = list(self.keys[text])
+            yield item
+
+    def measure(
+        self, engine: Engine, cell: Cell, items: Sequence[Item]  # noqa: ARG002 - items say it all
+    ) -> list[Row]:
+        return [self._measure(engine, item) for item in items]
+
+    def _measure(self, engine: Engine, item: Item) -> Row:
+        ids, documents = item["ids"], item["documents"]
+        if documents is not None:
+            documents = np.asarray(documents, np.int32)
+        sequence = TextSequence(np.asarray(ids, np.int32), documents)
+        losses = engine.token_losses(ids, documents).double().numpy()
+        earlier = sequence.earlier[:-1]
+        counted = np.ones(len(losses), bool)
+        if documents is not None:
+            counted = documents[1:] == documents[:-1]
+        row: Row = {
+            "score": _finite(losses[counted].mean()),
+            "tokens": int(counted.sum()),
+            "text": item["text"],
+            "buckets": _buckets(losses[counted], earlier[counted], len(ids)),
+        }
+        if self.short is not None:
+            keys = item.get("keys")
+            if keys is None:
+                short = short_losses(engine, ids, self.short, documents)
+                keys = key_places(losses, short, counted & (earlier >= self.short))
+            row["keys"] = list(map(int, keys))
+            row["key_loss"] = _finite(losses[keys].mean()) if len(keys) else None
+        return row
+
+    def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
+        """Take the key tokens of the first model and attention for all others."""
+        if self.short is not None and self.keys is None:
+            self.keys = {row["text"]: row["keys"] for row in rows}
+            self.key_origin, self.key_label = origin, label
+
+    def tokens(self, cell: Cell) -> int:
+        again = 0
+        if self.short is not None and self.keys is None and cell.length > self.short:
+            again = (cell.length - self.short) * (STRIDES + 1)
+        return cell.length + again
+
+    def result(self, rows: Sequence[Row], result: Result) -> Result:
+        score, error = mean_and_error([_number(row["score"]) for row in rows])
+        note = ""
+        key_tokens = None
+        if self.short is not None:
+            with_keys = [row for row in rows if row["keys"]]
+            loss, key_error = mean_and_error([_number(row["key_loss"]) for row in with_keys])
+            count = sum(len(row["keys"]) for row in rows)
+            key_tokens = Part(self.short, result.length, count, loss, key_error)
+            if self.keys is not None:
+                note = f"key tokens from {self.key_label}"
+        return replace(
+            result, score=score, error=error, unit=NATS, parts=_parts(rows),
+            key_tokens=key_tokens, note=note,
+        )  # fmt: skip
+
+
+def text_hash(ids: np.ndarray) -> str:
+    """Return a hash of the ids of a sequence."""
+    return hashlib.sha256(np.ascontiguousarray(ids, np.int64).tobytes()).hexdigest()[:16]
+
+
+def short_losses(
+    engine: Engine, ids: Sequence[int], short: int, documents: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the loss of each token but the first with a short context, float64 [tokens - 1].
+
+    A token has ``short`` to 1.25 * ``short`` earlier tokens, or all if there are fewer. The text is computed in windows of 1.25 * ``short`` tokens, each of which counts for its last
+    fifth. The losses are in nats.
+    """
+    stride = max(1, short // STRIDES)
+    losses = np.empty(len(ids) - 1)
+    done = 0
+    while done < len(ids) - 1:
+        begin = max(0, done - short)
+        end = min(len(ids), (done if done else short) + stride + 1)
+        own = None if documents is None else documents[begin:end] - documents[begin]
+        window = engine.token_losses(ids[begin:end], own).double().numpy()
+        losses[done : end - 1] = window[done - begin :]
+        done = end - 1
+    return losses
+
+
+def key_places(long: np.ndarray, short: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """Return the places of the key tokens (LongPPL, section 3).
+
+    Args:
+        long, short: losses with the long and with the short context, in nats.
+        counted: tokens that may be key.
+    """
+    return np.flatnonzero(counted & (short - long > LEAST_GAIN) & (-long > LEAST_LOG_P))
+
+
+def _buckets(losses: np.ndarray, earlier: np.ndarray, length: int) -> list[list[float | None]]:
+    """Return (begin, end, tokens, mean loss) of each range of context that has tokens."""
+    edges = bucket_edges(length)
+    places = np.searchsorted(edges, earlier, side="right") - 1
+    return [
+        [int(begin), int(end), int(inside.sum()), _finite(losses[inside].mean())]
+        for number, (begin, end) in enumerate(pairwise(edges))
+        if (inside := places == number).any()
+    ]
+
+
+def _parts(rows: Sequence[Row]) -> tuple[Part, ...]:
+    by_span: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for row in rows:
+        for begin, end, count, loss in row["buckets"]:
+            by_span.setdefault((begin, end), []).append((count, _number(loss)))
+    parts = []
+    for (begin, end), found in sorted(by_span.items()):
+        score, error = mean_and_error([loss for _, loss in found])
+        parts.append(Part(begin, end, sum(count for count, _ in found), score, error))
+    return tuple(parts)
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,243 @@
+"""Results of evaluations on disk: a folder with one row per sample, and one row per result.
+
+A stopped evaluation continues after the samples that the folder holds. This module does not import
+torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config import documents
+from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.schema import ConfigError
+
+FOLDER = "evaluation"  # in the folder of a run
+RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
+NATS, PERCENT = "nats", "%"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The score of a part of the samples, or of the tokens of all samples.
+
+    begin, end: the part. For perplexity, tokens with ``begin`` to ``end`` - 1 earlier tokens. For
+        needles, depths from ``begin`` to ``end`` percent of the sequence.
+    count: number of tokens or questions.
+    score: None if there are none, or if the score is not finite.
+    error: standard error of the score over the samples; None for fewer than two samples.
+    """
+
+    begin: int
+    end: int
+    count: int
+    score: float | None
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The score of a model in one task, at one length, with one attention.
+
+    key: hash of everything that determines the samples, apart from their number.
+    task: ``perplexity``, ``niah``, or ``ruler:`` or ``lm-eval:`` with the name of a task.
+    length: tokens of a sample. 0 if the task chooses it.
+    attention: name of the pattern.
+    pattern: settings of the pattern, for the user.
+    step: optimizer steps of the checkpoint; None for a Hugging Face folder.
+    samples: number of samples.
+    score: mean over the samples; None if it is not finite.
+    error: standard error of the score; None for fewer than two samples.
+    unit: `NATS` or `PERCENT`.
+    seconds: time to compute all samples.
+    parts: scores by context or by depth.
+    key_tokens: number of key tokens, with their loss in nats; None if it was not asked for.
+    note: what a reader must know to compare the score.
+    """
+
+    key: str
+    task: str
+    length: int
+    attention: str
+    pattern: str
+    step: int | None
+    samples: int
+    score: float | None
+    error: float | None
+    unit: str
+    seconds: float = 0.0
+    parts: tuple[Part, ...] = ()
+    key_tokens: Part | None = None
+    note: str = ""
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the mean of independent values and its standard error, sd / sqrt(n).
+
+    The mean is None for no values or a mean that is not finite. The error is None for fewer than
+    two values.
+    """
+    if not values or not all(map(math.isfinite, values)):
+        return None, None
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, None
+    return mean, statistics.stdev(values) / math.sqrt(len(values))
+
+
+def key_of(settings: Mapping[str, Any]) -> str:
+    """Return the hash of the settings that determine the samples of a result."""
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
+class ResultsFolder:
+    """The results in a folder. Only the first worker opens it.
+
+    samples: rows of samples by the key of their result and by their number.
+    results: results by their key, in the order of the file.
+    """
+
+    path: Path
+    samples: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
+
+    @staticmethod
+    def open(path: Path, model: str) -> ResultsFolder:
+        """Open or create a folder. Drop lines that a crash cut short.
+
+        Args:
+            model: name of the model that `model_name` returns.
+
+        Raises:
+            ConfigError: the folder holds results of another model, or something else.
+        """
+        require_own(path, model)
+        path.mkdir(parents=True, exist_ok=True)
+        replace_text(path / ABOUT, json.dumps({"model": model}) + "\n")
+        opened = ResultsFolder(path)
+        for row in _kept(path / SAMPLES):
+            if isinstance(row.get("key"), str) and isinstance(row.get("index"), int):
+                opened.samples.setdefault(row["key"], {})[row["index"]] = row
+        for result in _results(_kept(path / RESULTS)):
+            opened.results[result.key] = result
+        return opened
+
+    def add_sample(self, row: dict[str, Any]) -> None:
+        """Append the row of a sample. It has the keys ``key``, ``index`` and ``score``."""
+        self.samples.setdefault(row["key"], {})[row["index"]] = row
+        _append(self.path / SAMPLES, row)
+
+    def add_result(self, result: Result) -> None:
+        """Append a result. It replaces an earlier result of the same key."""
+        if result.key in self.results:
+            del self.results[result.key]
+            self.results[result.key] = result
+            lines = (json.dumps(asdict(one)) + "\n" for one in self.results.values())
+            replace_text(self.path / RESULTS, "".join(lines))
+            return
+        self.results[result.key] = result
+        _append(self.path / RESULTS, asdict(result))
+
+
+def model_name(model: Path, out: Path) -> str:
+    """Return how a folder of results names its model.
+
+    A folder inside the run gets a relative path, so that a run can move with its results.
+    """
+    model, out = model.resolve(), out.resolve()
+    return ".." if out.parent == model else str(model)
+
+
+def require_own(path: Path, model: str) -> None:
+    """Check that a folder is new or empty, or holds results of this model.
+
+    Raises:
+        ConfigError: it holds results of another model, or something else.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--out {path}: is a file; give a folder")
+    about = path / ABOUT
+    if not about.is_file():
+        if path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir()):
+            raise ConfigError(
+                f"--out {path}: is not empty and holds no results of `mtrain eval`; give a new "
+                "folder"
+            )
+        return
+    try:
+        document = documents.read_json(about)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{about}: cannot be read ({documents.reason(error)})") from None
+    found = document.get("model") if isinstance(document, dict) else None
+    if found != model:
+        raise ConfigError(
+            f"--out {path}: holds results of another model, {found}; give another folder"
+        )
+
+
+def read_results(folder: Path) -> list[Result]:
+    """Return the results in a folder, or in the folder of a run; an empty list if it has none."""
+    for place in (folder / FOLDER, folder):
+        if (place / ABOUT).is_file() and (place / RESULTS).is_file():
+            by_key = {result.key: result for result in _results(_rows(place / RESULTS))}
+            return list(by_key.values())
+    return []
+
+
+def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of the samples in a folder of results.
+
+    Raises:
+        ConfigError: the folder has no samples.
+    """
+    for place in (folder / FOLDER, folder):
+        if (place / SAMPLES).is_file():
+            return list(_rows(place / SAMPLES))
+    raise ConfigError(f"{folder}: holds no {SAMPLES} of `mtrain eval`")
+
+
+def _results(rows: Iterable[dict[str, Any]]) -> list[Result]:
+    results = []
+    for row in rows:
+        try:
+            results.append(documents.checked(Result, row))
+        except documents.UnreadableError:
+            continue
+    return results
+
+
+def _append(file: Path, row: Mapping[str, Any]) -> None:
+    with file.open("a", encoding="utf-8") as open_file:
+        open_file.write(json.dumps(row) + "\n")
+
+
+def _kept(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, and remove its other lines."""
+    if not file.exists():
+        return []
+    rows = list(_rows(file))
+    text = file.read_bytes()
+    if text and (not text.endswith(b"\n") or text.count(b"\n") != len(rows)):
+        replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def _rows(file: Path) -> Iterable[dict[str, Any]]:
+    """Yield the JSON objects of a file. Skip other lines, such as one that a crash cut short."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield row
