@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -158,6 +158,7 @@ class ContextAttention:
     narrowed: for each layer, the tiles and early tiles of `plan`, narrowed by the layer's index. An
         entry lives until the layer's backward pass, because kernels cache in the tiles what they
         derive from the index (`Tiles.index_cache`).
+    kind: kind of the layers (`LAYER_KINDS`), for profilers; empty if all layers are alike.
     """
 
     exchange: Exchange
@@ -169,6 +170,7 @@ class ContextAttention:
     narrowed: dict[int, tuple[ShardTiles, ShardTiles | None]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    kind: str = ""
 
     @staticmethod
     def make(
@@ -251,6 +253,7 @@ class ContextAttention:
         quiet = layer in self.kept and again is Recompute.NOTHING
         with (
             profiler_labels.label(profiler_labels.ATTENTION),
+            self.named_pass(FORWARD, layer),
             nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),
         ):
             tiles, early_tiles = self._narrowed(layer, q, k, recorder)
@@ -268,6 +271,15 @@ class ContextAttention:
             early = None if early_tiles is None else early_tiles.under(index)
             self.narrowed[layer] = tiles.under(index), early
         return self.narrowed[layer]
+
+    def named_pass(self, direction: str, layer: int) -> AbstractContextManager[None]:
+        """Return an NVTX range such as ``window layer.forward``, if layers have different masks.
+
+        Its payload is the number of the layer.
+        """
+        if not self.kind:
+            return nullcontext()
+        return nvtx_ranges.span(f"{self.kind} layer", direction, "", layer)
 
     def release(self, layer: int) -> None:
         """Drop the index and the kept tensors of a layer whose backward pass has run."""
@@ -332,6 +344,7 @@ class _Attend(torch.autograd.Function):
         saved = ctx.saved_tensors  # under checkpointing, this recomputes the forward pass
         with (
             profiler_labels.label(profiler_labels.ATTENTION),
+            attention.named_pass(BACKWARD, ctx.layer),
             nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
         ):
             gradients = attention.exchange.backward(dout.contiguous(), saved, ctx.tiles, *ctx.call)
