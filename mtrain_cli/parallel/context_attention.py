@@ -253,7 +253,7 @@ class ContextAttention:
         quiet = layer in self.kept and again is Recompute.NOTHING
         with (
             profiler_labels.label(profiler_labels.ATTENTION),
-            self.named_pass(FORWARD, layer),
+            _range_of_kind(self.kind, FORWARD, layer),
             nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),
         ):
             tiles, early_tiles = self._narrowed(layer, q, k, recorder)
@@ -271,15 +271,6 @@ class ContextAttention:
             early = None if early_tiles is None else early_tiles.under(index)
             self.narrowed[layer] = tiles.under(index), early
         return self.narrowed[layer]
-
-    def named_pass(self, direction: str, layer: int) -> AbstractContextManager[None]:
-        """Return an NVTX range such as ``window layer.forward``, if layers have different masks.
-
-        Its payload is the number of the layer.
-        """
-        if not self.kind:
-            return nullcontext()
-        return nvtx_ranges.span(f"{self.kind} layer", direction, "", layer)
 
     def release(self, layer: int) -> None:
         """Drop the index and the kept tensors of a layer whose backward pass has run."""
@@ -308,6 +299,14 @@ class ContextAttention:
         return tuple(
             t.detach() if isinstance(t, torch.Tensor) else t.get() for t in self.kept[layer]
         )
+
+
+def _range_of_kind(kind: str, direction: str, layer: int) -> AbstractContextManager[None]:
+    """Return an NVTX range such as ``window layer.forward``, with the layer as payload.
+
+    If all layers are alike, there is no range.
+    """
+    return nvtx_ranges.span(f"{kind} layer", direction, "", layer) if kind else nullcontext()
 
 
 class _Attend(torch.autograd.Function):
@@ -344,7 +343,7 @@ class _Attend(torch.autograd.Function):
         saved = ctx.saved_tensors  # under checkpointing, this recomputes the forward pass
         with (
             profiler_labels.label(profiler_labels.ATTENTION),
-            attention.named_pass(BACKWARD, ctx.layer),
+            _range_of_kind(attention.kind, BACKWARD, ctx.layer),
             nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
         ):
             gradients = attention.exchange.backward(dout.contiguous(), saved, ctx.tiles, *ctx.call)
