@@ -64,7 +64,13 @@ class MaskConfig:
     """
 
     kind: str = option(tuple(MASKS))
-    window: int | tuple[int, int, int] | None = option(_SOME, tokens=True, default=None)
+    window: int | tuple[int, int, int] | None = option(
+        _SOME,
+        tokens=True,
+        expected="a number of tokens such as 4k with mask=sliding_window, or a list of frames, "
+        "height and width such as [5,9,16] with mask=video",
+        default=None,
+    )
     global_tokens: int | None = option(_SOME_OR_0, tokens=True, default=None)
     full_every: int | None = option(
         Range("must be 0 or at least 2 (1 would be mask=causal)", lambda n: n == 0 or n >= 2),
