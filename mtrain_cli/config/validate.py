@@ -389,7 +389,7 @@ def schedule(config: Config) -> Iterator[str]:
     if optim.decay_steps > most:
         allowed = f"allowed: 1 to {most}" if most >= 1 else "give fewer optim.warmup_steps"
         yield (
-            f"{decay}: the schedule has {span} steps, of which {optim.warmup_steps} are warm-up "
+            f"{decay}: the schedule has {span} steps, and {optim.warmup_steps} of them are warm-up "
             f"(optim.warmup_steps); {allowed}"
         )
 
