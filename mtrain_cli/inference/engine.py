@@ -68,6 +68,28 @@ class _Prompt:
     positions: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class _Decoding:
+    """A cache, and the step that extends its sequences.
+
+    max_new: most tokens that the step can generate for a prompt.
+    """
+
+    cache: KvCache
+    step: DecodeStep
+    max_new: int
+    sampling: Sampling
+
+    def suffices(self, batch: int, capacity: int, max_new: int, sampling: Sampling) -> bool:
+        """Return whether prompts of these sizes can be generated, without much idle memory."""
+        return (
+            self.cache.batch == batch
+            and capacity <= self.cache.capacity <= 2 * capacity
+            and self.max_new >= max_new
+            and self.sampling == sampling
+        )
+
+
 class Engine:
     """A model on this worker. All workers of the context group call each method together.
 
@@ -94,6 +116,7 @@ class Engine:
         if environment.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.choices: ResolvedRun = resolve_run(self.config, environment)
+        self._kept: _Decoding | None = None
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
         self.group = self._context_group(self.choices.exchange)
         self.decoder = load_decoder(source, self.choices.dtype, self.device, report)
@@ -241,16 +264,31 @@ class Engine:
         together = need.require_fit(longest, max_new, self.device.type)
         together = min(together, len(prompts))
         capacity = capacity_for([self.held(ids) for ids in prompts], max_new, self.group.size)
-        cache = KvCache(self.config.model, together, capacity, self.choices.dtype, self.device)
-        step = DecodeStep(self.decoder, cache, self.choices.kernel, self.group, sampling, max_new)
-        if self.device.type == "cuda" and max_new > 1:
-            step.capture()
+        decoding = self._decoding(together, capacity, max_new, sampling)
         for first in range(0, len(prompts), together):
             numbers = range(first, min(first + together, len(prompts)))
             tell = partial(_tell, on_token, first)
             uniforms = [sampling.uniforms(number, max_new) for number in numbers]
             chosen = [prompts[number] for number in numbers]
-            yield from self._generate(chosen, max_new, uniforms, stop, tell, cache, step)
+            yield from self._generate(chosen, max_new, uniforms, stop, tell, decoding)
+
+    def _decoding(self, batch: int, capacity: int, max_new: int, sampling: Sampling) -> _Decoding:
+        """Return a cache and its step: those of the previous call if they suffice.
+
+        A GPU then need not record the step again.
+        """
+        sampling = replace(sampling, seed=0)  # the step gets random numbers, not the seed
+        kept = self._kept
+        if kept is None or not kept.suffices(batch, capacity, max_new, sampling):
+            self._kept = kept = None  # free the memory first
+            cache = KvCache(self.config.model, batch, capacity, self.choices.dtype, self.device)
+            step = DecodeStep(
+                self.decoder, cache, self.choices.kernel, self.group, sampling, max_new
+            )
+            if self.device.type == "cuda" and max_new > 1:
+                step.capture()
+            self._kept = kept = _Decoding(cache, step, max_new, sampling)
+        return kept
 
     def _generate(
         self,
@@ -259,10 +297,10 @@ class Engine:
         uniforms: list[np.ndarray],
         stop: frozenset[int],
         tell: OnToken,
-        cache: KvCache,
-        step: DecodeStep,
+        decoding: _Decoding,
     ) -> list[Completion]:
         """Generate tokens for prompts that fit the cache together."""
+        cache, step = decoding.cache, decoding.step
         cache.reset()
         completions, logits = [Completion(len(ids)) for ids in prompts], []
         for row, ids in enumerate(prompts):

@@ -206,3 +206,20 @@ def test_losses_equal_those_of_whole_logits(folder):
     log_probabilities = found.decoder.head(x_1NC)[0, :199].double().log_softmax(-1)
     expected = -log_probabilities.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
     torch.testing.assert_close(found.token_losses(ids).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_a_cache_serves_later_calls_if_it_suffices(folder):
+    found = engine(folder)
+    first, second, third = tokens(100), tokens(80), tokens(300)
+    generate(found, [first], Sampling())
+    kept = found._kept
+    for sampling, ids, reused in (
+        (Sampling(seed=5), second, True),
+        (Sampling(), tokens(20), False),
+        (Sampling(), third, False),
+        (SAMPLED, third, False),
+    ):
+        expected = generate(engine(folder), [ids], sampling)
+        assert generate(found, [ids], sampling) == expected
+        assert (found._kept is kept) == reused
+        kept = found._kept
