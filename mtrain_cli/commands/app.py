@@ -24,6 +24,8 @@ from mtrain_cli.commands import (
     checkpoint,
     config,
     data,
+    data_needles,
+    data_ruler,
     doctor,
     generate,
     mask,
@@ -284,6 +286,7 @@ app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")
+assert data_needles.app is data_ruler.app is data.app
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)

@@ -30,7 +30,7 @@ app = typer.Typer(name="data", no_args_is_help=True, rich_markup_mode="rich")
 
 @app.callback()
 def data() -> None:
-    """Tokenize a corpus once for many runs, and inspect the result.
+    """Tokenize a corpus once for many runs, inspect the result, and write test data.
 
     [bold]Examples[/bold]
 
@@ -38,6 +38,8 @@ def data() -> None:
           Tokenize a folder of text files
       [cyan]mtrain data show data/books[/cyan]
           Show documents, lengths and domains
+      [cyan]mtrain data needles data/needles --length 8k[/cyan]
+          Write documents with questions that need a long memory
     """
 
 

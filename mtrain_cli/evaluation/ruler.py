@@ -110,6 +110,17 @@ def find_task(name: str) -> Task:
     return TASKS[base]
 
 
+def needs_words(name: str) -> bool:
+    """Return whether a task takes words from the package wonderwords.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    task = find_task(name)
+    by_words = task.needles is not None and "words" in (task.needles.key, task.needles.value)
+    return by_words or task.template is COMMON_WORDS
+
+
 def generate(
     task: str,
     length: int,

@@ -55,5 +55,5 @@ def test_two_variables_of_one_name_are_refused_and_searched_around() -> None:
 
 def test_a_text_without_room_for_the_chain_is_refused() -> None:
     prompts = ChainPrompts(5, letters=5, value=lambda _: "1")
-    with pytest.raises(ValueError, match="[Ss]ample larger"):
+    with pytest.raises(ValueError, match=r"[Ss]ample larger"):
         prompts.draw(Stream(1), 4, 0)

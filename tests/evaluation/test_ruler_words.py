@@ -38,7 +38,7 @@ def test_the_example_is_solved() -> None:
 
 def test_long_lists_need_more_words() -> None:
     pytest.importorskip("wonderwords")
-    with pytest.raises(ConfigError, match="lists of 8,167 words .* there are only 8,166"):
+    with pytest.raises(ConfigError, match=r"lists of 8,167 words .* there are only 8,166"):
         CommonWordPrompts(4096, 42).draw(Stream(1), 8167, 0)
     more = [f"more{number}" for number in range(9000)]
     prompts = CommonWordPrompts(4096, 42, more)
