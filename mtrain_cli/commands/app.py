@@ -27,6 +27,7 @@ from mtrain_cli.commands import (
     data_needles,
     data_ruler,
     doctor,
+    evaluate,
     generate,
     mask,
     profile,
@@ -51,6 +52,7 @@ from mtrain_cli.printable import printable
 ORDER = (
     "train",
     "generate",
+    "eval",
     "status",
     "profile",
     "simulate",
@@ -269,6 +271,7 @@ def mtrain(
 
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
+app.add_typer(evaluate.app, name="eval")
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.
 _PROFILES = (

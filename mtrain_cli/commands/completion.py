@@ -104,6 +104,13 @@ def complete_kernels(incomplete: str) -> list[str]:
     return in_list([name for name in KERNELS if name != "auto"], incomplete)
 
 
+def complete_attentions(incomplete: str) -> list[str]:
+    """Complete a comma-separated list of patterns that read their input."""
+    from mtrain_cli.config.pattern_settings import PATTERNS
+
+    return in_list([name for name, found in PATTERNS.items() if not found.synthetic], incomplete)
+
+
 def complete_clusters(incomplete: str) -> list[Candidate]:
     """Complete the name of a shipped cluster, or the path of a file."""
     from mtrain_cli.config.cluster import shipped

@@ -69,7 +69,7 @@ def needles(
     from mtrain_cli.data.needles import NeedleSettings, needle_documents
     from mtrain_cli.data.tokenizers import open_tokenizer
 
-    settings = NeedleSettings(_tokens(length), pairs, _share(chains), seed)
+    settings = NeedleSettings(_tokens(length), pairs, parse_chains(chains), seed)
     opened = open_tokenizer(tokenizer, "--tokenizer")
     made = needle_documents(_corpus(haystack), opened, settings, documents)
     path = out.expanduser() / _FILE
@@ -119,7 +119,7 @@ def _tokens(text: str) -> int:
     return tokens
 
 
-def _share(text: str) -> float:
+def parse_chains(text: str) -> float:
     from mtrain_cli.config.sizes import parse_share
 
     try:

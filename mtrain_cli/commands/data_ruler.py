@@ -64,7 +64,7 @@ def ruler(
     from mtrain_cli.evaluation.sources import Sources
     from mtrain_cli.evaluation.word_lists import identity
 
-    names, lengths = _tasks(tasks), _lengths(length)
+    names, lengths = ruler_tasks(tasks), token_lengths(length)
     files = {
         (tokens, task): out.expanduser() / str(tokens) / f"{_file_name(task)}.jsonl"
         for tokens in lengths
@@ -76,7 +76,7 @@ def ruler(
         if path.exists():
             raise ConfigError(f"OUT={out}: already holds {path}; delete it or give another folder")
     sources = Sources(essays, squad, hotpotqa, words)
-    _require_files(names, sources)
+    require_files(names, sources)
     opened = open_tokenizer(tokenizer, "--tokenizer")
     console = Console(soft_wrap=True, highlight=False)
     if any(needs_words(task) for task in names):
@@ -89,7 +89,7 @@ def ruler(
         console.print(f"Wrote {path}: {with_count(count, 'sample')}")
 
 
-def _tasks(text: str) -> list[str]:
+def ruler_tasks(text: str) -> list[str]:
     """Return the names of tasks, each of which exists."""
     from mtrain_cli.evaluation.ruler import RULER6, RULER13, find_task
 
@@ -103,7 +103,7 @@ def _tasks(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _lengths(text: str) -> list[int]:
+def token_lengths(text: str) -> list[int]:
     from mtrain_cli.config.sizes import EXPECTED, parse_size
 
     lengths = []
@@ -118,7 +118,7 @@ def _lengths(text: str) -> list[int]:
     return list(dict.fromkeys(lengths))
 
 
-def _require_files(names: list[str], sources: Sources) -> None:
+def require_files(names: list[str], sources: Sources) -> None:
     """Raise ConfigError if a task lacks a file."""
     from mtrain_cli.evaluation.ruler import find_task
 

@@ -22,8 +22,10 @@ from mtrain_cli.commands.options import (
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mtrain_cli.inference.text import TextCodec
-    from mtrain_cli.inference.worker import GenerateRequest
+    from mtrain_cli.launch.run_dir import RunDir
 
 STDIN = "-"
 
@@ -111,12 +113,20 @@ def generate(
     if environment.dims.workers == 1:
         answer(request, source.config, environment)
         return
-    raise typer.Exit(_launch(request, source.config, environment, words))
-
-
-def _launch(request: GenerateRequest, config: Any, environment: Any, words: list[str]) -> int:
-    """Generate on several workers, and return the exit code. Nothing stays on the disk."""
     from mtrain_cli.inference.worker import TARGET
+
+    raise typer.Exit(launch_workers(TARGET, request.save, source.config, environment, words))
+
+
+def launch_workers(
+    target: str, save: Callable[[RunDir], None], config: Any, environment: Any, words: list[str]
+) -> int:
+    """Run a model on several workers, and return the exit code. Nothing stays on the disk.
+
+    Args:
+        target: what each worker runs.
+        save: writes what the workers read into their folder.
+    """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import launch
@@ -127,8 +137,8 @@ def _launch(request: GenerateRequest, config: Any, environment: Any, words: list
         config = config.changed(run=place)
         run = run_dir.create(config, words)
         if not job_rank():
-            request.save(run)
-        return launch(run, environment, resume=False, target=TARGET, config=config)
+            save(run)
+        return launch(run, environment, resume=False, target=target, config=config)
 
 
 def _prompts(texts: list[str] | None, file: str | None) -> list[str | list[int]]:

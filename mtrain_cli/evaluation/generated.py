@@ -86,7 +86,8 @@ class Generated:
 
     def measure(self, engine: Engine, cell: Cell, items: Sequence[Item]) -> list[Row]:
         prompts = [item["ids"] for item in items]
-        completions = engine.generate(prompts, self.answer_tokens(cell), Sampling(), self.codec.stop)
+        most, stop = self.answer_tokens(cell), self.codec.stop
+        completions = engine.generate(prompts, most, Sampling(), stop)
         rows = []
         for item, completion in zip(items, completions, strict=True):
             text = self.codec.decode(completion.ids)
@@ -97,6 +98,11 @@ class Generated:
                  "finish": completion.finish, "prompt_tokens": completion.prompt_tokens}
             )  # fmt: skip
         return rows
+
+    def count(self, cell: Cell, wanted: int) -> int:
+        if cell.task.startswith(FILE):
+            return min(wanted, sum(1 for _ in read_samples(self._file(cell))))
+        return wanted
 
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Do nothing: the samples do not depend on the model."""

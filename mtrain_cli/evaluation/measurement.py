@@ -53,6 +53,10 @@ class Measurement(Protocol):
         """Return a row with the key ``score`` for each item. All workers call this together."""
         ...
 
+    def count(self, cell: Cell, wanted: int) -> int:
+        """Return how many of the wanted samples the cell has."""
+        ...
+
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Take what the first model and attention decide for all others.
 

@@ -36,7 +36,7 @@ class Perplexity:
     """Perplexity of sequences of several lengths.
 
     sequences: sequences by length.
-    origin: what names the text, for the key of a result.
+    origin: path of the text, or `held out`.
     short: tokens of the short context that key tokens are compared with; None for no key tokens.
     keys: places of the key tokens by the hash of a sequence, from other results; None to find them.
     key_origin: hash that identifies the source of ``keys``.
@@ -54,8 +54,10 @@ class Perplexity:
     def cells(self) -> list[Cell]:
         return [Cell(TASK, length) for length in self.sequences]
 
-    def settings(self, cell: Cell) -> dict[str, Any]:  # noqa: ARG002 - one text for all lengths
-        return {"text": self.origin, "short": self.short, "keys": self.key_origin}
+    def settings(self, cell: Cell) -> dict[str, Any]:
+        # The first sequence, not all: more samples continue an evaluation.
+        text = text_hash(self.sequences[cell.length][0].ids)
+        return {"origin": self.origin, "text": text, "short": self.short, "keys": self.key_origin}
 
     def items(self, cell: Cell) -> Iterator[Item]:
         for sequence in self.sequences[cell.length]:
@@ -74,7 +76,10 @@ class Perplexity:
             yield item
 
     def measure(
-        self, engine: Engine, cell: Cell, items: Sequence[Item]  # noqa: ARG002 - items say it all
+        self,
+        engine: Engine,
+        cell: Cell,  # noqa: ARG002 - the items say it all
+        items: Sequence[Item],
     ) -> list[Row]:
         return [self._measure(engine, item) for item in items]
 
@@ -102,6 +107,9 @@ class Perplexity:
             row["keys"] = list(map(int, keys))
             row["key_loss"] = _finite(losses[keys].mean()) if len(keys) else None
         return row
+
+    def count(self, cell: Cell, wanted: int) -> int:
+        return min(wanted, len(self.sequences[cell.length]))
 
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Take the key tokens of the first model and attention for all others."""
@@ -142,8 +150,9 @@ def short_losses(
 ) -> np.ndarray:
     """Return the loss of each token but the first with a short context, float64 [tokens - 1].
 
-    A token has ``short`` to 1.25 * ``short`` earlier tokens, or all if there are fewer. The text is computed in windows of 1.25 * ``short`` tokens, each of which counts for its last
-    fifth. The losses are in nats.
+    A token has ``short`` to 1.25 * ``short`` earlier tokens, or all if there are fewer. The text is
+    computed in windows of 1.25 * ``short`` tokens, each of which counts for its last fifth. The
+    losses are in nats.
     """
     stride = max(1, short // STRIDES)
     losses = np.empty(len(ids) - 1)

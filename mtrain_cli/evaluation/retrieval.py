@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,15 @@ class Retrieval:
         return self.make(cell.length)
 
     def measure(
-        self, engine: Engine, cell: Cell, items: Sequence[Item]  # noqa: ARG002 - items say it all
+        self,
+        engine: Engine,
+        cell: Cell,  # noqa: ARG002 - the items say it all
+        items: Sequence[Item],
     ) -> list[Row]:
         return [_measure(engine, item) for item in items]
+
+    def count(self, cell: Cell, wanted: int) -> int:  # noqa: ARG002 - any number can be made
+        return wanted
 
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Do nothing: the needles do not depend on the model."""
@@ -93,7 +100,7 @@ def python_item(document: NeedleDocument, tokenizer: Tokenizer) -> Item:
     for question in document.questions:
         cuts += [question.start - 1, question.start + len(question.answer)]
     cuts.append(len(document.text))
-    pieces = [document.text[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+    pieces = [document.text[begin:end] for begin, end in pairwise(cuts)]
     encoded = [np.asarray(ids, np.int64) for ids in tokenizer.encode(pieces)]
     ends = np.cumsum([len(ids) for ids in encoded]).tolist()
     answers = [[ends[at - 1], ends[at]] for at in range(1, len(pieces), 2)]
@@ -104,7 +111,7 @@ def python_item(document: NeedleDocument, tokenizer: Tokenizer) -> Item:
 def _measure(engine: Engine, item: Item) -> Row:
     places = [place for first, last in item["answers"] for place in range(first, last)]
     order = np.argsort(places, kind="stable")
-    hits, losses = forced(engine, item["ids"], np.asarray(places)[order])
+    hits, losses = forced(engine, item["ids"], [places[at] for at in order])
     found, nats = np.empty(len(places), bool), np.empty(len(places))
     found[order], nats[order] = hits, losses
     right, costs, at = [], [], 0

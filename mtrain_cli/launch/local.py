@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
 
 TRAIN = "mtrain_cli.commands.train_worker:train"
-# These targets measure or generate, and write no checkpoints.
-TARGETS_WITHOUT_CHECKPOINTS = ("mtrain_cli.profiling.", "mtrain_cli.inference.")
+# These targets measure, generate or evaluate, and write no checkpoints.
+TARGETS_WITHOUT_CHECKPOINTS = (
+    "mtrain_cli.profiling.",
+    "mtrain_cli.inference.",
+    "mtrain_cli.evaluation.",
+)
 KILLED_CODE = 130
 NO_CHECKPOINT = "there is no checkpoint to resume from"
 DISPLAY_LINES = 2  # number of lines of the live display of `training.progress`

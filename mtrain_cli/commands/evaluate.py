@@ -1,0 +1,493 @@
+"""`mtrain eval`: measure what a model makes of a long context."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtrain_cli.commands.completion import complete_attentions, complete_models, complete_overrides
+from mtrain_cli.commands.options import (
+    MOST_DOCUMENTS,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    argument,
+    bounded,
+    flag,
+    name_list,
+    option,
+    warn_of_unused_settings,
+    with_options,
+    writing,
+)
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from mtrain_cli.config.schema import Config
+    from mtrain_cli.evaluation.request import EvaluationRequest, Weights
+    from mtrain_cli.inference.model_source import ModelSource
+    from mtrain_cli.launch.environment import Environment
+
+app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
+Model = Annotated[Path, argument("MODEL", complete_models)]
+Words = Annotated[list[str] | None, argument("OVERRIDES", complete_overrides)]
+
+
+@app.callback()
+def evaluate() -> None:
+    """Measure what a model makes of a long context, dense beside sparse.
+
+    Each command takes several lengths and attentions at once. Results go to a folder in the run,
+    which `mtrain report` shows. A stopped evaluation continues when the command is given again.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain eval perplexity runs/latest --length 4k[/cyan]
+          Measure the loss of whole sequences by context
+      [cyan]mtrain eval niah runs/latest --length 8k,64k --attention dense,vertical_slash[/cyan]
+          Find needles at every depth, at two lengths, with dense and with sparse attention
+      [cyan]mtrain eval ruler Qwen2.5-3B --length 32k,128k topology.workers=8[/cyan]
+          Score six tasks of RULER on eight GPUs
+    """
+
+
+@dataclass(frozen=True)
+class Common:
+    """Options of all evaluations.
+
+    length: Tokens of a sample, such as 8k,64k,512k.
+    attention: Patterns for the prompts, such as dense,vertical_slash; by default that of the
+        run, and dense for a Hugging Face model. A key such as sparsity.p=0.9 applies to each
+        pattern that has it.
+    checkpoints: Checkpoints of the run: newest, all, or steps such as 100,200.
+    out: Folder for the results; by default evaluation/ in the run's folder, or
+        measurements/eval-NAME for a Hugging Face folder.
+    tokenizer: Folder with a tokenizer to use instead of the model's.
+    beyond: Allow more positions than the model was trained for.
+    as_json: Print one JSON object per result instead of tables.
+    """
+
+    length: Annotated[str, option("N,...")] = "4k"
+    attention: Annotated[str | None, name_list(complete_attentions)] = None
+    checkpoints: Annotated[str, option("newest|all|N,...")] = "newest"
+    out: Annotated[Path | None, option("DIR")] = None
+    tokenizer: Annotated[Path | None, option("DIR")] = None
+    beyond: Annotated[bool, flag("--beyond")] = False
+    as_json: Annotated[bool, flag("--json")] = False
+
+
+@app.command()
+@with_options(Common)
+def perplexity(
+    common: Common,
+    model: Model,
+    overrides: Words = None,
+    text: Annotated[str | None, option("PATH")] = None,
+    text_key: Annotated[str, option("NAME")] = "text",
+    samples: Annotated[int, bounded(1, MOST_SAMPLES)] = 8,
+    short: Annotated[str | None, option("N")] = None,
+    keys_from: Annotated[Path | None, option("DIR")] = None,
+) -> None:
+    """Measure the loss of whole sequences, by the number of earlier tokens.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain eval perplexity runs/latest --length 4k[/cyan]
+          Measure on the text that the run held out (data.eval_sequences)
+      [cyan]mtrain eval perplexity Qwen2.5-3B --text books --length 32k,128k --short 4k[/cyan]
+          Also measure the tokens that need more than 4k of context, as LongPPL does
+
+    Args:
+        model: A Hugging Face folder, a run, or a step-N folder of a run.
+        overrides: Settings of sparsity and topology, train.kernel and train.dtype.
+        text: File or folder of text (.txt, .md, .py, .jsonl, .parquet). Each sequence is whole and
+            comes from one document. By default, what the run held out.
+        text_key: Key or column that holds the text.
+        samples: Most sequences of each length.
+        short: Also measure the key tokens: those whose log-probability rises by more than 2 nats
+            over this much context, and is above -2 (LongPPL). The first attention chooses them.
+        keys_from: Take the key tokens from this folder of results, so that all models are measured
+            on the same tokens.
+    """
+    from mtrain_cli.evaluation.request import PERPLEXITY, PerplexityOptions
+
+    if keys_from is not None and short is None:
+        raise ConfigError(f"--keys-from {keys_from}: needs --short N, with which it was measured")
+    options = PerplexityOptions(text, text_key, _one_length("--short", short), _text(keys_from))
+    _run(PERPLEXITY, common, model, overrides, samples, perplexity=options)
+
+
+@app.command()
+@with_options(Common)
+def niah(
+    common: Common,
+    model: Model,
+    overrides: Words = None,
+    form: Annotated[str, option("sentences|python")] = "sentences",
+    haystack: Annotated[str, option("stdlib|PATH")] = "stdlib",
+    needles: Annotated[int, bounded(1, 2048)] = 10,
+    chains: Annotated[str, option("SHARE")] = "0",
+    samples: Annotated[int, bounded(1, MOST_SAMPLES)] = 10,
+    seed: Annotated[int, bounded(0, MOST_DOCUMENTS)] = 1,
+) -> None:
+    """Find needles at every depth of a text, by forced scoring.
+
+    Each sequence hides several needles and asks for all of them. The answers stand in the text, and
+    one forward pass scores them: greedy decoding begins with an answer exactly if the most likely
+    token is right at each of its places. With a sparse pattern the rows of the answers are sparse,
+    too; in `mtrain generate` and `mtrain eval ruler`, new tokens attend to everything.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain eval niah runs/latest --length 8k,64k --attention dense,vertical_slash[/cyan]
+          Compare dense and sparse attention at ten depths
+      [cyan]mtrain eval niah runs/latest --form python --needles 64 --chains 25%[/cyan]
+          Ask in the form of `mtrain data needles`, on which the run was trained
+
+    Args:
+        model: A Hugging Face folder, a run, or a step-N folder of a run.
+        overrides: Settings of sparsity and topology, train.kernel and train.dtype.
+        form: sentences: "The magic number of calm-otter is 4817263." python: the lines of
+            `mtrain data needles`, half of whose questions stand near the end.
+        haystack: Text around the needles: a file or folder, or 'stdlib' for Python's own sources.
+        needles: Needles in each sequence; sentences stand at equal distances of depth.
+        chains: Share of python's questions that follow a link.
+        samples: Sequences of each length.
+        seed: Determines names, numbers and places.
+    """
+    from mtrain_cli.commands.data_needles import parse_chains
+    from mtrain_cli.evaluation.request import NIAH, PYTHON, SENTENCES, NeedleOptions
+
+    if form not in (SENTENCES, PYTHON):
+        raise ConfigError(f"--form {form}: expected {SENTENCES} or {PYTHON}")
+    share = parse_chains(chains)
+    if share and form == SENTENCES:
+        raise ConfigError(f"--chains {chains}: only with --form {PYTHON}")
+    options = NeedleOptions(form, haystack, needles, share, seed)
+    _run(NIAH, common, model, overrides, samples, niah=options)
+
+
+@app.command()
+@with_options(Common)
+def ruler(
+    common: Common,
+    model: Model,
+    overrides: Words = None,
+    tasks: Annotated[str, option("ruler6|ruler13|NAME,...")] = "ruler6",
+    file: Annotated[list[Path] | None, option("FILE")] = None,
+    samples: Annotated[int, bounded(1, MOST_SAMPLES)] = 50,
+    max_new: Annotated[int, bounded(1, MOST_TOKENS)] = 128,
+    essays: Annotated[Path | None, option("FILE")] = None,
+    squad: Annotated[Path | None, option("FILE")] = None,
+    hotpotqa: Annotated[Path | None, option("FILE")] = None,
+    words: Annotated[Path | None, option("FILE")] = None,
+) -> None:
+    """Score RULER: the model generates answers to the samples of the original.
+
+    The prompt is computed under --attention; new tokens attend to everything. Prompts have no chat
+    template. RULER's paper uses 500 samples.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain eval ruler Qwen2.5-3B --length 4k,128k --samples 500[/cyan]
+          Score the six tasks that need no further files
+      [cyan]mtrain eval ruler runs/latest --tasks niah_single_1,niah_single_2@book.txt[/cyan]
+          Score two tasks, one with your own haystack
+      [cyan]mtrain eval ruler runs/latest --file questions.jsonl --tasks ''[/cyan]
+          Score your own samples: lines with "input" and "outputs"
+
+    Args:
+        model: A Hugging Face folder, a run, or a step-N folder of a run.
+        overrides: Settings of sparsity and topology, train.kernel and train.dtype.
+        tasks: ruler6, ruler13 (needs --essays, --squad and --hotpotqa), or names of tasks; '' for
+            none.
+        file: File of samples, in RULER's format; give the option several times for several files.
+        samples: Samples of each task and length.
+        max_new: Most tokens to generate for a sample of --file. RULER's tasks have their own.
+        essays: Haystack of the tasks with essays: text, or RULER's PaulGrahamEssays.json.
+        squad: SQuAD 2.0, for qa_1.
+        hotpotqa: HotpotQA, for qa_2.
+        words: RULER's english_words.json, for cwe at lengths that need more than 8,166 words.
+    """
+    from mtrain_cli.commands.data_ruler import require_files, ruler_tasks
+    from mtrain_cli.evaluation.request import RULER, RulerOptions
+    from mtrain_cli.evaluation.sources import Sources
+
+    names = ruler_tasks(tasks) if tasks or not file else []
+    require_files(names, Sources(essays, squad, hotpotqa, words))
+    options = RulerOptions(
+        tuple(names),
+        essays=_text(essays),
+        squad=_text(squad),
+        hotpotqa=_text(hotpotqa),
+        words=_text(words),
+        files=tuple(str(path.expanduser().absolute()) for path in file or ()),
+        max_new=max_new,
+    )
+    _run(RULER, common, model, overrides, samples, ruler=options)
+
+
+def _run(
+    kind: str,
+    common: Common,
+    model: Path,
+    overrides: list[str] | None,
+    samples: int,
+    **options: Any,
+) -> None:
+    """Check everything, evaluate, and show the results."""
+    from mtrain_cli.commands.data_ruler import token_lengths
+
+    words = list(overrides or ())
+    warn_of_unused_settings(words)
+    lengths = token_lengths(common.length)
+    sources = _sources(model, words, common.attention)
+    first = next(iter(sources.values()))
+    _require_positions(first, common.length, lengths, beyond=common.beyond)
+    # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.evaluation.request import EvaluationRequest
+    from mtrain_cli.evaluation.results import model_name, require_own
+
+    weights = _weights(first, common.checkpoints)
+    root, out = _places(first, common.out)
+    require_own(out, model_name(root, out))
+    request = EvaluationRequest(
+        kind=kind,
+        out=str(out.absolute()),
+        model=model_name(root, out),
+        weights=weights,
+        attentions=tuple(sources),
+        lengths=tuple(lengths),
+        samples=samples,
+        tokenizer=_text(common.tokenizer),
+        **options,
+    )
+    configs = tuple(source.config for source in sources.values())
+    from mtrain_cli.launch.environment import resolve_environment
+
+    environment = resolve_environment(first.config)
+    _check_samples(request, first, beyond=common.beyond)
+    with _locked(out):
+        code = _evaluate(request, configs, environment, words)
+    if code:
+        raise typer.Exit(code)
+    _show(request, as_json=common.as_json)
+
+
+def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[str, ModelSource]:
+    """Return the model under each attention, by the name of the pattern.
+
+    Raises:
+        ConfigError: the path names no model, or a pattern or a setting is wrong.
+    """
+    from mtrain_cli.commands.options import parse_names
+    from mtrain_cli.commands.profile import keys_for, require_known_keys
+    from mtrain_cli.config.pattern_settings import PATTERNS
+    from mtrain_cli.inference.model_source import open_source
+
+    if attention is None:
+        source = open_source(model, words)
+        return {source.config.sparsity.pattern: source}
+    allowed = [name for name, settings in PATTERNS.items() if not settings.synthetic]
+    names = parse_names("--attention", attention, allowed)
+    for word in words:
+        if word.startswith(("sparsity=", "sparsity.pattern=")):
+            raise ConfigError(f"{word}: --attention {attention} gives the patterns; leave one out")
+    keys = [word for word in words if word.startswith("sparsity.")]
+    rest = [word for word in words if not word.startswith("sparsity.")]
+    require_known_keys(keys, names, names)
+    own = open_source(model, rest).config.sparsity.pattern
+    return {
+        # The run's own pattern keeps the settings of the run.
+        name: open_source(
+            model,
+            [*rest, *([] if name == own else [f"sparsity={name}"]), *keys_for(name, keys)],
+        )
+        for name in names
+    }
+
+
+def _require_positions(
+    source: ModelSource, option: str, lengths: Sequence[int], *, beyond: bool
+) -> None:
+    """Raise ConfigError if a length exceeds the positions of the model."""
+    from mtrain_cli.config.sizes import format_size
+
+    most = source.max_position
+    if not beyond and max(lengths) > most:
+        raise ConfigError(
+            f"--length {option}: the model has {most:,} positions; give at most "
+            f"{format_size(most)}, or add --beyond to go on anyway"
+        )
+
+
+def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
+    """Return the weights to evaluate, newest first.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the checkpoint is damaged.
+    """
+    from mtrain_cli.commands.options import parse_items, parse_whole_number
+    from mtrain_cli.evaluation.request import Weights
+    from mtrain_cli.training.checkpoint_source import checkpoints_of
+
+    if source.is_folder:
+        if checkpoints != "newest":
+            raise ConfigError(f"--checkpoints {checkpoints}: a Hugging Face folder has none")
+        return (Weights.of_folder(source.path),)
+    found = checkpoints_of(source.path)
+    if checkpoints == "newest":
+        return (Weights.of_checkpoint(found[0]),)
+    every = [Weights.of_checkpoint(path) for path in found]
+    if checkpoints == "all":
+        return tuple(every)
+    steps = parse_items("--checkpoints", checkpoints, parse_whole_number, "100,200")
+    by_step = {one.step: one for one in every}
+    for step in steps:
+        if step not in by_step:
+            held = ", ".join(str(one.step) for one in every)
+            raise ConfigError(
+                f"--checkpoints {checkpoints}: {source.path} has no checkpoint of step {step}; it "
+                f"has {held}"
+            )
+    return tuple(by_step[step] for step in sorted(set(steps), reverse=True))
+
+
+def _places(source: ModelSource, out: Path | None) -> tuple[Path, Path]:
+    """Return the folder of the model, and the folder for the results."""
+    from mtrain_cli.evaluation.results import FOLDER
+    from mtrain_cli.training.checkpoint_source import run_of
+
+    if source.is_folder:
+        root = source.path.resolve()
+        return root, out or Path("measurements", f"eval-{root.name}")
+    root = run_of(source.path)
+    return root, out or root / FOLDER
+
+
+def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> None:
+    """Make the first samples, so that mistakes are reported before any work.
+
+    Raises:
+        ConfigError: there is no tokenizer, a text or file is missing, or a length is too short.
+    """
+    from mtrain_cli.evaluation.generated import Generated
+    from mtrain_cli.evaluation.request import open_measurement
+    from mtrain_cli.inference.limits import require_prompts
+    from mtrain_cli.inference.text import open_codec
+
+    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+    measurement = open_measurement(request, source, codec)
+    shortest = min(request.lengths)
+    for cell in measurement.cells():
+        if cell.length == shortest:
+            next(measurement.items(cell))
+        if isinstance(measurement, Generated):
+            most = measurement.answer_tokens(cell)
+            if not cell.length:
+                prompts = [item["ids"] for item in measurement.items(cell)]
+                require_prompts(source, prompts, most, beyond=beyond)
+            else:
+                require_prompts(source, [[0]], cell.length - 1, beyond=True)
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keep other evaluations out of a folder of results."""
+    from mtrain_cli.launch.job import job_rank
+    from mtrain_cli.launch.run_lock import RunLock
+
+    if job_rank():
+        yield
+        return
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = RunLock(out)
+    except ConfigError:
+        raise ConfigError(
+            f"--out {out}: another `mtrain eval` writes here; wait for it or give another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _evaluate(
+    request: EvaluationRequest,
+    configs: tuple[Config, ...],
+    environment: Environment,
+    words: list[str],
+) -> int:
+    """Evaluate on one worker or on several. Return the exit code."""
+    from mtrain_cli.evaluation.runner import Runner
+    from mtrain_cli.evaluation.worker import TARGET, evaluate
+
+    if environment.dims.workers == 1:
+        try:
+            evaluate(Runner(request, configs, environment), environment)
+        except KeyboardInterrupt:
+            typer.echo("stopped; the same command continues", err=True)
+            raise
+        return 0
+    from mtrain_cli.commands.generate import launch_workers
+
+    return launch_workers(
+        TARGET, lambda run: request.save(run.path, configs), configs[0], environment, words
+    )
+
+
+def _show(request: EvaluationRequest, *, as_json: bool) -> None:
+    from mtrain_cli.evaluation.results import read_results
+    from mtrain_cli.launch.job import job_rank
+
+    if job_rank():
+        return
+    steps = {weights.step for weights in request.weights}
+    results = [
+        result
+        for result in read_results(Path(request.out))
+        if result.task.partition(":")[0] in (request.kind, "file")
+        and result.length in (*request.lengths, 0)
+        and result.attention in request.attentions
+        and result.step in steps
+    ]
+    if as_json:
+        for result in results:
+            typer.echo(json.dumps(asdict(result)))
+        return
+    from mtrain_cli.reporting.evaluation_tables import show_evaluations
+    from mtrain_cli.reporting.terminal import make_console
+
+    console = make_console()
+    show_evaluations(console, results)
+    console.print(f"files  {request.out}", soft_wrap=True)
+
+
+def _one_length(name: str, text: str | None) -> int | None:
+    """Parse one number of tokens.
+
+    Raises:
+        ConfigError: it is not a number of tokens from 2 on.
+    """
+    from mtrain_cli.config.sizes import EXPECTED, parse_size
+
+    if text is None:
+        return None
+    try:
+        tokens = parse_size(text)
+    except ValueError:
+        raise ConfigError(f"{name} {text}: expected {EXPECTED}") from None
+    if not 2 <= tokens <= MOST_TOKENS:
+        raise ConfigError(f"{name} {text}: must be from 2 to {MOST_TOKENS:,} tokens")
+    return tokens
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path.expanduser().absolute())

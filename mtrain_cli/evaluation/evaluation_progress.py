@@ -1,0 +1,80 @@
+"""Show how far an evaluation is: a bar with the time left in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.progress import BarColumn, Progress, TextColumn
+
+from mtrain_cli.console import Console
+from mtrain_cli.training.progress import format_duration
+
+EVERY_S = 30.0  # between plain lines
+
+
+class EvaluationProgress:
+    """Progress on stderr. Work is counted in FLOP, so that long samples count more.
+
+    total: work of all samples.
+    done: work of the samples that earlier evaluations left.
+    enabled: whether to show anything. True only on the first worker.
+    clock: returns the time in seconds. Tests replace it.
+    """
+
+    def __init__(
+        self,
+        total: float,
+        done: float = 0.0,
+        *,
+        enabled: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._done, self._enabled = total, done, enabled
+        self._before = done
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._clock = clock
+        self._started = self._said = clock()
+        self._bar: Progress | None = None
+        if enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
+            share = TextColumn("{task.percentage:.0f}%")
+            columns = (TextColumn("{task.description}"), BarColumn(), share)
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=max(total, 1.0))
+            self._bar.update(self._task, completed=done)
+            self._bar.start()
+
+    def advance(self, work: float, label: str) -> None:
+        """Count work that is done. label: the cell, such as ``niah 64k dense``."""
+        self._done += work
+        if not self._enabled:
+            return
+        text = f"{label}, {self.left()}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=text)
+        elif self._clock() - self._said >= EVERY_S:
+            self._said = self._clock()
+            self.say(f"{self._done / max(self._total, 1.0):.0%} {text}")
+
+    @property
+    def remaining(self) -> float:
+        """The work that is left, in FLOP."""
+        return max(0.0, self._total - self._done)
+
+    def left(self) -> str:
+        """Return the time left, from the pace so far."""
+        worked = self._done - self._before
+        if worked <= 0:
+            return "time left unknown"
+        seconds = self.remaining * (self._clock() - self._started) / worked
+        return f"{format_duration(max(0.0, seconds))} left"
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._enabled:
+            (self._bar.console if self._bar is not None else self._console).print(line)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,268 @@
+"""What to evaluate, as a file that the workers read."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from mtrain_cli.config import documents, resolved_file
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.data.corpora import Corpus, stdlib_corpus
+from mtrain_cli.data.needles import NeedleSettings, needle_documents
+from mtrain_cli.data.text_files import text_corpus
+from mtrain_cli.data.tokenizers import Tokenizer
+from mtrain_cli.evaluation import generated, retrieval
+from mtrain_cli.evaluation.depth_grid import DepthGrid
+from mtrain_cli.evaluation.generated import Generated
+from mtrain_cli.evaluation.held_out_text import sequences_of_files, sequences_of_run
+from mtrain_cli.evaluation.measurement import Item, Measurement
+from mtrain_cli.evaluation.perplexity import Perplexity
+from mtrain_cli.evaluation.results import key_of, read_results, read_sample_rows
+from mtrain_cli.evaluation.retrieval import Retrieval
+from mtrain_cli.evaluation.sources import Sources
+from mtrain_cli.inference.model_source import ModelSource
+from mtrain_cli.inference.text import TextCodec
+from mtrain_cli.launch.manifest import Manifest, ManifestError
+from mtrain_cli.launch.run_dir import PLAN
+from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
+
+PERPLEXITY, NIAH, RULER = "perplexity", "niah", "ruler"
+SENTENCES, PYTHON = "sentences", "python"
+STDLIB = "stdlib"
+_HAYSTACK_CHARACTERS = 1 << 23  # of a corpus, which then repeats
+
+
+@dataclass(frozen=True)
+class PerplexityOptions:
+    """The text of perplexity. text: None for what the run held out."""
+
+    text: str | None = None
+    text_key: str = "text"
+    short: int | None = None
+    keys_from: str | None = None
+
+
+@dataclass(frozen=True)
+class NeedleOptions:
+    """Needles. form: `SENTENCES` or `PYTHON`. haystack: `STDLIB` or a path."""
+
+    form: str = SENTENCES
+    haystack: str = STDLIB
+    needles: int = 10
+    chains: float = 0.0
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class RulerOptions:
+    """Tasks of RULER, paths of the user's files, and files of samples."""
+
+    tasks: tuple[str, ...] = ()
+    essays: str | None = None
+    squad: str | None = None
+    hotpotqa: str | None = None
+    words: str | None = None
+    files: tuple[str, ...] = ()
+    max_new: int = 128
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model.
+
+    path: a Hugging Face folder or one checkpoint.
+    step: optimizer steps of the checkpoint; None for a folder.
+    identity: hash that differs between weights.
+    """
+
+    path: str
+    is_folder: bool
+    step: int | None
+    identity: str
+
+    @staticmethod
+    def of_folder(path: Path) -> Weights:
+        """Return the weights of a Hugging Face folder, identified by names, sizes and times."""
+        files = sorted([*path.glob("*.safetensors"), path / "config.json"])
+        facts = [
+            [file.name, file.stat().st_size, file.stat().st_mtime_ns]
+            for file in files
+            if file.is_file()
+        ]
+        return Weights(str(path.absolute()), True, None, key_of({"files": facts}))
+
+    @staticmethod
+    def of_checkpoint(path: Path) -> Weights:
+        """Return the weights of a checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint is damaged.
+        """
+        try:
+            manifest = Manifest.read(path)
+        except ManifestError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        crc = zlib.crc32(json.dumps(asdict(manifest)["files"], sort_keys=True).encode())
+        return Weights(str(path.absolute()), False, manifest.step, f"{manifest.step}-{crc:08x}")
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What to evaluate. Every combination of weights, attention, task and length gives a result.
+
+    kind: `PERPLEXITY`, `NIAH` or `RULER`.
+    out: folder of the results.
+    model: name of the model in the results (`results.model_name`).
+    weights: newest first.
+    attentions: names of the patterns.
+    lengths: tokens of a sample.
+    samples: number of samples for each result.
+    tokenizer: folder of a tokenizer to use instead of the model's.
+    """
+
+    kind: str
+    out: str
+    model: str
+    weights: tuple[Weights, ...]
+    attentions: tuple[str, ...]
+    lengths: tuple[int, ...]
+    samples: int
+    tokenizer: str | None = None
+    perplexity: PerplexityOptions = PerplexityOptions()
+    niah: NeedleOptions = NeedleOptions()
+    ruler: RulerOptions = RulerOptions()
+
+    def save(self, folder: Path, configs: tuple[Config, ...]) -> None:
+        """Write the request, and the configuration of each attention."""
+        (folder / PLAN).write_text(json.dumps(asdict(self)) + "\n")
+        for number, config in enumerate(configs):
+            resolved_file.save(config, _config_file(folder, number))
+
+    @staticmethod
+    def load(folder: Path) -> tuple[EvaluationRequest, tuple[Config, ...]]:
+        """Read what `save` wrote."""
+        request = documents.checked(EvaluationRequest, documents.read_json(folder / PLAN))
+        numbers = range(len(request.attentions))
+        return request, tuple(resolved_file.load(_config_file(folder, n)) for n in numbers)
+
+
+def _config_file(folder: Path, number: int) -> Path:
+    return folder / f"attention-{number}.yaml"
+
+
+def open_measurement(
+    request: EvaluationRequest, source: ModelSource, codec: TextCodec
+) -> Measurement:
+    """Open the texts of an evaluation.
+
+    Raises:
+        ConfigError: a text is missing or too short, or the model has no tokenizer.
+    """
+    if request.kind == PERPLEXITY:
+        return _perplexity(request, source, codec)
+    if codec.tokenizer is None:
+        raise ConfigError(_without_tokenizer(codec))
+    if request.kind == NIAH:
+        return _retrieval(request, codec.tokenizer)
+    options = request.ruler
+    sources = Sources(
+        *(None if one is None else Path(one)
+          for one in (options.essays, options.squad, options.hotpotqa, options.words))
+    )  # fmt: skip
+    files = tuple(map(Path, options.files))
+    generated.require_distinct(files)
+    return Generated(
+        codec, options.tasks, request.lengths, request.samples, sources, files, options.max_new
+    )
+
+
+def _without_tokenizer(codec: TextCodec) -> str:
+    return f"{codec.missing.partition('. Give')[0]}. Give --tokenizer FOLDER"
+
+
+def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCodec) -> Perplexity:
+    options = request.perplexity
+    if options.text is not None:
+        if codec.tokenizer is None:
+            raise ConfigError(_without_tokenizer(codec))
+        read = partial(sequences_of_files, options.text, options.text_key, codec.tokenizer)
+        origin = options.text
+    elif source.is_folder:
+        raise ConfigError("no text: give --text FILE with text that the model was not trained on")
+    else:
+        read = partial(sequences_of_run, resolved_file.load(run_of(source.path) / RESOLVED))
+        origin = "held out"
+    sequences = {length: read(length, request.samples) for length in request.lengths}
+    measurement = Perplexity(sequences, origin, options.short)
+    if options.keys_from is not None:
+        folder = Path(options.keys_from)
+        measurement.keys = _keys(folder)
+        measurement.key_origin = key_of({"keys": measurement.keys})
+        measurement.key_label = str(folder)
+    return measurement
+
+
+def _keys(folder: Path) -> dict[str, list[int]]:
+    """Return the key tokens in a folder of results, of its dense results if it has any.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    attention = {result.key: result.attention for result in read_results(folder)}
+    rows = [row for row in read_sample_rows(folder) if isinstance(row.get("keys"), list)]
+    if not rows:
+        raise ConfigError(
+            f"--keys-from {folder}: holds no key tokens. Run `mtrain eval perplexity --short N` "
+            "for that model first"
+        )
+    dense = [row for row in rows if attention.get(row["key"]) == "dense"]
+    return {row["text"]: row["keys"] for row in dense or rows}
+
+
+def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
+    options = request.niah
+    corpus = _haystack(options.haystack)
+    make: Callable[[int], Iterator[Item]]
+    if options.form == PYTHON:
+
+        def make(length: int) -> Iterator[Item]:
+            settings = NeedleSettings(length, options.needles, options.chains, options.seed)
+            for document in needle_documents(corpus, tokenizer, settings, request.samples):
+                yield retrieval.python_item(document, tokenizer)
+
+    else:
+        grid = DepthGrid(_text(corpus), tokenizer)
+        depths = [n / max(1, options.needles - 1) for n in range(options.needles)]
+
+        def make(length: int) -> Iterator[Item]:
+            samples = grid.samples(
+                length, depths, request.samples, seed=options.seed, together=True
+            )
+            yield from map(retrieval.sentence_item, samples)
+
+    origin = {**asdict(options), "corpus": corpus.signature, "tokenizer": tokenizer.identity}
+    return Retrieval(request.lengths, make, origin)
+
+
+def _haystack(path: str) -> Corpus:
+    if path == STDLIB:
+        return stdlib_corpus(origin="--haystack stdlib")
+    return text_corpus(path, "text", path_option="--haystack", key_option="the key text")
+
+
+def _text(corpus: Corpus) -> str:
+    """Return the beginning of a corpus as one text."""
+    pieces: list[str] = []
+    total = 0
+    for unit in corpus.units:
+        for document in unit.documents(0):
+            for piece in document.pieces:
+                pieces.append(piece)
+                total += len(piece)
+                if total >= _HAYSTACK_CHARACTERS:
+                    return "".join(pieces)
+    return "".join(pieces)

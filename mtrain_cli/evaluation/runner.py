@@ -1,0 +1,274 @@
+"""Evaluate models under several attentions, sample by sample, and continue a stopped evaluation.
+
+The first worker makes the samples, keeps the results and decides what comes next. All workers
+compute each sample together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.evaluation.cost import format_flop, forward_flop
+from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
+from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
+from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
+from mtrain_cli.evaluation.results import NATS, Result, ResultsFolder, key_of
+from mtrain_cli.inference.answers import describe, report
+from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.model_source import ModelSource
+from mtrain_cli.inference.text import open_codec
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.parallel.collectives import share
+
+
+class StoppedError(Exception):
+    """The user asked to stop. The folder holds the samples so far."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Weights with one attention.
+
+    pattern: settings of the attention that determine its results.
+    """
+
+    weights: Weights
+    attention: str
+    config: Config
+
+    @property
+    def origin(self) -> str:
+        """Return the hash of weights and attention."""
+        own = {
+            "weights": self.weights.identity,
+            "sparsity": asdict(self.config.sparsity),
+            "dtype": self.config.train.dtype,
+        }
+        return key_of(own)
+
+    @property
+    def label(self) -> str:
+        """Return the name for the user."""
+        step = "" if self.weights.step is None else f"step {self.weights.step}, "
+        return f"{step}{self.attention}"
+
+    def source(self) -> ModelSource:
+        return ModelSource(Path(self.weights.path), self.weights.is_folder, self.config)
+
+
+class Runner:
+    """Evaluates on this worker. All workers call `run` together.
+
+    stop: returns whether the user asked to stop. Only the first worker's counts.
+    """
+
+    def __init__(
+        self,
+        request: EvaluationRequest,
+        configs: Sequence[Config],
+        environment: Environment,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._request, self._environment, self._stop = request, environment, stop
+        self._first = environment.rank == 0
+        pairs = list(zip(request.attentions, configs, strict=True))
+        self._settings = [
+            Setting(weights, name, config) for weights in request.weights for name, config in pairs
+        ]
+        folder = None if request.tokenizer is None else Path(request.tokenizer)
+        source = self._settings[0].source()
+        self._measurement: Measurement = open_measurement(
+            # Only the first worker reads texts. The others measure what it sends.
+            request if self._first else replace(request, samples=0),
+            source,
+            open_codec(source, folder),
+        )
+
+    def run(self) -> None:
+        """Measure all results that the folder does not hold.
+
+        Raises:
+            StoppedError: the user asked to stop.
+            ConfigError: a sample does not fit, or the folder holds results of another model.
+        """
+        request = self._request
+        folder = ResultsFolder.open(Path(request.out), request.model) if self._first else None
+        progress = EvaluationProgress(*self._work(folder), enabled=self._first)
+        try:
+            self._measure_all(folder, progress)
+        finally:
+            progress.close()
+
+    def _measure_all(self, folder: ResultsFolder | None, progress: EvaluationProgress) -> None:
+        if self._first:
+            progress.say(f"up to {format_flop(progress.remaining)} to compute (dense attention)")
+        for setting in self._settings:
+            engine = None
+            rows: list[Row] = []
+            for cell in self._measurement.cells():
+                steps = self._steps(folder, setting, cell)
+                started = time.perf_counter()
+                for items in self._shared(steps):
+                    if engine is None:
+                        engine = Engine(setting.source(), self._environment, self._warn)
+                        if self._first:
+                            for line in describe(engine)[: 1 + (setting.attention != "dense")]:
+                                progress.say(line)
+                    found = self._measurement.measure(
+                        engine, cell, [item["item"] for item in items]
+                    )
+                    if folder is not None:
+                        self._keep(folder, setting, cell, items, found)
+                        work = self._cost(setting, cell) * len(items)
+                        progress.advance(work, f"{name_of(cell)} {setting.label}")
+                if folder is not None:
+                    own = folder.samples.get(self._key(setting, cell), {})
+                    rows += own.values()
+                    seconds = time.perf_counter() - started
+                    self._finish(folder, setting, cell, own, seconds, progress)
+            if folder is not None:
+                self._measurement.learn(setting.origin, setting.label, rows)
+
+    def _steps(
+        self, folder: ResultsFolder | None, setting: Setting, cell: Cell
+    ) -> Iterator[list[Item]]:
+        """Yield the samples that the folder lacks, in groups. Other workers than the first: none.
+
+        Each is an object with the number of the sample and the ``item`` itself.
+        """
+        if folder is None:
+            return
+        rows = folder.samples.get(self._key(setting, cell), {})
+        missing = (
+            {"index": index, "item": item}
+            for index, item in enumerate(
+                itertools.islice(self._measurement.items(cell), self._request.samples)
+            )
+            if index not in rows or rows[index].get("text") != item.get("text")
+        )
+        if len(rows) >= self._request.samples and "text" not in next(iter(rows.values())):
+            return  # all are there; making them again could take minutes
+        while group := list(itertools.islice(missing, self._measurement.together)):
+            yield group
+
+    def _shared(self, steps: Iterator[list[Item]]) -> Iterator[list[Item]]:
+        """Yield the first worker's groups of samples on all workers."""
+        while True:
+            own = next(steps, None)
+            if own is not None and self._stop():
+                own = []
+            if self._environment.dims.workers > 1:
+                own = share(own)[0]
+            if own is None:
+                return
+            if not own:
+                raise StoppedError
+            yield own
+
+    def _keep(
+        self,
+        folder: ResultsFolder,
+        setting: Setting,
+        cell: Cell,
+        items: Sequence[Item],
+        rows: Sequence[Row],
+    ) -> None:
+        names = {
+            "key": self._key(setting, cell),
+            "task": cell.task,
+            "length": cell.length,
+            "attention": setting.attention,
+            "step": setting.weights.step,
+        }
+        for item, row in zip(items, rows, strict=True):
+            folder.add_sample({**names, "index": item["index"], **row})
+
+    def _finish(
+        self,
+        folder: ResultsFolder,
+        setting: Setting,
+        cell: Cell,
+        rows: dict[int, Row],
+        seconds: float,
+        progress: EvaluationProgress,
+    ) -> None:
+        """Write the result of a cell, unless the folder has it with the same samples."""
+        key = self._key(setting, cell)
+        chosen = [rows[index] for index in sorted(rows)]
+        before = folder.results.get(key)
+        if not chosen or (before is not None and before.samples == len(chosen)):
+            return
+        known = Result(
+            key=key,
+            task=cell.task,
+            length=cell.length,
+            attention=setting.attention,
+            pattern=_pattern(setting.config),
+            step=setting.weights.step,
+            samples=len(chosen),
+            score=None,
+            error=None,
+            unit="",
+            seconds=seconds + (before.seconds if before is not None else 0.0),
+        )
+        result = self._measurement.result(chosen, known)
+        folder.add_result(result)
+        progress.say(f"{name_of(cell)} {setting.label}: {score_text(result)}")
+
+    def _key(self, setting: Setting, cell: Cell) -> str:
+        own = self._measurement.settings(cell)
+        return key_of(
+            {"task": cell.task, "length": cell.length, "model": setting.origin, **dict(own)}
+        )
+
+    def _cost(self, setting: Setting, cell: Cell) -> float:
+        if not cell.length:
+            return 1.0
+        share_of = self._measurement.tokens(cell) / cell.length
+        return forward_flop(setting.config, cell.length) * share_of
+
+    def _work(self, folder: ResultsFolder | None) -> tuple[float, float]:
+        """Return the FLOP of all samples, and of those that the folder holds."""
+        total = done = 0.0
+        if folder is None:
+            return total, done
+        for setting in self._settings:
+            for cell in self._measurement.cells():
+                cost = self._cost(setting, cell)
+                held = len(folder.samples.get(self._key(setting, cell), {}))
+                wanted = self._measurement.count(cell, self._request.samples)
+                total += cost * max(held, wanted)
+                done += cost * held
+        return total, done
+
+    def _warn(self, line: str) -> None:
+        if self._first:
+            report([f"mtrain: warning: {line}"])
+
+
+def name_of(cell: Cell | Result) -> str:
+    """Return ``niah 64k``."""
+    return f"{cell.task} {format_size(cell.length)}" if cell.length else cell.task
+
+
+def score_text(result: Result) -> str:
+    """Return ``97.5 ± 1.2 %`` or ``2.3456 ± 0.0012 nats``."""
+    if result.score is None:
+        return "not finite"
+    digits = 4 if result.unit == NATS else 1
+    error = "" if result.error is None else f" ± {result.error:.{digits}f}"
+    return f"{result.score:.{digits}f}{error} {result.unit}"
+
+
+def _pattern(config: Config) -> str:
+    from mtrain_cli.sparsity.pattern_registry import make_pattern
+
+    pattern: Any = make_pattern(config.sparsity, config.seed)
+    return "" if pattern is None else pattern.describe()

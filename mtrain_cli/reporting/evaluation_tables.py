@@ -1,0 +1,191 @@
+"""Tables of evaluations: lengths x tasks, depth x length and loss by context, by attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.console import Console
+from mtrain_cli.evaluation.results import NATS, Part, Result
+from mtrain_cli.reporting.terminal_width import new_table, print_table, say
+
+RULER = "ruler:"
+_MARK = "@"  # in the name of a task with another haystack, which no mean includes
+
+
+@dataclass(frozen=True)
+class EvaluationTable:
+    """One table of a report, as text.
+
+    words: number of columns with text, which come first.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: list[list[str]]
+    words: int = 1
+    note: str = ""
+
+
+def score(value: float | None, error: float | None, unit: str) -> str:
+    """Return a score with its standard error, ``97.5 ± 1.2``; ``-`` without a score."""
+    if value is None:
+        return "-"
+    digits = 4 if unit == NATS else 1
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def evaluation_tables(results: Sequence[Result]) -> list[EvaluationTable]:
+    """Return the tables of results, those of the newest checkpoint first."""
+    tables: list[EvaluationTable] = []
+    steps = sorted({result.step for result in results}, key=lambda step: -(step or 0))
+    for step in steps:
+        own = [result for result in results if result.step == step]
+        suffix = "" if len(steps) == 1 else f", step {step}"
+        tables += [
+            _with_title(table, suffix)
+            for table in (*_by_length(own), *_ruler(own), *_depths(own), *_contexts(own))
+        ]
+    return tables
+
+
+def show_evaluations(console: Console, results: Sequence[Result]) -> None:
+    """Print the tables of results."""
+    for each in evaluation_tables(results):
+        table = new_table(each.heads, words=each.words, title=each.title, caption=each.note or None)
+        for row in each.rows:
+            table.add_row(*row)
+        print_table(console, table)
+    if not results:
+        say(console, "no results")
+
+
+def _with_title(table: EvaluationTable, suffix: str) -> EvaluationTable:
+    return EvaluationTable(
+        f"{table.title}{suffix}", table.heads, table.rows, table.words, table.note
+    )
+
+
+def _by_length(results: Sequence[Result]) -> Iterator[EvaluationTable]:
+    """Yield a table per task that is not of RULER: a row per length, a column per attention."""
+    for task in dict.fromkeys(r.task for r in results if not r.task.startswith(RULER)):
+        own = [result for result in results if result.task == task]
+        attentions = list(dict.fromkeys(result.attention for result in own))
+        with_keys = any(result.key_tokens is not None for result in own)
+        rows = []
+        for length in sorted({result.length for result in own}):
+            found = [_find(own, length, attention) for attention in attentions]
+            cells = [_cell(result) for result in found]
+            if with_keys:
+                cells += [
+                    _part(result.key_tokens, result.unit) if result else "-" for result in found
+                ]
+                counts = {r.key_tokens.count for r in found if r and r.key_tokens}
+                cells.append(", ".join(f"{count:,}" for count in sorted(counts)))
+            samples = ", ".join(str(n) for n in sorted({r.samples for r in found if r}))
+            rows.append([format_size(length) if length else "-", *cells, samples])
+        heads = ["length", *attentions]
+        if with_keys:
+            heads += [f"{name}\nkey tokens" for name in attentions] + ["key\ntokens"]
+        yield EvaluationTable(f"{task}, {_unit(own)}", (*heads, "samples"), rows, note=_notes(own))
+
+
+def _ruler(results: Sequence[Result]) -> Iterator[EvaluationTable]:
+    """Yield the table of RULER: a row per length and attention, a column per task."""
+    own = [result for result in results if result.task.startswith(RULER)]
+    if not own:
+        return
+    tasks = list(dict.fromkeys(result.task for result in own))
+    attentions = list(dict.fromkeys(result.attention for result in own))
+    averaged = [task for task in tasks if _MARK not in task]
+    rows = []
+    for length in sorted({result.length for result in own}):
+        for attention in attentions:
+            found = {
+                task: _find([r for r in own if r.task == task], length, attention) for task in tasks
+            }
+            if not any(found.values()):
+                continue
+            mean = _mean([found[task] for task in averaged])
+            cells = [_cell(found[task]) for task in tasks]
+            rows.append([format_size(length), attention, *cells, mean])
+    heads = ("length", "attention", *(task.removeprefix(RULER) for task in tasks), "mean")
+    note = "new tokens attend to everything, whatever the attention of the prompt"
+    left_out = [task.removeprefix(RULER) for task in tasks if _MARK in task]
+    note += f"; mean without {', '.join(left_out)}" if left_out else ""
+    yield EvaluationTable(f"RULER, {_unit(own)}", heads, rows, words=2, note=note)
+
+
+def _mean(found: Sequence[Result | None]) -> str:
+    """Return the mean over tasks, or ``-`` if one is missing."""
+    if not found or any(result is None or result.score is None for result in found):
+        return "-"
+    present = [result for result in found if result is not None]
+    mean = sum(result.score or 0.0 for result in present) / len(present)
+    errors = [result.error for result in present]
+    error = None
+    if all(one is not None for one in errors):
+        error = math.sqrt(sum((one or 0.0) ** 2 for one in errors)) / len(errors)
+    return score(mean, error, present[0].unit)
+
+
+def _depths(results: Sequence[Result]) -> Iterator[EvaluationTable]:
+    """Yield the depth x length map of each attention."""
+    note = "depth: share of the text before the needle"
+    yield from _parts_tables(
+        [r for r in results if r.parts and r.unit != NATS], "depth",
+        lambda part: f"{part.begin}-{part.end}%", note,
+    )  # fmt: skip
+
+
+def _contexts(results: Sequence[Result]) -> Iterator[EvaluationTable]:
+    """Yield the losses by context."""
+    note = "mean over the sequences of the mean loss of the tokens with this context"
+    yield from _parts_tables(
+        [r for r in results if r.parts and r.unit == NATS], "earlier tokens",
+        lambda part: f"{format_size(part.begin)} to {format_size(part.end)}", note,
+    )  # fmt: skip
+
+
+def _parts_tables(
+    results: Sequence[Result], head: str, name: Callable[[Part], str], note: str
+) -> Iterator[EvaluationTable]:
+    """Yield a table per task: a row per part, a column per length and attention."""
+    for task in dict.fromkeys(result.task for result in results):
+        own = sorted((r for r in results if r.task == task), key=lambda result: result.length)
+        spans = sorted({(part.begin, part.end) for result in own for part in result.parts})
+        named = {(p.begin, p.end): name(p) for result in own for p in result.parts}
+        rows = []
+        for span in spans:
+            parts = [
+                next((p for p in result.parts if (p.begin, p.end) == span), None) for result in own
+            ]
+            cells = [_part(part, own[0].unit) for part in parts]
+            rows.append([named[span], *cells])
+        heads = (head, *(f"{format_size(r.length)}\n{r.attention}" for r in own))
+        yield EvaluationTable(f"{task} by {head}, {_unit(own)}", heads, rows, note=note)
+
+
+def _find(results: Sequence[Result], length: int, attention: str) -> Result | None:
+    """Return the last result of a length and an attention."""
+    found = [r for r in results if r.length == length and r.attention == attention]
+    return found[-1] if found else None
+
+
+def _cell(result: Result | None) -> str:
+    return "-" if result is None else score(result.score, result.error, result.unit)
+
+
+def _part(part: Part | None, unit: str) -> str:
+    return "-" if part is None else score(part.score, part.error, unit)
+
+
+def _unit(results: Sequence[Result]) -> str:
+    unit = results[0].unit
+    return f"{unit} per token ± standard error" if unit == NATS else f"{unit} ± standard error"
+
+
+def _notes(results: Sequence[Result]) -> str:
+    return "; ".join(dict.fromkeys(result.note for result in results if result.note))
