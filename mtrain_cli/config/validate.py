@@ -204,11 +204,6 @@ def _mixed_layers(config: Config) -> Iterator[str]:
             f"mask.full_every={every}: exceeds model.num_layers={layers}, so no layer would be "
             f"full; allowed: 0 and 2 to {layers}"
         )
-    if config.profile.every > 0:
-        yield (
-            f"mask.full_every={every}: a profile records one mask for all layers; give "
-            "mask.full_every=0 or profile.every=0"
-        )
 
 
 def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
