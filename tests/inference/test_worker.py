@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -29,22 +31,27 @@ def test_a_saved_request_is_read_unchanged(tmp_path):
     assert GenerateRequest.of(json.loads((tmp_path / "plan.json").read_text())) == saved
 
 
-def run_worker(rank: int, world: int, folder: str) -> bool:
-    """Run the worker of a launched command. Rank 0 alone can read the request."""
+def run_worker(rank: int, world: int, folder: str) -> tuple[bool, list[str]]:
+    """Run the worker of a launched command. Rank 0 alone can read the request.
+
+    Return whether it was stopped, and the lines that it printed.
+    """
     here = Path(folder) / ("run" if rank == 0 else f"elsewhere-{rank}")
     found = source(Path(folder) / "hf", f"topology.workers={world}")
-    return worker.run(found.config, RunDir(here), gloo.environment(rank, world), False)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        stopped = worker.run(found.config, RunDir(here), gloo.environment(rank, world), False)
+    return stopped, printed.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_workers_end_together(tmp_path, stopped, capfd):
-    request(write_hf(tmp_path / "hf"))
+def test_workers_end_together(tmp_path, stopped):
+    write_hf(tmp_path / "hf")
     (tmp_path / "run").mkdir()
     request(tmp_path / "hf").save(RunDir(tmp_path / "run"))
     if stopped:
         RunDir(tmp_path / "run").stop_request.touch()
-    assert gloo.run(2, run_worker, str(tmp_path)) == [stopped, stopped]
-    lines = capfd.readouterr().out.splitlines()
-    assert len(lines) == (0 if stopped else 2)
-    for line in lines:
+    first, second = gloo.run(2, run_worker, str(tmp_path))
+    assert (first[0], second) == (stopped, (stopped, []))
+    assert len(first[1]) == (0 if stopped else 2)
+    for line in first[1]:
         assert len(json.loads(line)["ids"]) == NEW
