@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import pkgutil
+from dataclasses import replace
 from pathlib import Path
 
 import gloo
@@ -13,7 +15,10 @@ from inference.small_models import source, tokens, write_hf
 
 from mtrain_cli.inference import worker
 from mtrain_cli.inference.sampling import Sampling
+from mtrain_cli.inference.text import TextCodec
 from mtrain_cli.inference.worker import GenerateRequest
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.local import TARGETS_WITHOUT_CHECKPOINTS
 from mtrain_cli.launch.run_dir import RunDir
 
 NEW = 9
@@ -55,3 +60,24 @@ def test_workers_end_together(tmp_path, stopped):
     assert len(first[1]) == (0 if stopped else 2)
     for line in first[1]:
         assert len(json.loads(line)["ids"]) == NEW
+
+
+def test_the_launcher_finds_the_worker_and_expects_no_checkpoint():
+    assert pkgutil.resolve_name(worker.TARGET) is worker.run
+    assert worker.TARGET.startswith(TARGETS_WITHOUT_CHECKPOINTS)
+
+
+@pytest.mark.parametrize("ignore_end", [False, True])
+def test_end_tokens_count_unless_the_request_ignores_them(
+    tmp_path, monkeypatch, capsys, ignore_end
+):
+    found = source(write_hf(tmp_path / "hf"))
+    environment = resolve_environment(found.config)
+    asked = replace(request(tmp_path / "hf"), ignore_end=ignore_end)
+    worker.answer(asked, found.config, environment)
+    free = json.loads(capsys.readouterr().out.splitlines()[0])["ids"]
+    codec = TextCodec(None, frozenset([free[3]]), "none")
+    monkeypatch.setattr(worker, "open_codec", lambda *_: codec)
+    worker.answer(asked, found.config, environment)
+    again = json.loads(capsys.readouterr().out.splitlines()[0])["ids"]
+    assert again == (free if ignore_end else free[: free.index(free[3])])
