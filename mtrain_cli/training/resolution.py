@@ -69,10 +69,7 @@ def run_exchange(
     if chosen.exchange is None:
         return choose_exchange(topology, needs)
     choice = choose_exchange(replace(topology, exchange=chosen.exchange), needs)
-    reason = chosen.reason
-    if topology.layout != "auto":
-        reason = "moves the rows that a balanced layout leaves with other workers"
-    return replace(choice, reason=reason)
+    return replace(choice, reason="moves the rows that a balanced layout leaves with other workers")
 
 
 def context_layout(config: Config, environment: Environment) -> LayoutChoice:

@@ -123,6 +123,15 @@ class RunPlan:
         return self.environment.dims
 
     @property
+    def chosen(self) -> dict[str, str]:
+        """Layout, exchange and kernel, by the key that may leave the choice to ``auto``."""
+        return {
+            "topology.layout": self.layout.name,
+            "topology.exchange": self.exchange.label,
+            "train.kernel": self.kernel,
+        }
+
+    @property
     def dtype_bytes(self) -> int:
         return getattr(torch, self.dtype).itemsize
 
