@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import gloo
@@ -55,6 +56,17 @@ def test_sampling_is_that_of_the_engine(folder):
     expected = list(engine(folder / "hf").generate(prompts, 6, sampling))
     assert [g.ids for g in found] == [c.ids for c in expected]
     assert [g.text for g in found] == [None, None]
+
+
+def test_an_end_token_ends_a_text(folder, monkeypatch):
+    model = load(folder / "run")
+    (free,) = model.generate("abcd", max_new=6)
+    codec = dataclasses.replace(model._codec, stop=frozenset([free.ids[1]]))
+    monkeypatch.setattr(model, "_codec", codec)
+    (ended,) = model.generate("abcd", max_new=6)
+    assert ended.finish == "end"
+    assert ended.ids == free.ids[: free.ids.index(free.ids[1])]
+    assert model.generate("abcd", max_new=6, ignore_end=True) == [free]
 
 
 def test_attention_and_losses(folder):

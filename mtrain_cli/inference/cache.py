@@ -18,8 +18,9 @@ from mtrain_cli.model.decoder import Attend
 class KvCache:
     """Keys and values of all layers on one worker.
 
-    keys, values: for each layer [batch, capacity + 1, kv_heads, head_dim]. The last slot takes the
-        keys of tokens that another worker holds, so that all workers run the same operations.
+    keys, values: for each layer [batch, capacity + 1, kv_heads, head_dim]. All workers write each
+        token to their first free slot, so that all run the same operations, but only the worker
+        that holds the token counts it. A full cache needs one more slot for this.
     used: number of slots in use of each sequence, int32 [batch].
     """
 
@@ -70,9 +71,9 @@ class KvCache:
 
         mine: whether this worker holds the token, a bool tensor on the device.
         """
-        slots = torch.where(mine, self.used, self.capacity)
+        slots = self.used.long()
         self.used += mine
-        return slots.long()
+        return slots
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store one token of each sequence.

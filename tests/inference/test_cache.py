@@ -35,13 +35,17 @@ def test_prompts_and_tokens_lie_one_after_another():
     assert not found.keys[0][0, 3].any()
 
 
-def test_the_token_of_another_worker_goes_to_the_last_slot():
-    found, token = cache(), keys(1, batch=2)
-    slots = found.take_token(torch.tensor([False]))
-    found.append(0, token, token, slots)
-    assert found.used.tolist() == [0, 0]
-    assert not found.keys[0][:, : found.capacity].any()
-    assert torch.equal(found.keys[0][:, found.capacity], token[:, 0])
+def test_the_token_of_another_worker_does_not_count():
+    found, prompt = cache(), keys(5)
+    found.store(0, 0, prompt, prompt)
+    found.used[0] = 5
+    for mine, used in ((False, [5, 0]), (False, [5, 0]), (True, [6, 1])):
+        token = keys(1, batch=2)
+        found.append(0, token, token, found.take_token(torch.tensor([mine])))
+        assert found.used.tolist() == used
+    assert torch.equal(found.keys[0][0, :5], prompt[0])
+    assert torch.equal(found.keys[0][1, 0], token[1, 0])
+    assert not found.keys[0][1, 1:].any()
 
 
 def test_reset_forgets_all_sequences():

@@ -95,6 +95,21 @@ def test_workers_and_layouts_do_not_change_the_tokens(folder, alone, world, layo
     assert (held[:, 0] == 0).sum() == world - 1
 
 
+def with_another_choice(rank: int, world: int, folder: str) -> list[list[int]]:
+    """Generate while all workers but the first choose other tokens."""
+    if rank:
+        Sampling.choose = lambda _, logits, __: logits.argmin(-1)  # in this process only
+    return generate(
+        engine(Path(folder), environment=gloo.environment(rank, world)), [tokens(40)], Sampling()
+    )
+
+
+def test_workers_take_the_tokens_of_the_first_worker(folder):
+    """GPUs of different kinds may round differently."""
+    expected = generate(engine(folder), [tokens(40)], Sampling())
+    assert gloo.run(2, with_another_choice, str(folder)) == [expected, expected]
+
+
 def test_a_seed_gives_other_tokens_than_another_seed(folder, alone):
     found = engine(folder)
     prompts = [tokens(length) for length in LENGTHS]

@@ -26,6 +26,7 @@ def test_a_folder_is_dense_and_has_its_weights(tmp_path):
     found = source(write_hf(tmp_path / "hf"))
     assert (found.is_folder, found.config.sparsity.pattern) == (True, "dense")
     assert found.config.topology.workers == 1
+    assert found.config.layout == "zigzag"  # the fastest for a prompt, which is one document
     folder = HuggingFaceFolder(tmp_path / "hf")
     for name, parameter in loaded(found).items():
         assert torch.equal(parameter, folder.read(name))

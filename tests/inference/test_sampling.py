@@ -48,10 +48,10 @@ def test_frequencies_follow_the_probabilities():
     torch.testing.assert_close(found, expected, atol=0.015, rtol=0)
 
 
-def test_the_largest_random_number_still_gives_a_possible_token():
+@pytest.mark.parametrize("uniform", [0.0, np.nextafter(1.0, 0.0)])
+def test_the_extreme_random_numbers_give_possible_tokens(uniform):
     sampling = Sampling(temperature=1.0, top_k=2)
-    below_one = torch.full((3,), np.nextafter(1.0, 0.0), dtype=torch.float64)
-    chosen = sampling.choose(LOGITS, below_one)
+    chosen = sampling.choose(LOGITS, torch.full((3,), uniform, dtype=torch.float64))
     assert (sampling.probabilities(LOGITS).gather(1, chosen[:, None]) > 0).all()
 
 

@@ -86,6 +86,21 @@ def test_pieces_of_text_hold_whole_characters_and_add_up(tmp_path, bpe):
         assert "" in found  # a character of several tokens
 
 
+def test_pieces_keep_the_spaces_that_begin_tokens(tmp_path):
+    """A decoder of SentencePiece drops the space before the first token of what it decodes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<unk>": 0, "▁one": 1, "▁two": 2, "▁three": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    (tmp_path / "words").mkdir()
+    made.save(str(tmp_path / "words/tokenizer.json"))
+    codec = open_codec(source(write_hf(tmp_path / "hf")), tmp_path / "words")
+    ids = codec.encode("one two three two")
+    assert ids == [1, 2, 3, 2]
+    assert pieces(codec, ids) == ["one", " two", " three", " two"]
+
+
 def test_an_incomplete_character_stays_to_the_end(tmp_path):
     write_run(tmp_path / "run")
     codec = open_codec(source(tmp_path / "run"))
