@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[1]
 CALLED_FROM_OUTSIDE = {
     "mtrain_cli/commands": "commands that Typer registers",
     "mtrain_cli/composition/yaml_groups.py": "Hydra's search path plugin",
+    "mtrain_cli/evaluation/depth_grid.py": "the Python interface of docs/evaluation.md",
+    "mtrain_cli/evaluation/ruler.py": "the Python interface of docs/evaluation.md",
+    "mtrain_cli/evaluation/samples.py": "the Python interface of docs/evaluation.md",
     "mtrain_cli/launch/agent.py": "torch's elastic agent",
     "mtrain_cli/launch/rendezvous.py": "torch's rendezvous",
     "mtrain_cli/launch/safe_pickle.py": "pickle",
