@@ -38,8 +38,6 @@ def data() -> None:
           Tokenize a folder of text files
       [cyan]mtrain data show data/books[/cyan]
           Show documents, lengths and domains
-      [cyan]mtrain data needles data/needles --length 8k[/cyan]
-          Write documents with questions that need a long memory
     """
 
 
