@@ -16,6 +16,7 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.reporting import elements, mask_svg, tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
+from mtrain_cli.reporting.evaluation_tables import evaluation_tables
 from mtrain_cli.reporting.figures import figures
 from mtrain_cli.reporting.report_source import RESOLVED, ReportSource, labelled_cases
 from mtrain_cli.reporting.run_settings import card, differing, shown
@@ -39,6 +40,7 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         _trained(sources),
         _recorded_steps(sources),
         _sparsity(sources),
+        _evaluations(sources),
         *map(_steps, sources),
         _summary(sources),
         _compared(sources),
@@ -241,6 +243,18 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
         "mask: computed share of the pairs inside documents."
     )
     return elements.section("Patterns", elements.table(heads, rows), note)
+
+
+def _evaluations(sources: Sequence[ReportSource]) -> str:
+    """Return the results of `mtrain eval`: tables of each run, one below the other."""
+    content = ""
+    for source in sources:
+        if source.results and len(sources) > 1:
+            content += f"<h3>{escape(source.name)}</h3>"
+        for each in evaluation_tables(source.results):
+            table = elements.table(each.heads, each.rows, range(each.words))
+            content += f"<h4>{escape(each.title)}</h4>{table}{elements.note(each.note)}"
+    return elements.section("Evaluations", content)
 
 
 def _steps(source: ReportSource) -> str:

@@ -13,6 +13,7 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
+from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
@@ -78,6 +79,7 @@ class ReportSource:
     evaluations: tuple[Evaluation, ...] = ()
     step: dict[str, Any] | None = None
     sparsity: tuple[dict[str, Any], ...] = ()
+    results: tuple[evaluation_results.Result, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
     damage: str = ""
@@ -90,6 +92,8 @@ class ReportSource:
             return "recorded step"
         if self.sparsity:
             return "sparsity profile"
+        if self.results and not self.metrics and self.recorded is None:
+            return "evaluation"
         if self.metrics or self.recorded is None:
             return "training run"
         return str(self.summary.get("kind") or "profile")
@@ -279,12 +283,17 @@ def _dated(root: Path) -> dict[Path, float]:
             # A profile without a sample, or a run without a step, has nothing to report.
             places = [place for place in (folder, folder / PROFILE) if _has_figures(place)]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
+            files += [place / evaluation_results.RESULTS for place in _evaluation_places(folder)]
             times = [
                 file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size
             ]
             if times and not folder.is_symlink():
                 dated[folder] = max(times)
     return dated
+
+
+def _evaluation_places(folder: Path) -> tuple[Path, ...]:
+    return folder, folder / evaluation_results.FOLDER
 
 
 def _has_figures(place: Path) -> bool:
@@ -305,8 +314,9 @@ def open_source(path: Path) -> ReportSource:
         (open_records(folder) for folder in (path, path / PROFILE) if (folder / SUMMARY).is_file()),
         None,
     )
-    metrics, damaged = _metrics(path, alone=recorded is None)
-    if recorded is None and not metrics:
+    results = tuple(evaluation_results.read_results(path))
+    metrics, damaged = _metrics(path, alone=recorded is None and not results)
+    if recorded is None and not metrics and not results:
         raise ConfigError(_nothing(path))
     cases: tuple[CaseAnalysis, ...] = ()
     if recorded is not None:
@@ -338,6 +348,7 @@ def open_source(path: Path) -> ReportSource:
         metrics,
         steps_wanted=_steps_wanted(path) if metrics else None,
         evaluations=tuple(read_evaluations(path)),
+        results=results,
         settings=_settings(path, recorded),
         restarts=tuple(restart.read_restarts(RunDir(path))),
         damage=damaged,

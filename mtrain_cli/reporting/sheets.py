@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mtrain_cli.evaluation.results import Part, Result
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, PassAnalysis
 from mtrain_cli.reporting.comparison import comparison
 from mtrain_cli.reporting.report_source import ReportSource
@@ -77,6 +78,7 @@ def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
             for metrics in source.metrics
         ],
         "positions": [row for source in sources for row in _positions(source)],
+        "evaluations": [row for source in sources for row in _results(source)],
         "compare": _compare(sources),
     }
     return [Sheet(name, mine) for name, mine in rows.items() if mine]
@@ -158,6 +160,21 @@ def _positions(source: ReportSource) -> Iterator[Row]:
             names = {"run": source.name, "step": e.step, "attention": e.attention}
             span = {"begin": bucket.begin, "end": bucket.end}
             yield {**names, **span, "tokens": bucket.tokens, "loss": bucket.loss}
+
+
+def _results(source: ReportSource) -> Iterator[Row]:
+    """Yield a row per result of `mtrain eval`, then a row per part of it."""
+    for r in source.results:
+        names = {"run": source.name, "step": r.step, "task": r.task, "length": r.length}
+        names |= {"attention": r.attention, "unit": r.unit}
+        yield {**names, "begin": None, "end": None, "count": r.samples, **_with_error(r)}
+        for part in r.parts:
+            span = {"begin": part.begin, "end": part.end, "count": part.count}
+            yield {**names, **span, **_with_error(part)}
+
+
+def _with_error(scored: Result | Part) -> Row:
+    return {"score": scored.score, "error": scored.error}
 
 
 def _compare(sources: Sequence[ReportSource]) -> list[Row]:

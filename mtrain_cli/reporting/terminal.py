@@ -11,6 +11,7 @@ from rich.padding import Padding
 
 from mtrain_cli.console import Console
 from mtrain_cli.reporting import comparison, tables, training_tables
+from mtrain_cli.reporting.evaluation_tables import show_evaluations
 from mtrain_cli.reporting.program_figure import program_table
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.run_settings import attention_lines
@@ -73,6 +74,8 @@ def _show_source(console: Console, source: ReportSource) -> None:
             say(console, f"impossible: {reason}", style="dim")
     if source.sparsity:
         show_sparsity(console, source.sparsity)
+    if source.results:
+        show_evaluations(console, source.results)
 
 
 def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:
