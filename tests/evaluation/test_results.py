@@ -1,0 +1,84 @@
+"""Results on disk: what a crash cut short is dropped, and other models are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.results import (
+    Part,
+    Result,
+    ResultsFolder,
+    key_of,
+    mean_and_error,
+    model_name,
+    read_results,
+    read_sample_rows,
+    require_own,
+)
+
+RESULT = Result("k1", "niah", 512, "dense", "", 3, 2, 50.0, 50.0, "%", 1.5, (Part(0, 10, 4, 50.0),))
+
+
+def test_standard_error_is_that_of_the_mean():
+    assert mean_and_error([1.0, 3.0]) == (2.0, math.sqrt(2) / math.sqrt(2))
+    assert mean_and_error([5.0]) == (5.0, None)
+    assert mean_and_error([]) == (None, None)
+    assert mean_and_error([1.0, math.nan]) == (None, None)
+
+
+def test_results_survive_reading(tmp_path):
+    folder = ResultsFolder.open(tmp_path / "out", "m")
+    folder.add_sample({"key": "k1", "index": 0, "score": 100.0})
+    folder.add_result(RESULT)
+    assert read_results(tmp_path / "out") == [RESULT]
+    assert read_sample_rows(tmp_path / "out") == [{"key": "k1", "index": 0, "score": 100.0}]
+
+
+def test_a_later_result_replaces_an_earlier_one(tmp_path):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_result(RESULT)
+    folder.add_result(dataclasses.replace(RESULT, samples=9))
+    assert [result.samples for result in read_results(tmp_path)] == [9]
+
+
+def test_a_line_cut_short_is_dropped_and_the_next_line_is_whole(tmp_path):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"key": "k1", "ind')
+    again = ResultsFolder.open(tmp_path, "m")
+    again.add_sample({"key": "k1", "index": 1, "score": 2.0})
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [0, 1]
+    assert ResultsFolder.open(tmp_path, "m").samples["k1"].keys() == {0, 1}
+
+
+def test_results_of_another_model_are_refused(tmp_path):
+    ResultsFolder.open(tmp_path, "one")
+    with pytest.raises(ConfigError, match="results of another model, one"):
+        require_own(tmp_path, "two")
+
+
+def test_other_folders_and_files_are_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        require_own(tmp_path, "m")
+    with pytest.raises(ConfigError, match="is a file"):
+        require_own(tmp_path / "thesis.txt", "m")
+    with pytest.raises(ConfigError, match=r"holds no samples\.jsonl"):
+        read_sample_rows(tmp_path)
+
+
+def test_a_run_can_move_with_its_results(tmp_path):
+    assert model_name(tmp_path / "run", tmp_path / "run" / "evaluation") == ".."
+    assert model_name(tmp_path / "run", tmp_path / "other") == str(tmp_path / "run")
+
+
+def test_keys_depend_on_every_setting_but_not_on_their_order():
+    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
+    assert key_of({"a": 1, "b": 2}) != key_of({"a": 1, "b": 3})

@@ -1,0 +1,151 @@
+"""Evaluations continue where they stopped, and give equal results on 1 to 4 workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import gloo
+import pytest
+from evaluation.evaluated_runs import request_of, runner_of, small_run, text_file
+
+from mtrain_cli.evaluation.measurement import Cell
+from mtrain_cli.evaluation.request import NIAH, PERPLEXITY, PerplexityOptions
+from mtrain_cli.evaluation.results import Result, read_results
+from mtrain_cli.evaluation.runner import Runner, StoppedError, name_of, score_text
+
+BOTH = ("dense", "vertical_slash")
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return small_run(tmp_path)
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def texts(run: Path, **changes) -> PerplexityOptions:
+    return PerplexityOptions(str(text_file(run.parent)), **changes)
+
+
+def scores(folder: Path) -> dict:
+    return {(r.task, r.length, r.attention): r.score for r in read_results(folder)}
+
+
+def test_every_attention_and_length_gets_a_result(run):
+    request = request_of(
+        run, PERPLEXITY, attentions=BOTH, lengths=(256, 512), perplexity=texts(run)
+    )
+    runner_of(run, request).run()
+    found = read_results(run)
+    assert {(r.length, r.attention, r.samples, r.step) for r in found} == {
+        (length, name, 3, 3) for length in (256, 512) for name in BOTH
+    }
+    # The sparse index leaves something out, and both are near the entropy of random weights.
+    own = scores(run)
+    assert own["perplexity", 512, "dense"] != own["perplexity", 512, "vertical_slash"]
+    assert all(result.error is not None and result.error > 0 for result in found)
+
+
+def test_a_stopped_evaluation_continues_after_its_samples(run, monkeypatch):
+    request = request_of(run, NIAH)
+    asked = iter([False, False, True])
+    with pytest.raises(StoppedError):
+        runner_of(run, request, stop=lambda: next(asked)).run()
+    before = rows(run / "evaluation")
+    assert [row["index"] for row in before] == [0, 1]
+    assert read_results(run) == []
+    measured = []
+    from mtrain_cli.evaluation.retrieval import Retrieval
+
+    whole = Retrieval.measure
+    monkeypatch.setattr(Retrieval, "measure", lambda *a: measured.append(len(a[3])) or whole(*a))
+    runner_of(run, request).run()
+    assert measured == [1]
+    assert rows(run / "evaluation")[:2] == before
+    (result,) = read_results(run)
+    assert result.samples == 3
+    fresh = dataclasses.replace(request, out=str(run.parent / "fresh"))
+    runner_of(run, fresh).run()
+    assert rows(run.parent / "fresh") == rows(run / "evaluation")
+
+
+def test_more_samples_add_to_those_there(run):
+    request = request_of(run, NIAH, samples=2)
+    runner_of(run, request).run()
+    runner_of(run, dataclasses.replace(request, samples=4)).run()
+    assert [row["index"] for row in rows(run / "evaluation")] == [0, 1, 2, 3]
+    assert [result.samples for result in read_results(run)] == [4]
+
+
+def test_changed_text_is_measured_again(run):
+    request = request_of(run, PERPLEXITY, perplexity=texts(run))
+    runner_of(run, request).run()
+    path = Path(request.perplexity.text or "")
+    text = path.read_text()
+    path.write_text(text[:700] + "#" + text[701:])  # the second sequence of 512 tokens
+    runner_of(run, request).run()
+    assert [row["index"] for row in rows(run / "evaluation")] == [0, 1, 2, 1]
+
+
+def test_the_first_attention_chooses_the_key_tokens(run, monkeypatch):
+    from mtrain_cli.evaluation import perplexity
+
+    # Random weights gain nothing from context, so that the thresholds would leave no token.
+    monkeypatch.setattr(perplexity, "LEAST_GAIN", 0.1)
+    monkeypatch.setattr(perplexity, "LEAST_LOG_P", -50.0)
+    request = request_of(run, PERPLEXITY, attentions=BOTH, perplexity=texts(run, short=64))
+    runner_of(run, request).run()
+    found = rows(run / "evaluation")
+    by_index: dict[int, list] = {}
+    for row in found:
+        by_index.setdefault(row["index"], []).append(row["keys"])
+    assert all(keys and keys == again for keys, again in by_index.values())
+    dense, sparse = read_results(run)
+    assert dense.key_tokens is not None
+    assert sparse.key_tokens is not None
+    assert dense.key_tokens.count == sparse.key_tokens.count > 0
+    assert dense.key_tokens.score != sparse.key_tokens.score
+
+
+def on_workers(rank: int, world: int, folder: str, kind: str) -> dict:
+    run = Path(folder)
+    request = request_of(
+        run, kind, out=f"{folder}/on-{world}", attentions=BOTH, lengths=(256, 512), samples=2,
+        perplexity=texts(run, short=64),
+    )  # fmt: skip
+    if kind == NIAH:
+        request = dataclasses.replace(request, lengths=(512,))
+    Runner.run(runner_of(run, request, gloo.environment(rank, world)))
+    if rank:
+        return {}
+    return {
+        **scores(Path(request.out)),
+        "parts": [r.parts for r in read_results(Path(request.out))],
+    }
+
+
+@pytest.mark.parametrize("kind", [PERPLEXITY, NIAH])
+def test_one_to_four_workers_give_equal_results(run, kind):
+    text_file(run.parent)
+    alone = on_workers(0, 1, str(run), kind)
+    assert len(alone) > 2
+    for world in (2, 3, 4):
+        found = gloo.run(world, on_workers, str(run), kind)[0]
+        assert found.keys() == alone.keys()
+        for name in alone.keys() - {"parts"}:
+            assert found[name] == pytest.approx(alone[name], rel=1e-5)
+        for mine, theirs in zip(found["parts"], alone["parts"], strict=True):
+            assert [p.score for p in mine] == pytest.approx([p.score for p in theirs], rel=1e-5)
+
+
+def test_names_and_scores_for_the_user():
+    result = Result("k", "niah", 65536, "dense", "", 3, 2, 97.53, 1.234, "%")
+    assert (name_of(result), score_text(result)) == ("niah 64k", "97.5 ± 1.2 %")
+    assert name_of(Cell("file:mine", 0)) == "file:mine"
+    assert score_text(dataclasses.replace(result, score=None)) == "not finite"
+    nats = dataclasses.replace(result, score=2.34567, error=None, unit="nats")
+    assert score_text(nats) == "2.3457 nats"
