@@ -1,0 +1,68 @@
+"""Whole sequences from files, one document each, and from what a run held out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mtrain_cli.composition import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.data.tokenizers import ByteTokenizer
+from mtrain_cli.evaluation.held_out_text import Sequence, sequences_of_files, sequences_of_run
+
+
+def test_each_document_gives_one_sequence_before_any_gives_two(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 25)
+    (tmp_path / "b.txt").write_text("b" * 12)
+    (tmp_path / "c.txt").write_text("c" * 5)  # too short
+    found = sequences_of_files(str(tmp_path), "text", ByteTokenizer(), 10, 5)
+    assert [bytes(one.ids.astype(np.uint8)) for one in found] == [b"a" * 10, b"b" * 10, b"a" * 10]
+    assert len(sequences_of_files(str(tmp_path), "text", ByteTokenizer(), 10, 2)) == 2
+    with pytest.raises(ConfigError, match="no document has 64 tokens; the longest has 26"):
+        sequences_of_files(str(tmp_path), "text", ByteTokenizer(), 64, 5)
+
+
+def test_context_counts_within_documents():
+    documents = np.array([0, 0, 1, 1, 1, 2], np.int32)
+    assert Sequence(np.zeros(6, np.int32), documents).earlier.tolist() == [0, 1, 0, 1, 2, 0]
+    assert Sequence(np.zeros(3, np.int32)).earlier.tolist() == [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def config():
+    return compose.compose(["seq=512", "data.eval_sequences=4"])
+
+
+def test_held_out_sequences_are_cut_and_joined(config):
+    samples = open_dataset(config).held_out
+    halves = sequences_of_run(config, 256, 3)
+    np.testing.assert_array_equal(halves[1].ids, samples[0].tokens[256:])
+    (double,) = sequences_of_run(config, 1024, 1)
+    np.testing.assert_array_equal(double.ids, np.concatenate([s.tokens for s in samples[:2]]))
+
+
+def test_documents_go_on_across_held_out_sequences(config):
+    samples = open_dataset(config).held_out
+    (double,) = sequences_of_run(config, 1024, 1)
+    documents = np.zeros(1024, np.int32) if double.documents is None else double.documents
+    goes_on = samples[0].labels[-1] >= 0
+    assert (documents[511] == documents[512]) == goes_on
+    np.testing.assert_array_equal(np.diff(documents[:512]), np.diff(samples[0].documents))
+
+
+@pytest.mark.parametrize(
+    ("data", "length", "message"),
+    [
+        ({"eval_sequences": 0}, 256, "held out no text"),
+        ({}, 8192, "held out data.eval_sequences=4 sequences of 512 tokens"),
+        ({"mask_key": "mask"}, 256, "bring masks or positions"),
+        ({"mix": "{a: 1}"}, 1024, "do not follow each other"),
+    ],
+)
+def test_text_that_a_run_lacks_is_refused(config, data, length, message):
+    changed = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+    with pytest.raises(ConfigError, match=message):
+        sequences_of_run(changed, length, 1)

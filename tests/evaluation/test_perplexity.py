@@ -1,0 +1,96 @@
+"""Loss by context, short contexts and key tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from evaluation.evaluated_runs import small_run
+from inference.small_models import engine, tokens
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.held_out_text import Sequence
+from mtrain_cli.evaluation.measurement import Cell
+from mtrain_cli.evaluation.perplexity import Perplexity, key_places, short_losses, text_hash
+from mtrain_cli.evaluation.results import Result
+
+RESULT = Result("k", "perplexity", 300, "dense", "", 3, 1, None, None, "")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return engine(small_run(tmp_path_factory.mktemp("perplexity")))
+
+
+def measured(model, sequence: Sequence, **options) -> tuple[dict, Perplexity]:
+    own = Perplexity({len(sequence.ids): [sequence]}, "text", **options)
+    (cell,) = own.cells()
+    (row,) = own.measure(model, cell, list(own.items(cell)))
+    return row, own
+
+
+def test_buckets_add_up_to_the_loss(model):
+    sequence = Sequence(np.array(tokens(300), np.int32))
+    row, own = measured(model, sequence)
+    losses = model.token_losses(tokens(300)).double().numpy()
+    assert row["score"] == pytest.approx(losses.mean())
+    assert [bucket[:3] for bucket in row["buckets"]] == [
+        [0, 128, 128], [128, 256, 128], [256, 300, 43],
+    ]  # fmt: skip
+    assert row["buckets"][1][3] == pytest.approx(losses[128:256].mean())
+    parts = own.result([row, row], RESULT).parts
+    assert [(part.begin, part.count) for part in parts] == [(0, 256), (128, 256), (256, 86)]
+
+
+def test_borders_of_documents_do_not_count_and_context_starts_again(model):
+    documents = np.repeat([0, 1], [140, 160]).astype(np.int32)
+    row, _ = measured(model, Sequence(np.array(tokens(300), np.int32), documents))
+    assert row["tokens"] == 298
+    assert [bucket[:3] for bucket in row["buckets"]] == [[0, 128, 256], [128, 256, 42]]
+
+
+@pytest.mark.parametrize("length", [50, 81, 82, 300])
+def test_short_losses_see_a_short_context(model, length):
+    ids, short = tokens(length), 64
+    found = short_losses(model, ids, short)
+    whole = model.token_losses(ids).numpy()
+    np.testing.assert_allclose(found[: short + 16], whole[: short + 16], rtol=1e-4)
+    for place in (place for place in (80, 100, length - 2) if 80 <= place < length - 1):
+        # A window of 80 tokens counts for its last 16: its first place follows 64 tokens.
+        begin = 80 + (place - 80) // 16 * 16 - short
+        window = model.token_losses(ids[begin : place + 2]).numpy()
+        assert found[place] == pytest.approx(window[-1], rel=1e-4)
+
+
+def test_key_tokens_gain_more_than_two_nats_and_are_likely():
+    long = np.array([0.5, 0.5, 1.9, 2.1, 0.5])
+    short = np.array([2.4, 2.6, 4.0, 9.0, 9.0])
+    counted = np.array([True, True, True, True, False])
+    assert key_places(long, short, counted).tolist() == [1, 2]
+
+
+def test_given_key_tokens_are_used_and_missing_ones_refused(model):
+    sequence = Sequence(np.array(tokens(300), np.int32))
+    keys = {text_hash(sequence.ids): [100, 200]}
+    row, own = measured(model, sequence, short=64, keys=keys, key_label="other")
+    losses = model.token_losses(tokens(300)).double().numpy()
+    assert row["key_loss"] == pytest.approx(losses[[100, 200]].mean())
+    result = own.result([row], RESULT)
+    assert result.key_tokens is not None
+    assert (result.key_tokens.count, result.note) == (2, "key tokens from other")
+    with pytest.raises(ConfigError, match="--keys-from other: holds no key tokens of this text"):
+        measured(model, sequence, short=64, keys={}, key_label="other")
+
+
+def test_the_first_model_decides_once():
+    own = Perplexity({}, "text", short=64)
+    own.learn("a", "dense", [{"text": "t", "keys": [1]}])
+    own.learn("b", "sparse", [{"text": "t", "keys": [2]}])
+    assert (own.keys, own.key_origin, own.key_label) == ({"t": [1]}, "a", "dense")
+
+
+def test_short_contexts_count_as_work_until_the_keys_are_known():
+    own = Perplexity({}, "text", short=64)
+    cell = Cell("perplexity", 1024)
+    assert own.tokens(cell) == 1024 + 960 * 5
+    own.keys = {}
+    assert own.tokens(cell) == 1024
