@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import gloo
@@ -201,6 +202,16 @@ def test_a_stop_id_ends_one_prompt_and_not_the_others(folder):
         else:
             assert (after.ids, after.finish) == (before.ids, LENGTH)
     assert stopped[1].finish == END
+
+
+def test_tiles_of_a_long_prompt_do_not_change_its_logits(tmp_path):
+    write_run(tmp_path / "run", "train.tile_mib=1", "model.intermediate_size=512")
+    tiled, ids = engine(tmp_path / "run"), tokens(400)
+    assert {layer.execution.tile_bytes for layer in tiled.decoder.layers} == {1 << 20}
+    whole = engine(tmp_path / "run")
+    for layer in whole.decoder.layers:
+        layer.execution = dataclasses.replace(layer.execution, tile_bytes=0)
+    torch.testing.assert_close(tiled.hidden(ids)[0], whole.hidden(ids)[0], atol=1e-5, rtol=0)
 
 
 def test_tokens_are_told_as_they_come(folder):
