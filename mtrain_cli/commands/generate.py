@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mtrain_cli.inference.text import TextCodec
     from mtrain_cli.inference.worker import GenerateRequest
 
-STDIN = "-"
+STDIN, JSONL = "-", ".jsonl"
 
 
 def generate(
@@ -150,12 +150,12 @@ def _prompts(texts: list[str] | None, file: str | None) -> list[str | list[int]]
             return [sys.stdin.buffer.read().decode("utf-8")]
         path = Path(file).expanduser()
         with explain_read_errors(f"--prompt-file {file}:", f"--prompt-file {file}: no such file"):
-            text = path.read_bytes().decode("utf-8")
+            text = path.read_bytes().decode("utf-8-sig" if path.suffix == JSONL else "utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"--prompt-file {file}: is not UTF-8 text (byte {error.start:,})"
         ) from None
-    return _json_lines(file, text) if path.suffix == ".jsonl" else [text]
+    return _json_lines(file, text) if path.suffix == JSONL else [text]
 
 
 def _json_lines(file: str, text: str) -> list[str | list[int]]:
