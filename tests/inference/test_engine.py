@@ -96,6 +96,27 @@ def test_workers_and_layouts_do_not_change_the_tokens(folder, alone, world, layo
     assert (held[:, 0] == 0).sum() == world - 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("topology.exchange=ring", "topology.layout=striped"),
+        ("topology.exchange=ulysses",),
+        ("topology.exchange=group_cast", "topology.layout=balanced"),
+        (*SPARSE, "topology.exchange=ring"),
+        (*SPARSE, "topology.exchange=all_gather"),
+        ("sparsity=moba", "sparsity.block=16", "sparsity.chunk=64"),
+    ],
+    ids=" ".join,
+)
+def test_exchanges_and_patterns_on_two_workers(folder, words):
+    pattern = tuple(word for word in words if word.startswith("sparsity"))
+    expected = on_workers(0, 1, str(folder), pattern)
+    for result in gloo.run(2, on_workers, str(folder), ("topology.workers=2", *words)):
+        assert result["greedy"] == expected["greedy"]
+        assert result["sampled"] == expected["sampled"]
+        np.testing.assert_allclose(result["losses"], expected["losses"], atol=2e-5)
+
+
 def with_another_choice(rank: int, world: int, folder: str) -> list[list[int]]:
     """Generate while all workers but the first choose other tokens."""
     if rank:
