@@ -55,10 +55,10 @@ def generate(
           Continue a line with the newest checkpoint of the last run
       [cyan]mtrain generate Qwen2.5-3B --prompt-file book.txt --max-new 400[/cyan]
           Continue a long text with a Hugging Face model
-      [cyan]mtrain generate runs/latest sparsity=dense topology.workers=2 --prompt-file -[/cyan]
-          Read the prompt from stdin, with dense attention on two workers
-      [cyan]mtrain generate Qwen2.5-3B --prompt-file prompts.jsonl --json --temperature 0.7[/cyan]
-          Sample an answer to each line of a file, as JSON
+      [cyan]mtrain generate runs/latest sparsity=dense topology.workers=2 --prompt Hi[/cyan]
+          Compute the prompt with dense attention, on two workers
+      [cyan]mtrain generate runs/x --prompt-file ask.jsonl --temperature 0.7 --json[/cyan]
+          Sample an answer to each line of a file, and print JSON
 
     Args:
         model: A Hugging Face folder, a run, or a step-N folder of a run.
