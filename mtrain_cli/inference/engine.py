@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain_cli.attention.decode import split_kernel
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for
@@ -94,6 +96,7 @@ class Engine:
     """A model on this worker. All workers of the context group call each method together.
 
     choices: kernel, layout, exchange and pattern for a prompt of the model's training length.
+    decode_kernel: name of the kernel for new tokens.
     """
 
     def __init__(
@@ -116,6 +119,11 @@ class Engine:
         if environment.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.choices: ResolvedRun = resolve_run(self.config, environment)
+        self.decode_kernel = self.choices.kernel.name
+        if environment.device == "cuda" and self.decode_kernel != ReferenceKernel.name:
+            model = self.config.model
+            shape = model.num_heads, model.num_kv_heads, model.head_dim
+            self.decode_kernel = split_kernel(*shape, self.choices.dtype)
         self._kept: _Decoding | None = None
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
         self.group = self._context_group(self.choices.exchange)
