@@ -1,0 +1,147 @@
+"""`mtrain eval`: a run through all commands, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import mtrain
+from evaluation.evaluated_runs import small_run, text_file
+from inference.small_models import write_hf
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.app import app
+from mtrain_cli.commands.completion import complete_attentions
+
+SPARSE = ("--attention", "dense,vertical_slash", "sparsity.block=16", "sparsity.last_q=16")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("eval")
+    text_file(folder)
+    return small_run(folder, "topology.device=cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(run, monkeypatch) -> Path:
+    monkeypatch.chdir(run.parent)
+    return run.parent
+
+
+def evaluate(*words: str, code: int = 0):
+    arguments = ["eval", *words]
+    result = CliRunner(env={"COLUMNS": "120", "TERM": "dumb"}).invoke(
+        app, arguments, prog_name="mtrain"
+    )
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def refused(*words: str) -> str:
+    """Return the only line of output."""
+    (line,) = evaluate(*words, code=2).stderr.splitlines()
+    return line
+
+
+def test_perplexity_and_needles_share_a_folder_that_report_shows():
+    done = evaluate("perplexity", "run", "--text", "text.txt", "--length", "256,512", *SPARSE)
+    assert "up to" in done.stderr
+    assert "FLOP to compute" in done.stderr
+    assert "perplexity 512 step 3, vertical_slash" in done.stderr
+    evaluate("niah", "run", "--length", "512", "--needles", "3", "--samples", "2", *SPARSE)
+    again = evaluate("niah", "run", "--length", "512", "--needles", "3", "--json", "--samples", "2")
+    (result,) = map(json.loads, again.stdout.splitlines())
+    assert (result["task"], result["samples"], result["attention"]) == ("niah", 2, "dense")
+    shown = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["report", "run", "--out", "page"])
+    assert shown.exit_code == 0, shown.output
+    assert "niah by depth" in shown.stdout
+    page = Path("page/report.html").read_text()
+    assert "Evaluations" in page
+    assert "Needles by depth and length" in page
+    assert "perplexity" in Path("page/tables/evaluations.csv").read_text()
+
+
+def test_ruler_scores_tasks_and_files():
+    lines = [{"input": f"The number is {n}. Which?", "outputs": [str(n)]} for n in range(3)]
+    Path("mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ("--tasks", "niah_single_1", "--samples", "1", "--file", "mine.jsonl", "--max-new", "4")
+    done = evaluate("ruler", "run", "--length", "1536", *words)
+    assert "RULER, % ± standard error" in done.stdout
+    assert "file:mine" in done.stdout
+
+
+def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
+    write_hf(tmp_path / "hf", vocab_size=264)
+    line = refused("perplexity", str(tmp_path / "hf"), "--length", "256")
+    assert "no text: give --text FILE" in line
+    assert "has no tokenizer" in refused("niah", str(tmp_path / "hf"), "--length", "1k")
+    assert not Path("measurements").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("niah", "run", "--length", "64k"), "--length 64k: the model has 4,096 positions"),
+        (("niah", "run", "--length", "300"), "300 tokens are too few for 10 needles"),
+        (("niah", "run", "--length", "x"), "--length x: 'x' is not a number of tokens"),
+        (("niah", "run", "--attention", "dens"), "no such attention (did you mean dense?)"),
+        (("niah", "run", "--attention", "fixed"), "allowed: dense, vertical_slash"),
+        (("niah", "run", "--attention", "moba", "sparsity=dense"), "leave one out"),
+        (("niah", "run", "--attention", "dense", "sparsity.p=0.5"), "none of the patterns dense"),
+        (("niah", "run", "--checkpoints", "7"), "has no checkpoint of step 7; it has 3"),
+        (("niah", "run", "--form", "song"), "--form song: expected sentences or python"),
+        (("niah", "run", "--chains", "0.5"), "only with --form python"),
+        (("niah", "nowhere"), "nowhere: no such folder"),
+        (("ruler", "run", "--tasks", "vtt"), "no such task (did you mean vt?); allowed: niah_"),
+        (("ruler", "run", "--tasks", "qa_1"), "give --squad FILE"),
+        (("ruler", "run", "--tasks", "niah_single_1", "--length", "64"), "64 tokens are too few"),
+        (("perplexity", "run", "--length", "512"), "the run held out no text"),
+        (("perplexity", "run", "--text", "none.txt"), "--text=none.txt: no such file"),
+        (("perplexity", "run", "--short", "1"), "--short 1: must be from 2"),
+        (("perplexity", "run", "--keys-from", "run"), "needs --short N"),
+        (("perplexity", "run", "seq=512"), "seq=512: the model gives this setting"),
+    ],
+)
+def test_mistakes_get_one_line(words, message):
+    assert message in refused(*words)
+
+
+def test_samples_without_outputs_and_too_long_ones_are_refused():
+    Path("bad.jsonl").write_text('{"input": "a"}\n')
+    words = ("ruler", "run", "--tasks", "", "--file", "bad.jsonl")
+    assert "bad.jsonl line 1: has no key outputs" in refused(*words)
+    Path("bad.jsonl").write_text(json.dumps({"input": "a" * 5000, "outputs": ["b"]}) + "\n")
+    assert "exceeds the 4,096 positions" in refused(*words)
+
+
+def test_results_of_another_model_are_refused(tmp_path, run):
+    other = small_run(tmp_path)
+    words = ("--length", "512", "--needles", "2", "--samples", "1")
+    evaluate("niah", "run", *words)
+    message = "holds results of another model"
+    assert message in refused("niah", str(other), *words, "--out", str(run / "evaluation"))
+
+
+def test_two_workers_write_the_same_samples(folder):
+    words = ("niah", "run", "--length", "512", "--needles", "2", "--samples", "2")
+    for workers in (1, 2):
+        done = mtrain(
+            folder, "eval", *words, f"topology.workers={workers}", "--out", f"on-{workers}"
+        )
+        assert done.returncode == 0, done.stderr
+    hits = [
+        [
+            json.loads(line)["hits"]
+            for line in Path(f"on-{n}/samples.jsonl").read_text().splitlines()
+        ]
+        for n in (1, 2)
+    ]
+    assert hits[0] == hits[1]
+    assert len(hits[0]) == 2
+
+
+def test_attentions_complete():
+    assert complete_attentions("dense,ver") == ["dense,vertical_slash"]
+    assert "fixed" not in complete_attentions("")

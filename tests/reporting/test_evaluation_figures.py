@@ -1,0 +1,40 @@
+"""Figures of evaluations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from reporting.test_evaluation_tables import NIAH, SPARSE
+
+from mtrain_cli.evaluation.results import NATS, Part
+from mtrain_cli.reporting.evaluation_figures import evaluation_figures
+
+
+def test_a_map_has_a_row_per_depth_and_a_column_per_length():
+    longer = dataclasses.replace(NIAH, length=65536, parts=(Part(0, 10, 20, 40.0),))
+    maps, _, _ = evaluation_figures([("run", [NIAH, longer, SPARSE])])
+    assert [view.labels for view in maps.views] == [
+        ("niah, dense, step 100",), ("niah, moba, step 100",),
+    ]  # fmt: skip
+    (heat,) = maps.views[0].data
+    assert (heat["x"], heat["y"]) == (["8k", "64k"], ["0-10%", "90-100%"])
+    assert heat["z"] == [[95.0, 40.0], [100.0, None]]
+
+
+def test_losses_have_a_line_per_length_and_attention_with_errors():
+    parts = (Part(0, 128, 9, 3.0, 0.1), Part(128, 256, 9, 2.0, None))
+    loss = dataclasses.replace(NIAH, task="perplexity", unit=NATS, parts=parts)
+    maps, contexts, _ = evaluation_figures([("<run>", [loss]), ("b", [loss])])
+    assert maps.views == []
+    lines = contexts.views[0].data
+    assert (lines[0]["x"], lines[0]["y"]) == ([128, 256], [3.0, 2.0])
+    assert lines[0]["error_y"]["array"] == [0.196, 0.0]
+    assert lines[0]["name"].startswith("&lt;run&gt;, 8k dense")
+
+
+def test_checkpoints_give_a_line_over_steps():
+    later = dataclasses.replace(NIAH, step=200, score=99.0)
+    _, _, steps = evaluation_figures([("run", [later, NIAH])])
+    (line,) = steps.views[0].data
+    assert (line["x"], line["y"]) == ([100, 200], [97.5, 99.0])
+    assert evaluation_figures([("run", [NIAH])])[2].views == []
