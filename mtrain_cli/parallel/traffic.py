@@ -53,6 +53,19 @@ class Nodes:
             )
         return Nodes(workers, per_node)
 
+    @staticmethod
+    def of_groups(workers: int, per_node: int | None, heads: int) -> Nodes:
+        """Return the nodes if ``heads`` neighboring ranks share heads and count as one rank.
+
+        workers, per_node: of single ranks. A group larger than a node counts as a node.
+        """
+        return Nodes.of(workers // heads, None if per_node is None else max(1, per_node // heads))
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several nodes of several ranks, so that a hierarchy makes sense."""
+        return 1 < self.per_node < self.workers
+
     @property
     def count(self) -> int:
         return self.workers // self.per_node

@@ -493,7 +493,7 @@ def _plan_gpus(
     needs = resolution.exchange_needs(
         config, environment, chosen.layout, dtype, make_kernel(choice[0]), memory
     )
-    exchange = resolution.run_exchange(chosen, config.topology, needs)
+    exchange = resolution.run_exchange(chosen, config, needs)
     return dataclasses.replace(
         _complete(config, environment, chosen.layout, exchange, choice, dtype),
         layout_reason=chosen.reason,
