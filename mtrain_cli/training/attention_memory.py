@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -57,7 +57,7 @@ class AttentionMemory:
         )
         self._program = exchange.name, exchange.options(layout.workers), traits
 
-    @property
+    @cached_property
     def pool(self) -> int:
         """Bytes of the exchange's pool, which stays allocated from layer to layer."""
         return _pool(*self._program, self.sizes)
@@ -77,8 +77,9 @@ class AttentionMemory:
         """Bytes of the columns that a ring gathers in forward and keeps for backward."""
         return _saved(*self._program, self.sizes).get("columns", 0)
 
+    @cached_property
     def in_backward(self) -> int:
-        """Return the peak bytes of backward, without the tensors that forward saved.
+        """Peak bytes of backward, without the tensors that forward saved.
 
         At the peak, backward holds the exchange's pool, the gradients of q, k and v, the KV of
         other workers, and the kernel's buffers.

@@ -158,6 +158,7 @@ def estimate_memory(
     kernel: str,
     dtype_bytes: int,
     cuda: bool,
+    attention: AttentionMemory | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of context rank 0, which has the largest shards, after the first step.
 
@@ -167,8 +168,11 @@ def estimate_memory(
         kernel: a kernel's name, not `auto`.
         dtype_bytes: bytes of the compute dtype.
         cuda: whether workers run on GPUs.
+        attention: memory of a layer's attention; None to count it.
     """
-    step = _StepMemory(config, workers, layout, exchange, kernel, dtype_bytes)
+    if attention is None:
+        attention = AttentionMemory(config, layout, exchange, kernel, dtype_bytes)
+    step = _StepMemory(config, workers, layout, attention, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
     states = step.states
@@ -188,15 +192,14 @@ class _StepMemory:
         config: Config,
         workers: int,
         layout: Layout,
-        exchange: ExchangeChoice,
-        kernel: str,
+        attention: AttentionMemory,
         e: int,
     ) -> None:
         model, train = config.model, config.train
         self.model, self.train, self.e = model, train, e
         self.micro_batches = train.global_batch // (train.micro_batch * (workers // layout.workers))
         self.states = StateMemory(config, workers, self.micro_batches, e)
-        self.attention = AttentionMemory(config, layout, exchange, kernel, e)
+        self.attention = attention
         self.layer = LayerMemory(config, layout, self.attention, self.states.layer_weights, e)
         self.layers_on_host = layers_on_host(train.offload_activations, model.num_layers)
         # Layers with unsharded weights under train.shard=full: the current one and, if several

@@ -62,7 +62,7 @@ def test_gradients_of_gathered_columns_stay_while_the_ring_computes_its_steps(ke
     none.index = dataclasses.replace(none.index, column_width=0)
     none.sizes = dataclasses.replace(none.sizes, column_width=0)
     gradients = 2 * 4 * ring.index.columns * ring.sizes.head_dim
-    assert ring.in_backward() - none.in_backward() >= gradients
+    assert ring.in_backward - none.in_backward() >= gradients
 
 
 def test_long_sequences_need_wider_lists_of_a_bitmap():
@@ -91,7 +91,7 @@ def test_torch_needs_a_placeholder_for_out_if_queries_circulate(circulates):
     call = 4 * rows + 2 * statistics + 2 * BYTES * rows + BYTES * (rows + keys)
     # Message: q, dout, lse and delta.
     more = {"kv": statistics, "queries": 2 * BYTES * rows + 2 * statistics + BYTES * rows}
-    assert ring.in_backward() - ring.pool == made + call + more[circulates]
+    assert ring.in_backward - ring.pool == made + call + more[circulates]
 
 
 def test_a_ring_that_gathers_columns_computes_them_before_the_blocks():
@@ -102,13 +102,13 @@ def test_a_ring_that_gathers_columns_computes_them_before_the_blocks():
     delta = 4 * tokens * model.num_heads
     gradients = 2 * 4 * ring.index.columns * model.head_dim
     columns = ring.index.columns_in_backward(tokens, model.head_dim, BYTES)
-    assert ring.in_backward() - ring.pool == sums + delta + gradients + columns
+    assert ring.in_backward - ring.pool == sums + delta + gradients + columns
     # Without gathered columns, each step holds both.
     apart = memory("ring", kernel="triton", shared_columns=False)
     columns = apart.index.columns_in_backward(tokens, model.head_dim, BYTES)
     dkv = 4 * 2 * tokens * model.num_kv_heads * model.head_dim
     made = sums // 2 + dkv
-    assert apart.in_backward() - apart.pool == sums + delta + made + columns + 2 * delta
+    assert apart.in_backward - apart.pool == sums + delta + made + columns + 2 * delta
 
 
 def test_zigzag_orders_three_quarters_of_the_gradients_before_it_cuts_them_into_shards():
@@ -118,7 +118,7 @@ def test_zigzag_orders_three_quarters_of_the_gradients_before_it_cuts_them_into_
     dq = BYTES * 65536 // WORKERS * model.num_heads * model.head_dim
     zigzag = memory("all_gather", sparse=False, kernel="triton", layout="zigzag")
     # The kernel's gradients, their shards and the reordered copy.
-    assert zigzag.in_backward() - zigzag.pool == dq + 2 * gradients + 3 * gradients // 4
+    assert zigzag.in_backward - zigzag.pool == dq + 2 * gradients + 3 * gradients // 4
 
 
 def test_flash4_computes_columns_with_another_dq_and_sums_only_grouped_heads():
@@ -150,8 +150,8 @@ def test_flash4_is_called_once_for_a_zigzag_worker_with_an_index():
     sparse, dense = (
         memory("all_gather", sparse=sparse, layout="zigzag") for sparse in (True, False)
     )
-    assert dense.in_backward() >= sums + BYTES * (rows + 2 * keys) + 4 * 2 * keys
-    assert sparse.in_backward() < dense.in_backward()
+    assert dense.in_backward >= sums + BYTES * (rows + 2 * keys) + 4 * 2 * keys
+    assert sparse.in_backward < dense.in_backward()
 
 
 @pytest.mark.parametrize("name", ["group_cast", "hierarchical_group_cast"])
@@ -178,7 +178,7 @@ def test_several_intervals_per_query_sum_dq_in_float32(global_tokens, sums):
     layout = make_layout("striped", WORKERS, 65536, 128, unit=128)
     exchange = ExchangeChoice("all_gather", "", per_node=WORKERS)
     found, causal = (
-        AttentionMemory(compose([*RUN, *more]), layout, exchange, "sdpa", BYTES).in_backward()
+        AttentionMemory(compose([*RUN, *more]), layout, exchange, "sdpa", BYTES).in_backward
         for more in (words, [])
     )
     model = compose(RUN).model
