@@ -282,7 +282,7 @@ def _seen(
         for low, high in zip(mask.low[:, rows], mask.high[:, rows], strict=True):
             # Queries of a group whose intervals touch in turn see one interval together.
             apart = changes | (low[1:] > high[:-1]) | (high[1:] < low[:-1])
-            begins = np.append(0, np.flatnonzero(apart) + 1)
+            begins = np.append(0, np.flatnonzero(apart) + 1)[: len(group)]
             low, high = np.minimum.reduceat(low, begins), np.maximum.reduceat(high, begins)
             row = group[begins] * (blocks + 1)
             # An interval adds one to the blocks from `first` to before `stop`; if empty, to none.

@@ -85,7 +85,8 @@ class MemoryMoment:
     loss: float32 logits of one chunk, and their gradient unless the compute dtype is float32; the
         LM head's float32 gradient, 4 V C; the final hidden states before and after their norm, and
         the gradient of the normed states, 3 e C T.
-    inputs: tokens, positions and labels (int64), cosine and sine (float32).
+    inputs: tokens, positions and labels (int64), cosine and sine (float32), and what
+        FlashAttention-4 derives from the masks (`AttentionMemory.mask_tables`).
     """
 
     name: str
@@ -257,7 +258,8 @@ class _StepMemory:
             index=self.kept_index(layers),
             exchange=exchange,
             loss=loss,
-            inputs=self.layer.tokens * (3 * 8 + 4 * self.model.head_dim),
+            inputs=self.layer.tokens * (3 * 8 + 4 * self.model.head_dim)
+            + self.attention.mask_tables,
         )
 
     def backward_of(self, layer: int, whole_layers: int, *, scatters: bool) -> MemoryMoment:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from mtrain_cli.attention.block_lists import mask_lists
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.mask_words import mask_words
+from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
@@ -184,3 +189,40 @@ def test_several_intervals_per_query_sum_dq_in_float32(global_tokens, sums):
     model = compose(RUN).model
     row = 65536 // WORKERS * model.num_heads * model.head_dim
     assert found - causal == sums * (4 - BYTES) * row
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize(
+    "words",
+    [["mask.window=1k"], ["mask.window=1k", "mask.global_tokens=128"], ["mask.full_every=2"]],
+)
+def test_the_tables_of_masks_have_the_size_of_those_that_are_built(layout, words):
+    run = [*RUN, "mask=sliding_window", "mask.window=2k", *words, "train.micro_batch=2"]
+    config = compose([*run, "train.global_batch=2", "seq=16k"])
+    made = make_layout(layout, WORKERS, config.seq, 128)
+    exchange = ExchangeChoice("all_gather", "", per_node=WORKERS)
+    expected = 0
+    for rule, _ in MaskRule.of(config).by_layers(config.model.num_layers):
+        mask = rule.undivided(config.seq, config.seq)
+        tiles = Tiles.make([mask.spans(made.positions(0), np.arange(config.seq))] * 2)
+        for lists in mask_lists(tiles, 128):
+            expected += sum(table.nbytes for table in lists.values())
+        words_of = mask_words(tiles)
+        expected += sum(t.nbytes for t in (words_of.ids, words_of.of_queries, words_of.of_keys))
+    found = AttentionMemory(config, made, exchange, "flash4", BYTES).mask_tables
+    assert found == expected
+
+
+def test_rectangles_other_kernels_and_indices_need_no_tables_of_masks():
+    def tables(layout: str, kernel: str, *words: str) -> int:
+        config = compose([*RUN, *words])
+        made = make_layout(layout, WORKERS, config.seq, 128, unit=128)
+        exchange = ExchangeChoice("all_gather", "", per_node=WORKERS)
+        return AttentionMemory(config, made, exchange, kernel, BYTES).mask_tables
+
+    one = "data.document_mask=false"
+    assert tables("zigzag", "flash4", one) == 0
+    assert tables("zigzag", "flash4") > 0
+    assert tables("striped", "flash4", one) > 0
+    assert tables("striped", "triton") == 0
+    assert tables("striped", "flash4", *SPARSE) == 0
