@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.config.cluster import divisors
+from mtrain_cli.config.schema import ConfigError
 
 ROW_BLOCK = 128  # rows that travel together: one kernel tile
 _COUNTED_TOGETHER = 1 << 22  # counts of blocks that are in memory at the same time: 64 MiB
@@ -43,13 +45,13 @@ class Nodes:
         """Return the nodes of a group. One node holds all ranks if ``per_node`` is None.
 
         Raises:
-            ValueError: the nodes would have different numbers of ranks.
+            ConfigError: the nodes would have different numbers of ranks.
         """
         per_node = min(workers, per_node or workers)
         if workers % per_node:
-            raise ValueError(
-                f"{workers} workers do not fill nodes of {per_node}. Give a number of workers per "
-                "node that divides the number of workers."
+            raise ConfigError(
+                f"topology.gpus_per_node={per_node}: does not divide {workers} workers; allowed: "
+                f"{divisors(workers)}"
             )
         return Nodes(workers, per_node)
 
