@@ -328,7 +328,7 @@ def _rows(table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def _one_interval(table: IntArray, padded: int) -> tuple[IntArray, IntArray]:
-    """Return low and high, [1, padded] each, of slices of which no two share a row.
+    """Return low and high, [1, padded] each, of slices that share no row.
 
     Much faster than `_rows`, which matters for sequences of millions of tokens.
     """

@@ -204,11 +204,6 @@ def _mixed_layers(config: Config) -> Iterator[str]:
             f"mask.full_every={every}: exceeds model.num_layers={layers}, so no layer would be "
             f"full; allowed: 0 and 2 to {layers}"
         )
-    if config.profile.every > 0:
-        yield (
-            f"mask.full_every={every}: a profile records one mask for all layers; give "
-            "mask.full_every=0 or profile.every=0"
-        )
 
 
 def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
@@ -394,7 +389,7 @@ def schedule(config: Config) -> Iterator[str]:
     if optim.decay_steps > most:
         allowed = f"allowed: 1 to {most}" if most >= 1 else "give fewer optim.warmup_steps"
         yield (
-            f"{decay}: the schedule has {span} steps, of which {optim.warmup_steps} are warm-up "
+            f"{decay}: the schedule has {span} steps, and {optim.warmup_steps} of them are warm-up "
             f"(optim.warmup_steps); {allowed}"
         )
 

@@ -80,8 +80,9 @@ def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:
     cases = [(source.name, case) for source in sources for case in source.cases]
     if not cases:
         return
-    names = [name for name, _ in cases] if len(sources) > 1 else []
-    measured = [case for _, case in cases]
+    shown = [(name, each) for name, case in cases for each in case.with_kinds]
+    names = [name for name, _ in shown] if len(sources) > 1 else []
+    measured = [case for _, case in shown]
     both = tables.summary_table(measured, names), tables.bins_table(measured, names)
     wide = console.options.update(width=WIDEST)
     needed = max(console.measure(table, options=wide).minimum for table in both)

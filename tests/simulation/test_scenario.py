@@ -114,6 +114,7 @@ def test_layers_with_different_masks_are_priced_per_kind(exchange):
     pairs = {layer: attention["pairs"][attention["layer"] == layer].sum() for layer in range(6)}
     assert {layer for layer in pairs if pairs[layer] > pairs[0]} == {2, 5}
     assert found["mixed"].facts["layers"] == 6
+    assert found["mixed"].facts["layer_kinds"] == {"window": [0, 1, 3, 4], "full": [2, 5]}
     assert sum(pairs.values()) == sum(
         count * found[name].rows["pairs"].sum() for name, count in (("window", 4), ("full", 2))
     )
