@@ -25,6 +25,7 @@ from mtrain_cli.commands import (
     config,
     data,
     doctor,
+    generate,
     mask,
     profile,
     profile_imbalance,
@@ -47,6 +48,7 @@ from mtrain_cli.printable import printable
 
 ORDER = (
     "train",
+    "generate",
     "status",
     "profile",
     "simulate",
@@ -264,6 +266,7 @@ def mtrain(
 
 
 app.command("train")(train.train)
+app.command("generate")(generate.generate)
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.
 _PROFILES = (

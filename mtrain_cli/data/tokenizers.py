@@ -64,6 +64,10 @@ class ByteTokenizer:
         """Return the uint8 ids of each piece."""
         return [np.frombuffer(piece.encode("utf-8"), dtype=np.uint8) for piece in pieces]
 
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Return the ids of a prompt, which begins with no special token."""
+        return self.encode([text])[0]
+
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids[N] without its special tokens."""
         ids = np.asarray(ids)
@@ -104,6 +108,10 @@ class FileTokenizer:
         """Return the int64 ids of each piece, computed on all CPU cores."""
         encodings = self._tokenizer.encode_batch_fast(list(pieces), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Return the int64 ids of a prompt, with the special tokens that the file adds to texts."""
+        return np.array(self._tokenizer.encode(text).ids, dtype=np.int64)
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids[N], with special tokens by name."""
