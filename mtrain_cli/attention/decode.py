@@ -6,9 +6,13 @@ therefore split the keys over many programs and merge the results (Flash-Decodin
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 
 import torch
+
+from mtrain_cli import install_command
+from mtrain_cli.config.schema import ConfigError
 
 _FLASH_HEAD_DIM = 256  # the widest head of FlashAttention-2
 
@@ -35,6 +39,27 @@ def flash_splits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -
         and head_dim % 8 == 0
         and head_dim <= _FLASH_HEAD_DIM
     )
+
+
+def split_kernel(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> str:
+    """Return the name of the kernel of `decode_on_gpu`, for banners.
+
+    Raises:
+        ConfigError: the kernel's package is not installed.
+    """
+    if flash_splits(heads, kv_heads, head_dim, dtype):
+        return "FlashAttention-2"
+    if not _has_triton():
+        raise ConfigError(
+            f"{heads} query heads, {kv_heads} key-value heads and {dtype}: new tokens need triton, "
+            f"which is not installed ({install_command('cuda')})"
+        )
+    return "triton"
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _flash_decode(
@@ -68,7 +93,7 @@ def merge_parts(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         out [batch, 1, heads, head_dim] and lse [batch, heads, 1], in the dtype of ``parts``.
     """
-    if parts.is_cuda and parts.dtype == torch.float32:
+    if parts.is_cuda and parts.dtype == torch.float32 and _has_triton():
         from mtrain_cli.kernels.triton import decode
 
         return decode.merge_parts(parts)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mtrain_cli.inference.text import TextCodec
     from mtrain_cli.inference.worker import GenerateRequest
 
-STDIN = "-"
+STDIN, JSONL = "-", ".jsonl"
 
 
 def generate(
@@ -55,10 +55,10 @@ def generate(
           Continue a line with the newest checkpoint of the last run
       [cyan]mtrain generate Qwen2.5-3B --prompt-file book.txt --max-new 400[/cyan]
           Continue a long text with a Hugging Face model
-      [cyan]mtrain generate runs/latest sparsity=dense topology.workers=2 --prompt-file -[/cyan]
-          Read the prompt from stdin, with dense attention on two workers
-      [cyan]mtrain generate Qwen2.5-3B --prompt-file prompts.jsonl --json --temperature 0.7[/cyan]
-          Sample an answer to each line of a file, as JSON
+      [cyan]mtrain generate runs/latest sparsity=dense topology.workers=2 --prompt Hi[/cyan]
+          Compute the prompt with dense attention, on two workers
+      [cyan]mtrain generate runs/x --prompt-file ask.jsonl --temperature 0.7 --json[/cyan]
+          Sample an answer to each line of a file, and print JSON
 
     Args:
         model: A Hugging Face folder, a run, or a step-N folder of a run.
@@ -150,12 +150,12 @@ def _prompts(texts: list[str] | None, file: str | None) -> list[str | list[int]]
             return [sys.stdin.buffer.read().decode("utf-8")]
         path = Path(file).expanduser()
         with explain_read_errors(f"--prompt-file {file}:", f"--prompt-file {file}: no such file"):
-            text = path.read_bytes().decode("utf-8")
+            text = path.read_bytes().decode("utf-8-sig" if path.suffix == JSONL else "utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"--prompt-file {file}: is not UTF-8 text (byte {error.start:,})"
         ) from None
-    return _json_lines(file, text) if path.suffix == ".jsonl" else [text]
+    return _json_lines(file, text) if path.suffix == JSONL else [text]
 
 
 def _json_lines(file: str, text: str) -> list[str | list[int]]:

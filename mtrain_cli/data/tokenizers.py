@@ -152,6 +152,19 @@ def open_tokenizer(
     missing = f"{place}: no such file. Give {names}, or the path of a Hugging Face tokenizer.json."
     with explain_read_errors(f"{place}:", missing):
         content = path.read_bytes()
+    return parse_tokenizer(path, content, place)
+
+
+def parse_tokenizer(path: Path, content: bytes, place: str) -> FileTokenizer:
+    """Return the tokenizer in the content of a tokenizer.json.
+
+    Args:
+        path: path of the file. A tokenizer_config.json beside it may name the end token.
+        place: the beginning of messages.
+
+    Raises:
+        ConfigError: the content is broken, or the ``tokenizers`` package is missing.
+    """
     library = _import_tokenizers(place)
     try:
         tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))

@@ -76,9 +76,10 @@ def describe(engine: Engine) -> list[str]:
     if choices.pattern is not None:
         pattern = f"{display_name(choices.pattern)} ({choices.pattern.describe()})"
     dtype = str(choices.dtype).removeprefix("torch.")
+    new = f"dense over the whole cache, kernel {engine.decode_kernel}"
     return [
         f"{model.name}: {model.num_layers} layers, {dtype} on {device}{workers}",
-        f"prompts: {pattern}, kernel {choices.kernel.name}; new tokens: dense over the whole cache",
+        f"prompts: {pattern}, kernel {choices.kernel.name}; new tokens: {new}",
     ]
 
 

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain_cli.attention.decode import split_kernel
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.config.schema import Config
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for
@@ -94,6 +96,7 @@ class Engine:
     """A model on this worker. All workers of the context group call each method together.
 
     choices: kernel, layout, exchange and pattern for a prompt of the model's training length.
+    decode_kernel: name of the kernel for new tokens.
     """
 
     def __init__(
@@ -116,6 +119,11 @@ class Engine:
         if environment.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.choices: ResolvedRun = resolve_run(self.config, environment)
+        self.decode_kernel = self.choices.kernel.name
+        if environment.device == "cuda" and self.decode_kernel != ReferenceKernel.name:
+            model = self.config.model
+            shape = model.num_heads, model.num_kv_heads, model.head_dim
+            self.decode_kernel = split_kernel(*shape, self.choices.dtype)
         self._kept: _Decoding | None = None
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
         self.group = self._context_group(self.choices.exchange)
@@ -248,10 +256,10 @@ class Engine:
         decoding = self._decoding(together, capacity, max_new, sampling)
         for first in range(0, len(prompts), together):
             numbers = range(first, min(first + together, len(prompts)))
-            tell = partial(_tell, on_token, first)
+            report = partial(_report_token, on_token, first)
             uniforms = [sampling.uniforms(number, max_new) for number in numbers]
             chosen = [prompts[number] for number in numbers]
-            yield from self._generate(chosen, max_new, uniforms, stop, tell, decoding)
+            yield from self._generate(chosen, max_new, uniforms, stop, report, decoding)
 
     def _decoding(self, batch: int, capacity: int, max_new: int, sampling: Sampling) -> _Decoding:
         """Return a cache and its step: those of the previous call if they suffice.
@@ -277,7 +285,7 @@ class Engine:
         max_new: int,
         uniforms: list[np.ndarray],
         stop: frozenset[int],
-        tell: OnToken,
+        report: OnToken,
         decoding: _Decoding,
     ) -> list[Completion]:
         """Generate tokens for prompts that fit the cache together."""
@@ -302,7 +310,7 @@ class Engine:
                     open_rows.remove(row)
                     continue
                 completions[row].ids.append(token)
-                tell(row, token)
+                report(row, token)
             if not open_rows:
                 break
         for completion in completions:
@@ -316,6 +324,6 @@ class Engine:
         return time.perf_counter()
 
 
-def _tell(on_token: OnToken | None, first: int, row: int, token: int) -> None:
+def _report_token(on_token: OnToken | None, first: int, row: int, token: int) -> None:
     if on_token is not None:
         on_token(first + row, token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.environment import Environment, host_memory
@@ -73,7 +74,9 @@ class MemoryNeed:
     capacity: memory of the worker.
     fixed: weights and logits.
     per_cached: of a token in the cache.
-    per_token: of a token of a prompt while it is computed.
+    per_token: of a token of a prompt while it is computed, without the MLP.
+    per_tiled: of a token in the MLP.
+    tile: most bytes in the MLP; 0 means no limit.
     workers: number of workers that share a prompt.
     """
 
@@ -81,6 +84,8 @@ class MemoryNeed:
     fixed: int
     per_cached: int
     per_token: int
+    per_tiled: int
+    tile: int
     workers: int
 
     @staticmethod
@@ -92,10 +97,10 @@ class MemoryNeed:
         itemsize = compute_dtype(config, environment.device).itemsize
         kv = 2 * model.num_kv_heads * model.head_dim
         width = model.num_heads * model.head_dim
-        # Residual stream, its norm and the result; q, k, v and out; cosine and sine in float32.
-        work = (4 * model.hidden_size + 3 * width + 2 * kv) * itemsize + 8 * model.head_dim
-        # Untiled, the MLP holds gate, up and their product at once.
-        work += 0 if config.train.tile_mib else 3 * model.intermediate_size * itemsize
+        # Residual stream, norm and result; q, k, v and out; q again in float32 while it is rotated;
+        # cosine and sine in float32.
+        work = (4 * model.hidden_size + 3 * width + 2 * kv) * itemsize + 6 * width
+        work += 8 * model.head_dim
         moved = kv * workers * itemsize if workers > 1 else 0  # gathered keys and values
         logits = MOST_TOGETHER * model.vocab_size * (4 + 4 * _SCORE_BYTES)
         return MemoryNeed(
@@ -103,6 +108,8 @@ class MemoryNeed:
             fixed=_parameters(config) * itemsize + logits,
             per_cached=model.num_layers * kv * itemsize,
             per_token=work + moved,
+            per_tiled=(4 * model.intermediate_size + 3 * model.hidden_size) * itemsize,
+            tile=config.train.tile_mib << 20,
             workers=workers,
         )
 
@@ -110,15 +117,20 @@ class MemoryNeed:
         """Return the bytes that prompts of at most ``prompt`` tokens need on a worker."""
         held = -(-prompt // self.workers)
         cached = held + -(-max_new // self.workers)
-        return self.fixed + together * cached * self.per_cached + held * self.per_token
+        tiled = held * self.per_tiled
+        tiled = min(tiled, self.tile) if self.tile else tiled
+        return self.fixed + together * cached * self.per_cached + held * self.per_token + tiled
 
     def fits(self, prompt: int, max_new: int, together: int = 1) -> bool:
         return self.bytes(prompt, max_new, together) <= _USABLE * self.capacity
 
     def longest(self, max_new: int) -> int:
         """Return the length of the longest prompt that fits; 0 if none fits."""
-        free = _USABLE * self.capacity - self.fixed - -(-max_new // self.workers) * self.per_cached
-        return max(0, int(free / (self.per_cached + self.per_token))) * self.workers
+        low, high = 0, MOST_TOKENS
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits(middle, max_new) else (low, middle - 1)
+        return low
 
     def require_fit(self, prompt: int, max_new: int, device: str) -> int:
         """Return how many prompts can generate together, at most `MOST_TOGETHER`.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, open_tokenizer
+from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, parse_tokenizer
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.temporary_folders import private_folder
 from mtrain_cli.model.tokenizer_files import (
@@ -42,10 +42,17 @@ class TextCodec:
         """Return the ids of a prompt.
 
         Raises:
-            ConfigError: the model has no tokenizer.
+            ConfigError: the model has no tokenizer, or the prompt is not Unicode text.
         """
         if self.tokenizer is None:
             raise ConfigError(self.missing)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the prompt is not Unicode text: character {error.start + 1} is half of a "
+                "surrogate pair, or a byte that is not UTF-8"
+            ) from None
         return self.tokenizer.encode_prompt(text).tolist()
 
     def decode(self, ids: Sequence[int]) -> str | None:
@@ -101,7 +108,8 @@ def _of_files(files: TokenizerFiles) -> TextCodec:
     else:
         with private_folder() as folder:
             files.write(folder)
-            tokenizer = open_tokenizer(str(folder))
+            content, place = files.files[TOKENIZER], f"{files.name}: {TOKENIZER}"
+            tokenizer = parse_tokenizer(folder / TOKENIZER, content, place)
     try:
         generation = json.loads(files.files.get(GENERATION_CONFIG, b"{}"))
     except (ValueError, RecursionError):

@@ -25,6 +25,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "long.txt").write_text("x" * 3000)
     (folder / "latin1.txt").write_bytes(b"caf\xe9")
     (folder / "wrong.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
+    (folder / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1, 2, 3]}\r\n{"ids": [5]}\r\n')
     (folder / "outside.jsonl").write_text('{"ids": [1, 97]}\n')
     (folder / "empty.jsonl").write_text("\n")
     (folder / "runs").mkdir()
@@ -69,6 +70,8 @@ def test_samples_follow_the_options():
     greedy = documents(model)
     assert [each["prompt_tokens"] for each in greedy] == [3, 1]
     assert [len(each["ids"]) for each in greedy] == [6, 6]
+    marked = documents("hf --prompt-file marked.jsonl --max-new 6")
+    assert [each["ids"] for each in marked] == [each["ids"] for each in greedy]
 
     def ids(options: str) -> list[list[int]]:
         return [each["ids"] for each in documents(model, options)]
@@ -99,7 +102,7 @@ def test_two_workers_print_what_one_prints(folder):
     assert "2 workers (striped" in two.stderr
     assert {path.name for path in folder.iterdir()} == {
         "run", "hf", "runs", "ids.jsonl", "texts.jsonl", "long.txt", "latin1.txt", "wrong.jsonl",
-        "outside.jsonl", "empty.jsonl",
+        "outside.jsonl", "empty.jsonl", "marked.jsonl",
     }  # fmt: skip
 
 

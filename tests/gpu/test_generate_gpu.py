@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from attention.test_decode import SCALE, oracle
+from command import mtrain
 from inference.small_models import tokens, write_hf
 
 from mtrain_cli.attention.decode import decode_on_gpu, flash_splits, merge_parts, pack_part
@@ -110,3 +112,22 @@ def test_cached_logits_are_near_those_of_a_whole_forward_pass(loaded):
     expected = loaded.decoder.head(x_1NC[:, 299 : len(whole)])[0]
     error = (torch.cat(logits).float() - expected.float()).abs().max()
     assert error < 0.05 * expected.float().abs().max()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_two_gpus_give_the_text_of_one(tmp_path, kv_heads):
+    """The graph contains the messages between the workers."""
+    write_hf(tmp_path / "hf", num_kv_heads=kv_heads)
+    rows = [{"ids": tokens(700)}, {"ids": tokens(3)}]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for workers in (1, 2):
+        result = mtrain(
+            tmp_path, "generate", "hf", "train.dtype=float32", "train.kernel=triton",
+            f"topology.workers={workers}", "--prompt-file", "ids.jsonl", "--max-new", "20",
+            "--json",
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        found.append([json.loads(line)["ids"] for line in result.stdout.splitlines()])
+    assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import gloo
@@ -93,6 +94,27 @@ def test_workers_and_layouts_do_not_change_the_tokens(folder, alone, world, layo
     assert held.sum(0).tolist() == list(LENGTHS)
     # All but one worker hold no token of the shortest prompt.
     assert (held[:, 0] == 0).sum() == world - 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("topology.exchange=ring", "topology.layout=striped"),
+        ("topology.exchange=ulysses",),
+        ("topology.exchange=group_cast", "topology.layout=balanced"),
+        (*SPARSE, "topology.exchange=ring"),
+        (*SPARSE, "topology.exchange=all_gather"),
+        ("sparsity=moba", "sparsity.block=16", "sparsity.chunk=64"),
+    ],
+    ids=" ".join,
+)
+def test_exchanges_and_patterns_on_two_workers(folder, words):
+    pattern = tuple(word for word in words if word.startswith("sparsity"))
+    expected = on_workers(0, 1, str(folder), pattern)
+    for result in gloo.run(2, on_workers, str(folder), ("topology.workers=2", *words)):
+        assert result["greedy"] == expected["greedy"]
+        assert result["sampled"] == expected["sampled"]
+        np.testing.assert_allclose(result["losses"], expected["losses"], atol=2e-5)
 
 
 def with_another_choice(rank: int, world: int, folder: str) -> list[list[int]]:
@@ -203,15 +225,25 @@ def test_a_stop_id_ends_one_prompt_and_not_the_others(folder):
     assert stopped[1].finish == END
 
 
-def test_tokens_are_told_as_they_come(folder):
-    told: dict[int, list[int]] = {}
+def test_tiles_of_a_long_prompt_do_not_change_its_logits(tmp_path):
+    write_run(tmp_path / "run", "train.tile_mib=1", "model.intermediate_size=512")
+    tiled, ids = engine(tmp_path / "run"), tokens(400)
+    assert {layer.execution.tile_bytes for layer in tiled.decoder.layers} == {1 << 20}
+    whole = engine(tmp_path / "run")
+    for layer in whole.decoder.layers:
+        layer.execution = dataclasses.replace(layer.execution, tile_bytes=0)
+    torch.testing.assert_close(tiled.hidden(ids)[0], whole.hidden(ids)[0], atol=1e-5, rtol=0)
+
+
+def test_tokens_are_reported_as_they_come(folder):
+    reported: dict[int, list[int]] = {}
     found = engine(folder)
     ids = generate(
         found,
         [tokens(5), tokens(6)],
-        on_token=lambda prompt, token: told.setdefault(prompt, []).append(token),
+        on_token=lambda prompt, token: reported.setdefault(prompt, []).append(token),
     )
-    assert [told[0], told[1]] == ids
+    assert [reported[0], reported[1]] == ids
 
 
 def test_losses_equal_those_of_whole_logits(folder):

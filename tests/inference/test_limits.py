@@ -91,12 +91,20 @@ def test_the_longest_prompt_that_fits_is_named_and_fits(model):
     assert 1000 < longest < 10**6
     assert found.require_fit(longest, 100, "cpu") == 1
     with pytest.raises(ConfigError):
-        found.require_fit(longest + 8, 100, "cpu")
+        found.require_fit(longest + 1, 100, "cpu")
 
 
 def test_no_prompt_fits_a_tiny_memory(model):
     with pytest.raises(ConfigError, match="no prompt fits"):
         need(model, 0.0001).require_fit(5, 1, "cpu")
+
+
+def test_tiles_bound_the_memory_of_the_mlp(model):
+    whole = dataclasses.replace(need(model, 1.0), tile=0)
+    tiled = dataclasses.replace(whole, tile=1 << 20)
+    assert whole.bytes(10**5, 1) - tiled.bytes(10**5, 1) == 10**5 * whole.per_tiled - 2**20
+    assert whole.bytes(10, 1) == tiled.bytes(10, 1)
+    assert tiled.longest(1) > whole.longest(1)
 
 
 def test_workers_share_the_keys(model):

@@ -59,6 +59,19 @@ def test_a_model_without_a_tokenizer_says_what_to_do(tmp_path, bpe):
     assert given.decode(given.encode(TEXT)) == TEXT
 
 
+def test_a_broken_tokenizer_and_broken_text_are_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    folder = write_hf(tmp_path / "hf")
+    (folder / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ConfigError, match=r"hf: tokenizer.json: not a Hugging Face tokenizer.json"):
+        open_codec(source(folder))
+    write_run(tmp_path / "run")
+    codec = open_codec(source(tmp_path / "run"))
+    for text in ("ab\ud800", b"ab\xff".decode(errors="surrogateescape")):
+        with pytest.raises(ConfigError, match="the prompt is not Unicode text: character 3"):
+            codec.encode(text)
+
+
 def test_special_tokens_of_the_file_begin_a_prompt(tmp_path, bpe):
     import tokenizers
 
