@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Called by a library, by name, or by the shell; or part of a contract that a library prescribes.
 CALLED_FROM_OUTSIDE = {
+    "mtrain_cli/api.py": "Python code of users",
     "mtrain_cli/commands": "commands that Typer registers",
     "mtrain_cli/composition/yaml_groups.py": "Hydra's search path plugin",
     "mtrain_cli/evaluation/depth_grid.py": "the Python interface of docs/evaluation.md",

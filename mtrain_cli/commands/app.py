@@ -27,6 +27,7 @@ from mtrain_cli.commands import (
     data_needles,
     data_ruler,
     doctor,
+    generate,
     mask,
     profile,
     profile_imbalance,
@@ -49,6 +50,7 @@ from mtrain_cli.printable import printable
 
 ORDER = (
     "train",
+    "generate",
     "status",
     "profile",
     "simulate",
@@ -266,6 +268,7 @@ def mtrain(
 
 
 app.command("train")(train.train)
+app.command("generate")(generate.generate)
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.
 _PROFILES = (

@@ -52,6 +52,7 @@ class ConfigKey:
     range: allowed numbers; None if any number is allowed.
     counts_tokens: whether the key counts tokens and so takes sizes such as 512k. Other keys do not
         take sizes, since most people would read 1k steps as 1000 steps.
+    expects: text on the allowed values, for messages; "" if the type says it.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ConfigKey:
     choices: tuple[str, ...] = ()
     range: Range | None = None
     counts_tokens: bool = False
+    expects: str = ""
 
     @property
     def types(self) -> tuple[Any, ...]:
@@ -89,10 +91,12 @@ class ConfigKey:
     @property
     def expected(self) -> str:
         """The allowed values, as a text that continues "expected"."""
+        if self.expects:
+            return self.expects
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.counts_tokens:
-            return ", or ".join([sizes.EXPECTED, *map(_list_of, self._lists)])
+            return sizes.EXPECTED
         if self.is_mapping:
             return "numbers by name such as {code: 0.3, book: 0.7}, a YAML file of them, or null"
         first, *rest = self.types
@@ -155,13 +159,11 @@ class ConfigKey:
         raise ValueError(f"expected {self.expected}{close}")
 
     def _convert_list(self, value: Sequence[Any]) -> Any:
-        kind = self._lists[0]
         with contextlib.suppress(ValueError):
-            converted = self._convert_to(kind, value)
+            converted = self._convert_to(self._lists[0], value)
             if converted is not _WRONG:
                 return converted
-        other = f", or {sizes.EXPECTED}" if self.counts_tokens else ""
-        raise ValueError(f"expected {_list_of(kind)}{other}")
+        raise ValueError(f"expected {self.expected}")
 
     def _convert_to(self, kind: Any, value: Any) -> Any:
         """Return ``value`` as ``kind``, one of the key's types; `_WRONG` if it does not fit."""
@@ -374,7 +376,9 @@ def _key(owner: type, name: str, item: dataclasses.Field[Any]) -> ConfigKey:
     allowed = item.metadata["allowed"]
     numbers = allowed if isinstance(allowed, Range) else None
     choices = () if isinstance(allowed, Range) else allowed
-    return ConfigKey(name, hint, help, choices, numbers, item.metadata["tokens"])
+    return ConfigKey(
+        name, hint, help, choices, numbers, item.metadata["tokens"], item.metadata["expected"]
+    )
 
 
 def _is_section(hint: Any) -> bool:

@@ -204,11 +204,6 @@ def _mixed_layers(config: Config) -> Iterator[str]:
             f"mask.full_every={every}: exceeds model.num_layers={layers}, so no layer would be "
             f"full; allowed: 0 and 2 to {layers}"
         )
-    if config.profile.every > 0:
-        yield (
-            f"mask.full_every={every}: a profile records one mask for all layers; give "
-            "mask.full_every=0 or profile.every=0"
-        )
 
 
 def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
@@ -288,29 +283,34 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
 def _columns(config: Config) -> Iterator[str]:
     """Yield the conflicts of masks and positions that come from the data."""
     data, mask, pattern = config.data, config.mask, config.sparsity.pattern
-    for name, what in (("mask_key", "masks"), ("positions_key", "positions")):
-        if (value := getattr(data, name)) is None:
-            continue
-        given = f"data.{name}={value}"
-        if data.kind != "tokens":
-            yield (
-                f"{given}: data={data.kind} has no {what} for its documents; give data=tokens and "
-                "what `mtrain data prepare --tokens-key` wrote"
-            )
-        if not data.document_mask:
-            yield (
-                f"data.document_mask=false: {given} gives each document {what} of its own, so "
-                "attention stays inside; give data.document_mask=true"
-            )
+    columns = {
+        "masks": ("mask_key", data.mask_key),
+        "positions": ("positions_key", data.positions_key),
+    }
+    given = {
+        what: f"data.{name}={value}" for what, (name, value) in columns.items() if value is not None
+    }
+    what = " and ".join(given)
+    if given and data.kind != "tokens":
+        yield (
+            f"{', '.join(given.values())}: data={data.kind} has no {what} for its documents; give "
+            "data=tokens and what `mtrain data prepare --tokens-key` wrote"
+        )
+    if given and not data.document_mask:
+        verb = "gives" if len(given) == 1 else "give"
+        yield (
+            f"data.document_mask=false: {' and '.join(given.values())} {verb} each document {what} "
+            "of its own, so attention stays inside; give data.document_mask=true"
+        )
     if data.mask_key is None:
         return
-    given = f"data.mask_key={data.mask_key}"
+    by_data = f"data.mask_key={data.mask_key}"
     if mask.kind != "causal":
-        yield f"mask.kind={mask.kind}: {given} takes the mask from the data; give mask=causal"
+        yield f"mask.kind={mask.kind}: {by_data} takes the mask from the data; give mask=causal"
     if pattern != "dense":
         yield (
             f"sparsity.pattern={pattern}: needs a mask in which each query sees one interval of "
-            f"keys up to itself, which {given} does not promise; give sparsity=dense"
+            f"keys up to itself, which {by_data} does not promise; give sparsity=dense"
         )
 
 
@@ -389,7 +389,7 @@ def schedule(config: Config) -> Iterator[str]:
     if optim.decay_steps > most:
         allowed = f"allowed: 1 to {most}" if most >= 1 else "give fewer optim.warmup_steps"
         yield (
-            f"{decay}: the schedule has {span} steps, of which {optim.warmup_steps} are warm-up "
+            f"{decay}: the schedule has {span} steps, and {optim.warmup_steps} of them are warm-up "
             f"(optim.warmup_steps); {allowed}"
         )
 

@@ -8,6 +8,8 @@ The file is an archive of NumPy arrays, written layer by layer:
   `SequenceMask.first` in run-length encoding, int64 [2, runs]: row 0 has the start of each run, row
   1 its value. Otherwise the differences of low and high along the positions, int32
   [intervals, 2, positions]
+- ``full<i>``: the mask of sequence i in the layers that ``about`` lists as ``full_layers``, if they
+  have another mask. ``about`` then has the number of ``layers`` of the model, too
 - If entry i is a vertical-slash index:
   - ``<i>.slashes``: uint8, one bit per diagonal, 8 bits packed into a byte
   - ``<i>.columns``: int32, positions of the single columns
@@ -35,6 +37,7 @@ import torch
 
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.schema import ConfigError
 
@@ -85,6 +88,7 @@ class RecordedIndices:
     """An open index file.
 
     masks: one mask per sequence of the batch, padded as in the recorded run.
+    full: the layers with other masks than ``masks``; None if all layers are alike.
     entries: a (pattern label, layer) pair for each index, in recorded order.
     """
 
@@ -92,6 +96,7 @@ class RecordedIndices:
     setup: RecordedSetup
     masks: tuple[SequenceMask, ...]
     entries: tuple[tuple[str, int], ...]
+    full: FullLayers | None
     _stored: dict[tuple[str, int], tuple[dict[str, Any], ...]] = field(repr=False, compare=False)
 
     @property
@@ -134,6 +139,7 @@ def save_indices(
     setup: RecordedSetup,
     masks: Sequence[SequenceMask],
     indices: Iterable[tuple[str, int, Index | None]],
+    full: FullLayers | None = None,
 ) -> None:
     """Write an index file atomically.
 
@@ -141,6 +147,7 @@ def save_indices(
         indices: (pattern label, layer, index) of each index. The index is None for dense attention.
             An iterator needs memory for only one index at a time. If each worker has only a part
             of a bitmap's query blocks, give one index per worker.
+        full: the layers with other masks than ``masks``; None if all layers are alike.
     """
     entries: list[dict[str, Any]] = []
     with replacing(Path(path)) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
@@ -152,11 +159,15 @@ def save_indices(
                 for name, values in _packed(index).items():
                     _write(file, f"{number}.{name}", values)
             entries.append(entry)
-        for row, mask in enumerate(masks):
-            _write(file, f"mask{row}", _packed_mask(mask))
+        kinds = {"mask": masks, "full": () if full is None else full.masks}
+        for name, of_kind in kinds.items():
+            for row, mask in enumerate(of_kind):
+                _write(file, f"{name}{row}", _packed_mask(mask))
         _write(file, "lengths", np.array([mask.length for mask in masks], np.int64))
         _write(file, "padded", np.array([mask.padded for mask in masks], np.int64))
         about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(setup)}
+        if full is not None:
+            about |= {"full_layers": sorted(full.layers), "layers": full.of}
         _write(file, "about", np.array(json.dumps({**about, "entries": entries})))
 
 
@@ -185,11 +196,10 @@ def load_indices(path: Path) -> RecordedIndices:
                     f"{INDEX_SCHEMA}; record it again"
                 )
             setup = RecordedSetup(**about["setup"])
-            sizes = zip(file["lengths"], file["padded"], strict=True)
-            masks = tuple(
-                _mask(file[f"mask{row}"], int(length), int(padded))
-                for row, (length, padded) in enumerate(sizes)
-            )
+            masks, full = _masks(file, "mask"), None
+            if "full_layers" in about:
+                numbers = frozenset(map(int, about["full_layers"]))
+                full = FullLayers(_masks(file, "full"), numbers, int(about["layers"]))
             stored: dict[tuple[str, int], list[dict[str, Any]]] = {}
             for number, entry in enumerate(about["entries"]):
                 stored.setdefault((str(entry["pattern"]), int(entry["layer"])), []).append(
@@ -202,7 +212,12 @@ def load_indices(path: Path) -> RecordedIndices:
     except _FOREIGN as error:
         raise ConfigError(f"{path}: not an index file of mtrain, or damaged") from error
     return RecordedIndices(
-        path, setup, masks, tuple(stored), {key: tuple(parts) for key, parts in stored.items()}
+        path,
+        setup,
+        masks,
+        tuple(stored),
+        full,
+        {key: tuple(parts) for key, parts in stored.items()},
     )
 
 
@@ -242,6 +257,15 @@ def _packed_mask(mask: SequenceMask) -> np.ndarray:
         return np.diff(bounds, axis=-1, prepend=0).astype(np.int32)  # compresses well
     starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
     return np.stack([starts, mask.first[starts]])
+
+
+def _masks(file: Any, name: str) -> tuple[SequenceMask, ...]:
+    """Read the masks of a batch. name: ``mask`` or ``full``, the start of the names of arrays."""
+    sizes = zip(file["lengths"], file["padded"], strict=True)
+    return tuple(
+        _mask(file[f"{name}{row}"], int(length), int(padded))
+        for row, (length, padded) in enumerate(sizes)
+    )
 
 
 def _mask(packed: np.ndarray, length: int, padded: int) -> SequenceMask:

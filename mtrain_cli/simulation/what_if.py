@@ -171,13 +171,23 @@ def replay(
     layers = tuple(recorded.layers(pattern) if layers is None else layers)
     first = index_of(recorded, pattern, layers[0])
     columns = recorded.setup.columns.get(pattern, _AS_INDEX)
-    cases = [make_case(recorded.setup, recorded.masks, setup, first, columns) for setup in setups]
+    full = recorded.full
+    kinds = () if full is None else full.kinds(recorded.masks)
+
+    def cases_of(masks: Sequence[SequenceMask]) -> list[ReplayCase]:
+        return [
+            make_case(recorded.setup, masks, setup, first, columns, kinds=kinds) for setup in setups
+        ]
+
+    cases = cases_of(recorded.masks)
+    of_full = cases if full is None else cases_of(full.masks)
     replayed: list[dict[str, list[tuple[Imbalance, IntArray, float]]]] = [
         {name: [] for name in PASSES} for _ in cases
     ]
     for layer in layers:
         index = index_of(recorded, pattern, layer)
-        for case, passes in zip(cases, replayed, strict=True):
+        is_full = full is not None and layer in full.layers
+        for case, passes in zip(of_full if is_full else cases, replayed, strict=True):
             fitted = None if index is None else resized(index, case.counter.blocks)
             for name, work in case.counter.count(fitted).items():
                 passes[name].append((degrees(work), work.total_pairs, case.sent(name, fitted)))
@@ -232,6 +242,7 @@ def make_case(
     columns: int | None = _AS_INDEX,
     choice: ExchangeChoice | None = None,
     prices: RowPrices | None = None,
+    kinds: Sequence[tuple[Sequence[SequenceMask], int]] = (),
 ) -> ReplayCase:
     """Prepare a configuration.
 
@@ -242,6 +253,8 @@ def make_case(
         columns: largest number of single columns per head that an index can have; None if unknown.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
         prices: prices of rows for which the balanced layout is made; None for those on H200s.
+        kinds: masks of each kind of layer and number of these layers, for which the balanced layout
+            is made; none if all layers have ``batch_masks``.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -253,9 +266,10 @@ def make_case(
     if setup.layout == Balanced.name:
         shared = choice.heads if choice else workers if setup.exchange in HEAD_SHARING else 1
         prices = prices or RowPrices.on(None, recorded.heads, recorded.kv_heads)
+        masks_of_kinds, layers = zip(*(kinds or ((batch_masks, 1),)), strict=True)
         layout: Layout = Balancer(
-            workers, recorded.seq, block or 1, shared, per_node, prices
-        ).layout([batch_masks])
+            workers, recorded.seq, block or 1, shared, per_node, prices, layers
+        ).layout(masks_of_kinds)
     else:
         layout = make_layout(
             setup.layout, workers, recorded.seq, recorded.block_size, unit=block or 1

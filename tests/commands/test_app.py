@@ -130,7 +130,7 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
             "--config-dir DIR recipe=mine.",
         ),
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
-        (["trian"], "Did you mean train? Commands: train, status, profile, simulate, report, con"),
+        (["trian"], "Did you mean train? Commands: train, generate, status, profile, simulate, "),
         (
             ["profile", "x"],
             "No such command x. Commands: imbalance, kernels, links, non-attention, ",

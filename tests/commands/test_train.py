@@ -54,6 +54,13 @@ def test_cfg_prints_the_composed_configuration_and_exits(launched, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
 
 
+def test_a_warning_names_recipe_keys_that_a_group_replaces():
+    result = run("recipe=stdlib_8k", "data=stdlib", "data.eval_sequences=4", "--cfg")
+    assert result.exit_code == 0, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mtrain: warning: recipe=stdlib_8k: data=stdlib replaces its data.docu")
+
+
 def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
     words = (
         "seq=4k",

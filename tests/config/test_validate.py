@@ -215,6 +215,15 @@ def test_the_defaults_are_valid(defaults):
             },
             "data.document_mask=false: data.positions_key=at gives each document positions of",
         ),
+        (
+            {**MASKED, "data__positions_key": "at", "data__document_mask": False},
+            "data.document_mask=false: data.mask_key=mask and data.positions_key=at give each "
+            "document masks and positions of its own",
+        ),
+        (
+            {"data__mask_key": "mask", "data__positions_key": "at"},
+            "data.mask_key=mask, data.positions_key=at: data=stdlib has no masks and positions for",
+        ),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
         ({"run__name": "a/b"}, "run.name=a/b: may only contain letters"),
         ({"run__name": ".."}, "run.name=..: may only contain letters"),

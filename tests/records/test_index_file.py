@@ -13,7 +13,7 @@ from attention.equal_indices import same_index
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.mask import KeySlice, SequenceMask
-from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.records.index_file import RecordedSetup, load_indices, save_indices
@@ -80,6 +80,22 @@ def test_every_mask_round_trips(tmp_path):
     for mask, expected in zip(found.masks, masks, strict=True):
         assert (mask.length, mask.padded) == (expected.length, expected.padded)
         assert mask.same_as(expected)
+
+
+def test_the_masks_of_full_layers_round_trip(tmp_path):
+    rule = MaskRule(True, MaskConfig.sliding(7))
+    windows = [rule.undivided(mask.length, 64) for mask in MASKS]
+    path = tmp_path / "index.npz"
+    indices = [("dense", layer, None) for layer in range(4)]
+    save_indices(path, SETUP, windows, indices, FullLayers(MASKS, frozenset({1, 3}), 4))
+    found = load_indices(path)
+    assert found.full is not None
+    assert (found.full.layers, found.full.of) == ({1, 3}, 4)
+    for kind, masks in ((windows, found.masks), (MASKS, found.full.masks)):
+        assert [(m.length, m.padded) for m in masks] == [(m.length, m.padded) for m in kind]
+        assert all(mask.same_as(other) for mask, other in zip(kind, masks, strict=True))
+    save_indices(path, SETUP, windows, indices)
+    assert load_indices(path).full is None
 
 
 def test_damaged_intervals_are_refused(tmp_path):

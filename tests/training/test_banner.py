@@ -89,6 +89,13 @@ def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tm
         assert reason in banner_of(*words), words
 
 
+def test_the_banner_gives_the_reason_for_a_balanced_layout_once():
+    window = ["mask=sliding_window", "mask.window=64", "seq=4k", "topology.workers=2"]
+    text = banner_of(*window)
+    assert text.count("of its mean pairs, with") == 1
+    assert "exchange group_cast: moves the rows that a balanced layout leaves" in text
+
+
 def test_the_banner_warns_that_a_cluster_does_not_change_a_run_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     warning = "warning the run uses this machine's CPU; topology.cluster only affects plans"
