@@ -232,6 +232,8 @@ class SequenceMask:
 
     def repadded(self, padded: int) -> SequenceMask:
         """Return this mask with the sequence padded to ``padded`` positions instead."""
+        if padded == self.padded:
+            return self
         bounds = np.zeros((2, self.intervals, padded), np.int64)
         bounds[:, :, : self.length] = (self.low[:, : self.length], self.high[:, : self.length])
         return SequenceMask(bounds[0], bounds[1], self.length)

@@ -275,10 +275,10 @@ class Engine:
         decoding = self._decoding(together, capacity, max_new, sampling)
         for first in range(0, len(prompts), together):
             numbers = range(first, min(first + together, len(prompts)))
-            tell = partial(_tell, on_token, first)
+            report = partial(_report_token, on_token, first)
             uniforms = [sampling.uniforms(number, max_new) for number in numbers]
             chosen = [prompts[number] for number in numbers]
-            yield from self._generate(chosen, max_new, uniforms, stop, tell, decoding)
+            yield from self._generate(chosen, max_new, uniforms, stop, report, decoding)
 
     def _decoding(self, batch: int, capacity: int, max_new: int, sampling: Sampling) -> _Decoding:
         """Return a cache and its step: those of the previous call if they suffice.
@@ -304,7 +304,7 @@ class Engine:
         max_new: int,
         uniforms: list[np.ndarray],
         stop: frozenset[int],
-        tell: OnToken,
+        report: OnToken,
         decoding: _Decoding,
     ) -> list[Completion]:
         """Generate tokens for prompts that fit the cache together."""
@@ -329,7 +329,7 @@ class Engine:
                     open_rows.remove(row)
                     continue
                 completions[row].ids.append(token)
-                tell(row, token)
+                report(row, token)
             if not open_rows:
                 break
         for completion in completions:
@@ -343,6 +343,6 @@ class Engine:
         return time.perf_counter()
 
 
-def _tell(on_token: OnToken | None, first: int, row: int, token: int) -> None:
+def _report_token(on_token: OnToken | None, first: int, row: int, token: int) -> None:
     if on_token is not None:
         on_token(first + row, token)

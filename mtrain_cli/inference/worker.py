@@ -1,4 +1,4 @@
-"""What every worker of `mtrain generate` runs, and what tells it what to generate."""
+"""The function that every worker of `mtrain generate` runs, and the request that it reads."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.parallel.dispatch_search import BlockPrices, ChunkWork, best_assignment
 from mtrain_cli.parallel.layout import Balanced
+from mtrain_cli.parallel.rates import Rates
 from mtrain_cli.parallel.traffic import (
     ROW_BLOCK,
     LayerMasks,
@@ -42,10 +43,6 @@ from mtrain_cli.parallel.traffic import (
 _SHORTEST_CHUNK = 512
 _MOST_CHUNKS_PER_WORKER = 32
 _FEWEST_CHUNKS_PER_WORKER = 8
-# FLOP/s of an attention kernel on an H200, and bytes/s that it receives inside a node and from
-# other nodes.
-_H200 = 550e12, 310e9, 52e9
-_KERNEL_SHARE = 0.55  # of the GPU's peak
 
 
 class RowPrices(NamedTuple):
@@ -54,7 +51,7 @@ class RowPrices(NamedTuple):
     inner: for a row that a rank of the same node sends.
     outer: for a row that enters the node.
 
-    The defaults hold for 16 query heads and 2 KV heads on H200s (`_H200`).
+    The defaults hold for 16 query heads and 2 KV heads on H200s (`Rates`).
     """
 
     inner: int = 250
@@ -77,13 +74,8 @@ class RowPrices(NamedTuple):
     @staticmethod
     def on(cluster: Cluster | None, query_heads: int, kv_heads: int) -> RowPrices:
         """Return the prices on a cluster; None means H200s."""
-        flops, inner, outer = _H200
-        if cluster is not None:
-            flops = _KERNEL_SHARE * 1e12 * cluster.gpu.peak_tflops.value
-            inner = 1e9 * cluster.inner.collective_bandwidth_gbps.value
-            if cluster.outer is not None:
-                outer = 1e9 * cluster.outer.collective_bandwidth_gbps.value
-        return RowPrices.of(query_heads, kv_heads, flops, inner, outer)
+        rates = Rates.on(cluster)
+        return RowPrices.of(query_heads, kv_heads, rates.flops, rates.inner, rates.outer)
 
 
 @dataclass(frozen=True)

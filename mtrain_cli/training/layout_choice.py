@@ -85,7 +85,8 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
     if topology.cluster != "auto":
         cluster = load_cluster(topology.cluster, f"topology.cluster={topology.cluster}")
     heads = topology.ulysses if isinstance(topology.ulysses, int) else 1
-    heads = heads if cp % heads == 0 else 1  # `choose_exchange` refuses other numbers
+    whole_nodes = cp <= per_node or per_node % heads == 0 or heads % per_node == 0
+    heads = heads if cp % heads == 0 and whole_nodes else 1  # `choose_exchange` refuses others
     full = sum(map(mask.is_full, range(model.num_layers)))
     return Balancer(
         cp,

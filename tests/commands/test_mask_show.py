@@ -16,6 +16,7 @@ from mtrain_cli.commands.train import require_labels
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.reporting.mask_view import views
+from mtrain_cli.training.layout_choice import make_balancer
 
 NAMES = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -133,7 +134,10 @@ def test_the_masks_of_the_data_are_shown(tmp_path):
     assert "intervals 2 per query at most; dense attention only" in text
     assert all(f"{name} " in text for name in NAMES)
     assert "<h1>first sequence of the data, seq 150</h1>" in file.read_text()
-    shares = views(compose([*words, "topology.block_size=16"]), 2, sample=sample)[0].shares
+    config = compose([*words, "topology.block_size=16"])
+    (view,) = views(config, 2, sample=sample)
+    shares, made = view.shares, make_balancer(config, 2, 2).layout([[view.mask]])
+    assert shares[NAMES.index("balanced")].layout == made
     assert {int(share.traffic.pairs.sum()) for share in shares} == {int(allowed.sum())}
 
 

@@ -235,15 +235,15 @@ def test_tiles_of_a_long_prompt_do_not_change_its_logits(tmp_path):
     torch.testing.assert_close(tiled.hidden(ids)[0], whole.hidden(ids)[0], atol=1e-5, rtol=0)
 
 
-def test_tokens_are_told_as_they_come(folder):
-    told: dict[int, list[int]] = {}
+def test_tokens_are_reported_as_they_come(folder):
+    reported: dict[int, list[int]] = {}
     found = engine(folder)
     ids = generate(
         found,
         [tokens(5), tokens(6)],
-        on_token=lambda prompt, token: told.setdefault(prompt, []).append(token),
+        on_token=lambda prompt, token: reported.setdefault(prompt, []).append(token),
     )
-    assert [told[0], told[1]] == ids
+    assert [reported[0], reported[1]] == ids
 
 
 def test_losses_equal_those_of_whole_logits(folder):

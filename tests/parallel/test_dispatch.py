@@ -195,7 +195,7 @@ def test_bad_sizes_are_refused():
     mask = sliding_window(1024, 10)
     with pytest.raises(ValueError, match="Pad the masks to a multiple of 384"):
         balance([[mask]], 3, 128)
-    with pytest.raises(ValueError, match="4 workers do not fill nodes of 3"):
+    with pytest.raises(ValueError, match="gpus_per_node=3: does not divide 4 workers"):
         balance([[mask]], 4, 128, per_node=3)
     with pytest.raises(ValueError, match="Blocks of 128 rows do not divide chunks of 64 tokens"):
         balance([[mask]], 4, 64, block=128)

@@ -88,12 +88,13 @@ def dense(*words: str) -> Scenario:
 
 @pytest.mark.parametrize("exchange", ["ring", "group_cast"])
 def test_layers_with_different_masks_are_priced_per_kind(exchange):
-    cluster, window = load_cluster("h200_1x8"), ["mask=sliding_window", "mask.window=1k"]
+    cluster, one = load_cluster("h200_1x8"), ["topology.stages=1"]
+    window = [*one, "mask=sliding_window", "mask.window=1k"]
     found = {
         name: predict_training(cluster, dense(*words), 4, "zigzag", exchange, rows=True).attention
         for name, words in {
             "window": window,
-            "full": [],
+            "full": one,
             "mixed": [*window, "mask.full_every=3"],
         }.items()
     }
@@ -118,3 +119,17 @@ def test_layers_with_different_masks_are_priced_per_kind(exchange):
     assert sum(pairs.values()) == sum(
         count * found[name].rows["pairs"].sum() for name, count in (("window", 4), ("full", 2))
     )
+
+
+def test_layers_with_different_masks_have_every_sequence_of_the_micro_batch():
+    words = ["mask=sliding_window", "mask.window=1k", "mask.full_every=3"]
+    one, two = (dense(*words, f"train.micro_batch={n}", f"train.global_batch={n}") for n in (1, 2))
+    masks, full = two.problem.kinds
+    assert [len(masks[0]), len(full[0])] == [2, 2]
+    assert [masks[1], full[1]] == [[0, 1, 3, 4], [2, 5]]
+    cluster = load_cluster("h200_1x8")
+    pairs = [
+        predict_training(cluster, each, 4, "zigzag", "ring", rows=True).attention.rows["pairs"]
+        for each in (one, two)
+    ]
+    assert pairs[1].sum() == 2 * pairs[0].sum()
