@@ -179,21 +179,24 @@ def load_decoder(
 def _load_checkpoint(
     decoder: Decoder, source: ModelSource, report: Callable[[str], None] | None
 ) -> None:
+    """Read the weights tensor by tensor into the decoder, in its dtype."""
     from mtrain_cli.model.huggingface import parameter_problems
     from mtrain_cli.training import checkpointer
 
+    parameters = {name: one.detach() for name, one in decoder.named_parameters()}
+
+    def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        problems = parameter_problems(
+            shapes,
+            {name: tuple(one.shape) for name, one in parameters.items()},
+            where=lambda _: source.path,
+            expected_by=str(run_of(source.path) / RESOLVED),
+        )
+        if problems:
+            raise ConfigError(*problems)
+        return parameters
+
     try:
-        _, weights = checkpointer.load_model_state(source.path, report)
+        checkpointer.load_model_state(source.path, report, targets)
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
-    parameters = dict(decoder.named_parameters())
-    problems = parameter_problems(
-        {name: tuple(tensor.shape) for name, tensor in weights.items()},
-        {name: tuple(tensor.shape) for name, tensor in parameters.items()},
-        where=lambda _: source.path,
-        expected_by=str(run_of(source.path) / RESOLVED),
-    )
-    if problems:
-        raise ConfigError(*problems)
-    for name, parameter in parameters.items():
-        parameter.copy_(weights.pop(name))
