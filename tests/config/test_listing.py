@@ -5,7 +5,6 @@ from mtrain_cli.config.listing import annotated_yaml
 from mtrain_cli.config.resolved_file import load
 from mtrain_cli.config.sizes import format_size
 
-
 CHUNK = ("topology.layout=balanced", "topology.balanced_chunk=1k")
 
 

@@ -101,7 +101,8 @@ def test_the_defaults_are_valid(defaults):
         (
             {"topology__layout": "zigzag", "topology__balanced_chunk": 512},
             "topology.balanced_chunk=512: only topology.layout=balanced has chunks, not "
-            "topology.layout=zigzag; give topology.layout=balanced, or topology.balanced_chunk=auto",
+            "topology.layout=zigzag; give topology.layout=balanced, or "
+            "topology.balanced_chunk=auto",
         ),
         ({"topology__workers": 0}, "topology.workers=0: must be at least 1"),
         (
@@ -392,8 +393,8 @@ def test_masks_from_the_data_need_dense_attention():
     [
         (
             "seq=8k topology.workers=4 topology.balanced_chunk=4k",
-            "topology.balanced_chunk=4096: seq=8192 has 2 such chunks for 4 workers; give chunks of "
-            "at most 2048",
+            "topology.balanced_chunk=4096: seq=8192 has 2 such chunks for 4 workers; give chunks "
+            "of at most 2048",
         ),
         (
             "seq=100 data.document_mask=false topology.workers=8 topology.balanced_chunk=16",
@@ -424,5 +425,5 @@ def test_the_advice_for_a_chunk_works():
     compose([*words, "topology.balanced_chunk=2k"])
     compose(["seq=512k", "topology.layout=balanced", "topology.balanced_chunk=128"])
     # Each of many workers has as many chunks as with auto.
-    many = "topology.workers=256 topology.balanced_chunk=64 topology.layout=balanced".split()
+    many = ["topology.workers=256", "topology.balanced_chunk=64", "topology.layout=balanced"]
     compose(["seq=512k", *many, "train.global_batch=256"], plan=True)

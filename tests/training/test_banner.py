@@ -125,6 +125,4 @@ def banner_of(
     config = compose([f"topology.device={device}", *words])
     environment = resolve_environment(config)
     plan = run_plan.plan_resolved(config, environment, resolve_run(config, environment))
-    return " ".join(
-        text(banner(plan, run_dir, "stdlib: 212 documents", resumed=resumed)).split()
-    )
+    return " ".join(text(banner(plan, run_dir, "stdlib: 212 documents", resumed=resumed)).split())
