@@ -105,8 +105,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
 def _defaults() -> list[str]:
     """Return the settings that differ from those of training.
 
-    One worker computes, unless torchrun or srun started several. Nothing is compiled: compiled code
-    serves one length only.
+    One worker computes, unless torchrun or srun started several. Nothing is compiled: compiling
+    takes longer than it saves on a few prompts.
     """
     workers = [] if current_job() is not None else ["topology.workers=1"]
     return [*workers, "train.compile=false"]
@@ -167,7 +167,9 @@ def load_decoder(
         decoder = Decoder(source.config.model, source.rope_factor, loss)
     decoder.to(dtype).to_empty(device=device)
     decoder.requires_grad_(False)
-    execution = LayerExecution(compile=train.compile is True, tile_bytes=train.tile_mib << 20)
+    execution = LayerExecution(
+        compile=train.compile is True, any_length=True, tile_bytes=train.tile_mib << 20
+    )
     execute_layers(decoder, execution)
     if source.is_folder:
         load_into(decoder, source.path)
