@@ -9,7 +9,7 @@ analysis reads predictions and measurements, so each number has one definition
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,11 +33,18 @@ from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.scenario import PairSource
 from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, index_of, topology_of
+from mtrain_cli.simulation.work_tables import micro_batch_tables, work_table
+from mtrain_cli.training.layout_choice import row_prices
 
 PASSES = ("forward", "backward")
 DEGREES = ("worker", "step")
 _DENSE, _FIXED = "dense", "fixed"
 _LEAST_RANKED = 3
+_ONE_MICRO_BATCH = (
+    "counts are those of the first micro-batch of the last recorded iteration, which the "
+    "prediction repeats; the others have other masks or indices, and measured times are means over "
+    "all"
+)
 Key = tuple[Any, ...]
 
 
@@ -136,11 +143,19 @@ def replay(
             f"--cluster {cluster.name}: has {cluster.gpus} GPUs, but {run.folder} used {workers}; "
             "give a larger cluster, such as one from `mtrain profile links --per-node N`"
         )
-    setup = _setup(facts, _config(run, case))
+    config = _config(run, case)
+    setup = _setup(facts, config)
     try:
         work, kernel = _workload(run, case), str(facts["kernel"])
         prediction = predict(
-            cluster, work, setup, kernel=kernel, calibration=calibration, number=number, rows=True
+            cluster,
+            work,
+            setup,
+            kernel=kernel,
+            calibration=calibration,
+            number=number,
+            rows=True,
+            prices=None if config is None else row_prices(config),
         )
     except InvalidSetup as error:
         raise ConfigError(f"RUN {run.folder}: {case.label}: {error}") from None
@@ -330,7 +345,7 @@ class PassComparison:
     ranks: (measured, predicted) time of each rank, for all steps and gathered columns.
     mape: mean absolute relative error of the attention time, over all ranks and steps.
     degrees: (measured, predicted) imbalance degrees of time.
-    cells: number of entries of the work table (`_work`).
+    cells: number of entries of the work table (`work_tables`).
     equal: number of entries of the work table that are equal in measurement and prediction.
     """
 
@@ -434,13 +449,36 @@ class MismatchedPrediction(ValueError):
     """A prediction describes another configuration than the one that ran."""
 
 
-def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> CaseComparison:
+def replayed_work(
+    run: MeasuredRun, predictions: Mapping[Key, PredictedCase]
+) -> dict[int, dict[str, np.ndarray]]:
+    """Return the measured work of the micro-batch that the predictions of `replay` repeat.
+
+    Returns:
+        Tables of each pass by number of the case, as in `micro_batch_tables`.
+    """
+    cases = [case for case in run.cases if key_of(case.facts) in predictions]
+    layers = {case.number: predictions[key_of(case.facts)].analysis.layers for case in cases}
+    iteration = run.indices.setup.iteration
+    return micro_batch_tables(run.recorded, cases, layers, iteration)
+
+
+def compare(
+    run: MeasuredRun,
+    case: CaseAnalysis,
+    predicted: PredictedCase,
+    replayed: Mapping[str, np.ndarray] | None = None,
+) -> CaseComparison:
     """Compare a measured case with its prediction.
+
+    Args:
+        replayed: measured work of the micro-batch that the prediction repeats, by pass; None to
+            compare the work of the prediction with the mean over all micro-batches.
 
     Raises:
         MismatchedPrediction: measurement and prediction differ in steps or workers.
     """
-    passes = {}
+    passes, remarks = {}, predicted.remarks
     for name in PASSES:
         if name not in case.passes or name not in predicted.analysis.passes:
             continue
@@ -451,23 +489,32 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
                 f"the prediction is for exchange {theirs!r} with {other.attention.shape[1]} steps "
                 f"in {name}, but the run used {ours!r} with {measured.attention.shape[1]} steps"
             )
-        passes[name] = _compare_pass(measured, other, predicted.bounds[name], case.bare_ms(name))
+        mean = work_table(measured)
+        work = mean if replayed is None else replayed[name]
+        if not np.array_equal(work, mean):
+            remarks = tuple(dict.fromkeys([*remarks, _ONE_MICRO_BATCH]))
+        passes[name] = _compare_pass(
+            measured, other, predicted.bounds[name], case.bare_ms(name), work
+        )
     folder, facts = str(run.folder), case.facts
     return CaseComparison(
         run=folder,
         label=case.label,
         group=(folder, facts["pattern"], facts["seq"], facts["cp"]),
         passes=passes,
-        remarks=predicted.remarks,
+        remarks=remarks,
         prediction=str(predicted.folder),
         written=predicted.written,
     )
 
 
 def _compare_pass(
-    measured: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], bare: float | None
+    measured: PassAnalysis,
+    other: PassAnalysis,
+    bounds: dict[str, float],
+    bare: float | None,
+    work: np.ndarray,
 ) -> PassComparison:
-    work = [_work(analysis) for analysis in (measured, other)]
     computed = (measured.attention > 0) & (other.attention > 0)
     cells = np.abs(_relative(other.attention, measured.attention))[computed]
     return PassComparison(
@@ -484,19 +531,9 @@ def _compare_pass(
             name: (getattr(measured.time, name).mean, getattr(other.time, name).mean)
             for name in DEGREES
         },
-        cells=work[0].size,
-        equal=int((work[0] == work[1]).sum()),
+        cells=work.size,
+        equal=int((work == work_table(other)).sum()),
     )
-
-
-def _work(analysis: PassAnalysis) -> np.ndarray:
-    """Return the work table, whole numbers [ranks, 2 * steps + 1].
-
-    A row holds the number of pairs of each step, of pairs of gathered columns, and of blocks of
-    each step. A step without pairs has no records in a profile, so its blocks count as 0.
-    """
-    blocks = np.where(analysis.pairs > 0, analysis.blocks, 0)
-    return np.rint(np.column_stack([analysis.pairs, analysis.column_pairs, blocks]))
 
 
 def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
