@@ -34,7 +34,6 @@ from mtrain_cli.training.optimizer import make_optimizer
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.state_memory import StateMemory
 
-
 _PATIENCE = 10  # how often a sum above the peak is counted again, 2 ms later each time
 
 
