@@ -23,6 +23,7 @@ from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.validation import open_run, spearman
 from mtrain_cli.simulation.what_if import ReplaySetup
+from mtrain_cli.simulation.work_tables import work_table
 
 SEQ, WORKERS = 8192, 4
 CASES = [("zigzag", "ring"), ("striped", "ring"), ("striped", "all_gather")]
@@ -339,8 +340,12 @@ def test_one_layer_is_compared_with_the_median_and_several_with_their_mean(recor
     assert dataclasses.replace(case, layers=(0, 1)).bare_ms("forward") is None
     played = case.passes["forward"]
     bounds = {"low": 1.0, "value": 617.0, "high": 1300.0}
-    assert validation._compare_pass(played, played, bounds, 1234.0).error == pytest.approx(-0.5)
-    assert validation._compare_pass(played, played, bounds, None).measured == played.duration.mean
+
+    def compared(bare: float | None) -> validation.PassComparison:
+        return validation._compare_pass(played, played, bounds, bare, work_table(played))
+
+    assert compared(1234.0).error == pytest.approx(-0.5)
+    assert compared(None).measured == played.duration.mean
 
 
 def test_several_runs_are_compared_together(recorded, tmp_path):
