@@ -6,7 +6,7 @@ result is exact, but the kernel is no faster than for dense attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -178,11 +178,15 @@ def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> list[Call]:
-    """Return the kernel calls that together compute sequence number b of the batch."""
+def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> Iterable[Call]:
+    """Return the kernel calls that together compute sequence number b of the batch.
+
+    On the CPU, the masks of a long sequence are made one by one: together they would take memory
+    with the square of its length.
+    """
     dtype = accumulation_dtype(q.dtype)
     if tiles.index is not None:
-        return list(_cpu_index_calls(tiles, b, dtype))
+        return _cpu_index_calls(tiles, b, dtype)
     if _on_gpu(q):
         return [
             (slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), SliceKind(s.kind))
@@ -192,11 +196,22 @@ def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> list[Call]:
     if key in tiles.cache:
         return tiles.cache[key]
     split = _cpu_calls if tiles.intervals == 1 else _cpu_interval_calls
-    calls = list(split(tiles, b, dtype))
-    masks = [mask for _, _, mask in calls if isinstance(mask, torch.Tensor)]
-    if sum(mask.nbytes for mask in masks) <= _CACHED_MASK_BYTES:
-        tiles.cache[key] = calls
-    return calls
+    return _cached(split(tiles, b, dtype), tiles, key)
+
+
+def _cached(calls: Iterator[Call], tiles: Tiles, key: str) -> Iterator[Call]:
+    """Yield calls. Keep them for the other layers if their masks are small together."""
+    kept: list[Call] = []
+    size = 0
+    for call in calls:
+        size += call[2].nbytes if isinstance(call[2], torch.Tensor) else 0
+        if size <= _CACHED_MASK_BYTES:
+            kept.append(call)
+        else:
+            kept.clear()
+        yield call
+    if size <= _CACHED_MASK_BYTES:
+        tiles.cache[key] = kept
 
 
 def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
