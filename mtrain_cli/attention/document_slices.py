@@ -10,7 +10,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from mtrain_cli.attention.mask import IntArray, SliceKind
+from mtrain_cli.attention.mask import IntArray, SequenceMask, SliceKind
+from mtrain_cli.config.mask_settings import MOST_INTERVALS
+
+# Most slices of a query on average. Slices may overlap, but more than this is a mistake in the data
+# and would exhaust memory.
+MOST_SLICES = 4 * MOST_INTERVALS
 
 
 def causal_slices(length: int) -> IntArray:
@@ -55,3 +60,26 @@ def lie_in(slices: IntArray, length: int) -> bool:
     ordered = (queries[:, 0] <= queries[:, 1]).all() and (keys[:, 0] <= keys[:, 1]).all()
     known = kind.min() >= 0 and kind.max() <= SliceKind.BICAUSAL
     return bool(inside and ordered and known)
+
+
+def slices_per_query(slices: IntArray, length: int) -> float:
+    """Return how many slices name each query of ``length`` tokens on average."""
+    return float(np.clip(slices[:, 1].astype(float) - slices[:, 0], 0, None).sum()) / max(1, length)
+
+
+def intervals_at_most(slices: IntArray, length: int, most: int) -> bool:
+    """Return whether no query of a document of ``length`` tokens sees more than ``most`` intervals.
+
+    slices: slices that lie in the document.
+    most: at most `MOST_INTERVALS`.
+    """
+    starts, stops = np.sort(slices[:, 0]), np.sort(slices[:, 1])
+    shared = np.arange(1, len(starts) + 1) - np.searchsorted(stops, starts, side="right")
+    if shared.max(initial=0) <= most:
+        return True  # no query is in more slices
+    if slices_per_query(slices, length) > MOST_SLICES:
+        return False
+    try:
+        return SequenceMask.from_slices(slices, length, length).intervals <= most
+    except ValueError:
+        return False

@@ -77,6 +77,8 @@ class SimulateRequest:
                     f"train.micro_batch={config.train.micro_batch}: --index {file} holds "
                     f"{len(problem.masks)} sequences"
                 )
+            made = replace(problem.made, chunk=config.topology.chunk)
+            problem = replace(problem, made=made)
             if problem.layers[-1] >= config.model.num_layers:
                 raise ConfigError(
                     f"model.num_layers={config.model.num_layers}: --index {file} holds layer "

@@ -10,7 +10,12 @@ from typing import Protocol
 
 import numpy as np
 
-from mtrain_cli.attention.document_slices import causal_slices, cut_slices, lie_in
+from mtrain_cli.attention.document_slices import (
+    causal_slices,
+    cut_slices,
+    intervals_at_most,
+    lie_in,
+)
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
@@ -18,7 +23,7 @@ from mtrain_cli.data.document_columns import NO_COLUMNS, POSITIONS, SLICES
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
-from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
+from mtrain_cli.data.store import META, StoreMeta, Stretch, TokenStore
 
 # The tokens after the last whole sequence are padded to one more sequence. If they fill less than
 # this share of it, they are left out instead.
@@ -263,6 +268,10 @@ class PackedDataset:
             length = int(self._store.offsets[unit + 1] - self._store.offsets[unit])
             if own is not None and not lie_in(own, length):
                 raise self._corrupt(SLICES)
+            most = self._store.meta.columns.intervals
+            if own is not None and not intervals_at_most(own, length, most):
+                what = f"document {unit} has a query with more than {most} separate intervals of"
+                raise self._corrupt(SLICES, f"{what} keys, the most that {META} lists")
             part = causal_slices(stop - start) if own is None else cut_slices(own, start, stop)
             part[:, :4] += place
             parts.append(part)
@@ -280,11 +289,10 @@ class PackedDataset:
                 positions[place : place + stop - start] = own
         return positions
 
-    def _corrupt(self, name: str) -> ConfigError:
+    def _corrupt(self, name: str, why: str = "it holds impossible values") -> ConfigError:
         """Return the error for a file of columns whose values cannot have been written."""
         return ConfigError(
-            f"{self._store.folder}: {name} is corrupt: it holds impossible values. Prepare the "
-            "store again."
+            f"{self._store.folder}: {name} is corrupt: {why}. Prepare the store again."
         )
 
     def _check(self, stream: np.ndarray) -> None:

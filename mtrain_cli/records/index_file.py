@@ -64,7 +64,7 @@ class RecordedSetup:
     dtype_bytes: size of a number of the compute dtype in bytes.
     workers: number of ranks in the context group.
     per_node: number of ranks in a node.
-    layout, exchange, block_size: settings of the topology.
+    layout, exchange, block_size, chunk: settings of the topology. A chunk of None means auto.
     needs_out: whether the kernel's backward pass needs the output (`program_builder.Traits`).
     columns: largest number of single columns per head, by pattern label; None without a bound
         (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
@@ -82,6 +82,7 @@ class RecordedSetup:
     layout: str
     exchange: str
     block_size: int = 128
+    chunk: int | None = None
     needs_out: bool = False
     columns: Mapping[str, int | None] = field(default_factory=dict)
     iteration: int = 0
@@ -236,6 +237,7 @@ def _check(
     numbers = (
         *(setup.seq, setup.heads, setup.kv_heads, setup.head_dim, setup.dtype_bytes),
         *(setup.workers, setup.per_node, setup.block_size),
+        *([] if setup.chunk is None else [setup.chunk]),
     )
     if not all(isinstance(n, int) and n >= 1 for n in numbers) or setup.heads % setup.kv_heads:
         raise ValueError("shapes")

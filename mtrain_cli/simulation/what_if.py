@@ -272,7 +272,7 @@ def make_case(
         prices = prices or RowPrices.on(None, recorded.heads, recorded.kv_heads)
         masks_of_kinds, layers = zip(*(kinds or ((batch_masks, 1),)), strict=True)
         layout: Layout = Balancer(
-            workers, recorded.seq, block or 1, shared, per_node, prices, layers
+            workers, recorded.seq, block or 1, shared, per_node, prices, layers, recorded.chunk
         ).layout(masks_of_kinds)
     else:
         layout = make_layout(
@@ -307,6 +307,11 @@ def make_case(
 def _check(setup: ReplaySetup, recorded: RecordedSetup, block: int | None, per_node: int) -> None:
     workers, stripe = setup.workers, recorded.block_size
     require_enough_blocks(setup, recorded.seq, block, stripe, workers)
+    if setup.layout == Balanced.name and recorded.chunk is not None:
+        chunks = -(-recorded.seq // recorded.chunk)
+        if chunks < workers:
+            why = f"{recorded.seq} tokens in chunks of {recorded.chunk} are too few for {workers}"
+            raise InvalidSetup(setup, "workers", f"{why} workers; allowed: 1 to {chunks}")
     if workers % per_node:
         why = f"does not divide {workers} workers; allowed: {divisors(workers)}"
         raise InvalidSetup(setup, "per_node", why)

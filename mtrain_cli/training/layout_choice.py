@@ -96,6 +96,7 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
         per_node=per_node,
         prices=RowPrices.on(cluster, model.num_heads, model.num_kv_heads),
         layers=(model.num_layers - full, full) if mask.full_every else (1,),
+        given_chunk=topology.chunk,
     )
 
 

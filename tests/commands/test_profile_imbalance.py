@@ -455,6 +455,18 @@ def test_attention_alone_measures_a_layer_of_each_kind(tmp_path):
     assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
 
 
+def test_a_configured_chunk_is_recorded_and_replayed(tmp_path):
+    words = "mask=sliding_window mask.window=50 topology.balanced_chunk=32 --layout balanced"
+    result = run(tmp_path, words, "topology.workers=2 --attention-only --steps 1 run.name=one")
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "measurements/one"
+    assert load_indices(folder / "index.npz").setup.chunk == 32
+    validated = mtrain(tmp_path, "simulate", "validate", str(folder), "--json")
+    assert validated.returncode == 0, validated.stderr
+    agreement = json.loads(validated.stdout)["agreement"]
+    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
+
+
 @pytest.mark.parametrize("only", [True, False])
 def test_masks_of_the_data_are_measured(tmp_path, only):
     store = masked_store(tmp_path / "masked")

@@ -1,5 +1,6 @@
 """The masks and positions of a token store, and the sequences that are made of them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,4 +271,42 @@ def test_impossible_values_are_one_clear_line(store: TokenStore, name: str, valu
         dataset[0]
     assert str(caught.value) == (
         f"{store.folder}: {name} is corrupt: it holds impossible values. Prepare the store again."
+    )
+
+
+@pytest.mark.parametrize("intervals", [3, 17])
+def test_a_query_with_more_intervals_than_listed_is_one_clear_line(
+    tmp_path: Path, intervals: int
+) -> None:
+    """The kernel was chosen by the number in meta.json, and no kernel takes more than 16."""
+    length = 2 * intervals
+    queries = [[0, length, 2 * key, 2 * key + 1, "full"] for key in range(intervals)]
+    record = {"ids": [97] * length, "mask": [queries[0]] * intervals, "at": None}
+    store = prepared(write_jsonl(tmp_path / "documents.jsonl", [record]), tmp_path / "store")
+    assert store.meta.columns.intervals == 1
+    slices = np.array([[*row[:4], 0] for row in queries], "<i8")
+    slices.tofile(store.folder / SLICES)
+    dataset = PackedDataset(TokenStore.open(store.folder), length, masked=True)
+    with pytest.raises(ConfigError) as caught:
+        dataset[0]
+    assert str(caught.value) == (
+        f"{store.folder}: slices.bin is corrupt: document 0 has a query with more than 1 separate "
+        "intervals of keys, the most that meta.json lists. Prepare the store again."
+    )
+
+
+def test_a_store_that_lists_too_many_intervals_is_one_clear_line(store: TokenStore) -> None:
+    meta = store.folder / "meta.json"
+    content = json.loads(meta.read_text())
+    content["columns"]["intervals"] = 16
+    meta.write_text(json.dumps(content))
+    TokenStore.open(store.folder)
+    content["columns"]["intervals"] = 17
+    meta.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        TokenStore.open(store.folder, "data.path=mine")
+    assert str(caught.value) == (
+        "data.path=mine: meta.json lists queries with 17 separate intervals of keys; at most 16 "
+        "are allowed. Prepare documents with slices that touch or overlap, or with fewer slices "
+        "per query."
     )
