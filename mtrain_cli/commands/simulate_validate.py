@@ -26,14 +26,13 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.shipped_profiles import find_shipped
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 from mtrain_cli.simulation.calibration import Calibration, describe_source, same_device
+from mtrain_cli.simulation.prediction_accuracy import PredictionAccuracy, accuracy
 from mtrain_cli.simulation.validation import (
     CaseComparison,
     MeasuredRun,
     MismatchedPrediction,
     PassComparison,
     PredictedCase,
-    PredictionAccuracy,
-    accuracy,
     compare,
     digest,
     key_of,

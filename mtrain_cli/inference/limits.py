@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.environment import Environment, host_memory
+
+if TYPE_CHECKING:
+    from mtrain_cli.inference.attention_need import AttentionNeed
+    from mtrain_cli.training.resolution import ResolvedRun
 
 GIB = 2**30
 MOST_TOGETHER = 8  # prompts whose tokens are generated together
@@ -74,43 +79,59 @@ class MemoryNeed:
     capacity: memory of the worker.
     fixed: weights and logits.
     per_cached: of a token in the cache.
-    per_token: of a token of a prompt while it is computed, without the MLP.
-    per_tiled: of a token in the MLP.
+    per_token: of a token of a prompt while a layer computes it.
+    per_attended: of a token in attention, in addition.
+    per_tiled: of a token in the MLP, in addition.
     tile: most bytes in the MLP; 0 means no limit.
     workers: number of workers that share a prompt.
+    attention: index and masks.
     """
 
     capacity: int
     fixed: int
     per_cached: int
     per_token: int
+    per_attended: int
     per_tiled: int
     tile: int
     workers: int
+    attention: AttentionNeed
 
     @staticmethod
-    def of(config: Config, environment: Environment) -> MemoryNeed:
-        """Return the needs of a model on the workers of a context group."""
-        from mtrain_cli.training.resolution import compute_dtype
+    def of(
+        config: Config, environment: Environment, choices: ResolvedRun | None = None
+    ) -> MemoryNeed:
+        """Return the needs of a model on the workers of a context group.
 
+        Args:
+            choices: kernel and pattern; None to choose them.
+
+        Raises:
+            ConfigError: no kernel supports the settings.
+        """
+        from mtrain_cli.inference.attention_need import AttentionNeed
+        from mtrain_cli.training.resolution import resolve_run
+
+        choices = choices or resolve_run(config, environment)
         model, workers = config.model, environment.dims.cp
-        itemsize = compute_dtype(config, environment.device).itemsize
+        itemsize = choices.dtype.itemsize
         kv = 2 * model.num_kv_heads * model.head_dim
         width = model.num_heads * model.head_dim
-        # Residual stream, norm and result; q, k, v and out; q again in float32 while it is rotated;
-        # cosine and sine in float32.
-        work = (4 * model.hidden_size + 3 * width + 2 * kv) * itemsize + 6 * width
-        work += 8 * model.head_dim
-        moved = kv * workers * itemsize if workers > 1 else 0  # gathered keys and values
+        # Norm; q, k and v; q again in float32 while it is rotated; gathered keys and values.
+        attended = (2 * model.hidden_size + 2 * width + 2 * kv) * itemsize + 6 * width
+        attended += kv * workers * itemsize if workers > 1 else 0
         logits = MOST_TOGETHER * model.vocab_size * (4 + 4 * _SCORE_BYTES)
         return MemoryNeed(
             capacity=_worker_memory(config, environment),
             fixed=_parameters(config) * itemsize + logits,
             per_cached=model.num_layers * kv * itemsize,
-            per_token=work + moved,
+            # Residual stream, result of attention, result; cosine and sine in float32.
+            per_token=(2 * model.hidden_size + width) * itemsize + 8 * model.head_dim,
+            per_attended=attended,
             per_tiled=(4 * model.intermediate_size + 3 * model.hidden_size) * itemsize,
             tile=config.train.tile_mib << 20,
             workers=workers,
+            attention=AttentionNeed(config, choices, environment.device, workers),
         )
 
     def bytes(self, prompt: int, max_new: int, together: int = 1) -> int:
@@ -119,7 +140,11 @@ class MemoryNeed:
         cached = held + -(-max_new // self.workers)
         tiled = held * self.per_tiled
         tiled = min(tiled, self.tile) if self.tile else tiled
-        return self.fixed + together * cached * self.per_cached + held * self.per_token + tiled
+        # A layer computes attention, then the MLP.
+        kept, temporary = self.attention.of(prompt)
+        layer = max(held * self.per_attended + temporary, tiled)
+        work = kept + held * self.per_token + layer
+        return self.fixed + together * cached * self.per_cached + work
 
     def fits(self, prompt: int, max_new: int, together: int = 1) -> bool:
         return self.bytes(prompt, max_new, together) <= _USABLE * self.capacity
