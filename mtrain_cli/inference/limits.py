@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -151,11 +151,11 @@ class MemoryNeed:
 
     def longest(self, max_new: int) -> int:
         """Return the length of the longest prompt that fits; 0 if none fits."""
-        low, high = 0, MOST_TOKENS
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits(middle, max_new) else (low, middle - 1)
-        return low
+        return _largest(lambda prompt: self.fits(prompt, max_new))
+
+    def most_new(self, prompt: int) -> int:
+        """Return the largest ``max_new`` with which a prompt fits; 0 if it does not fit at all."""
+        return _largest(lambda max_new: self.fits(prompt, max_new))
 
     def require_fit(self, prompt: int, max_new: int, device: str) -> int:
         """Return how many prompts can generate together, at most `MOST_TOGETHER`.
@@ -164,10 +164,12 @@ class MemoryNeed:
             ConfigError: not even one prompt fits.
         """
         if not self.fits(prompt, max_new):
-            longest = self.longest(max_new)
+            longest, most_new = self.longest(max_new), self.most_new(prompt)
             says = f"the longest that fits has {longest:,} tokens"
             if not longest:
                 says = "no prompt fits"
+            if most_new:
+                says += f"; this one fits with --max-new {most_new}"
             where = "of GPU memory" if device == "cuda" else "of memory"
             raise ConfigError(
                 f"a prompt of {prompt:,} tokens with --max-new {max_new:,} needs "
@@ -176,6 +178,15 @@ class MemoryNeed:
                 f"{says}. Give a shorter prompt, a smaller --max-new or more topology.workers"
             )
         return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number of tokens that fits, if all smaller ones fit; 0 if none fits."""
+    low, high = 0, MOST_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _worker_memory(config: Config, environment: Environment) -> int:

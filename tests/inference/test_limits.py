@@ -94,6 +94,17 @@ def test_the_longest_prompt_that_fits_is_named_and_fits(model):
         found.require_fit(longest + 1, 100, "cpu")
 
 
+def test_too_many_new_tokens_say_how_many_fit(model):
+    found = need(model, 0.01)
+    with pytest.raises(ConfigError) as raised:
+        found.require_fit(20, 10**6, "cpu")
+    most = found.most_new(20)
+    assert f"no prompt fits; this one fits with --max-new {most}. " in raised.value.problems[0]
+    assert found.require_fit(20, most, "cpu") == 1
+    assert not found.fits(20, most + 1)
+    assert found.most_new(10**6) == 0
+
+
 def test_no_prompt_fits_a_tiny_memory(model):
     with pytest.raises(ConfigError, match="no prompt fits"):
         need(model, 0.0001).require_fit(5, 1, "cpu")
