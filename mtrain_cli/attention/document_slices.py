@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask, SliceKind
 from mtrain_cli.config.mask_settings import MOST_INTERVALS
@@ -51,6 +52,24 @@ def cut_slices(slices: IntArray, start: int, stop: int) -> IntArray:
         part = np.stack([first + begin, first + end, k_from, k_to, moves], axis=1)
         parts.append(part[(end > begin) & (k_to > k_from)])
     return np.concatenate(parts)
+
+
+def continues(slices: IntArray, start: int, stop: int) -> NDArray[np.bool_]:
+    """Return whether the tokens ``start`` to ``stop`` - 1 of a document see the token before them.
+
+    slices: slices that lie in the document.
+    """
+    q_start, q_stop, k_start, k_stop, kind = slices.T
+    # A bound that moves with the query is at the token before it for all queries or for none.
+    low_moves, high_moves = kind >> 1 == 1, kind & 1 == 1
+    first = np.where(low_moves, q_start, np.maximum(q_start, k_start + 1))
+    end = np.where(high_moves, q_stop, np.minimum(q_stop, k_stop + 1))
+    never = (low_moves & (k_start >= q_start)) | (high_moves & (k_stop < q_stop - 1))
+    first, end = (np.clip(bound, start, stop) - start for bound in (first, end))
+    some = ~never & (end > first)
+    change = np.bincount(first[some], minlength=stop - start + 1)
+    change = change - np.bincount(end[some], minlength=stop - start + 1)
+    return np.cumsum(change)[: stop - start] > 0
 
 
 def lie_in(slices: IntArray, length: int) -> bool:

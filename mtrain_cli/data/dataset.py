@@ -12,6 +12,7 @@ import numpy as np
 
 from mtrain_cli.attention.document_slices import (
     causal_slices,
+    continues,
     cut_slices,
     intervals_at_most,
     lie_in,
@@ -99,7 +100,7 @@ class PackedDataset:
     document_mask: if true, the last token of a document has no label. If false, the whole sequence
         is one document with number 0.
     masked: if true, each sample has the slices of its documents' masks. A document without a mask
-        is causal.
+        is causal. A token has no label if the next token does not see it.
     positioned: if true, each sample has the rotary positions of its documents. A document without
         positions has its positions in the sequence.
     location: where the tokens are, for `describe`.
@@ -185,12 +186,16 @@ class PackedDataset:
             labels[ends[ends <= self.seq] - 1] = IGNORED
             documents[ends[ends < self.seq]] = 1
             np.cumsum(documents, out=documents)
-        slices = self._slices(begin, begin + real) if self._masked else None
+        slices = None
+        if self._masked:
+            slices = self._slices(begin, begin + real)
+            # If the next token does not see this one, it continues another text, such as the
+            # question of another answer.
+            labels[: stream.size - 1][~self._continued(begin, begin + stream.size)[1:]] = IGNORED
         positions = None
         if self._positioned:
             positions = self._positions(begin, begin + stream.size)
-            # If the position does not rise, the next token continues another text, such as the
-            # question of another answer.
+            # If the position does not rise, the next token continues another text, too.
             labels[: stream.size - 1][
                 positions[1 : stream.size] <= positions[: stream.size - 1]
             ] = IGNORED
@@ -276,6 +281,18 @@ class PackedDataset:
             part[:, :4] += place
             parts.append(part)
         return np.concatenate(parts)
+
+    def _continued(self, begin: int, end: int) -> np.ndarray:
+        """Return whether each token sees the token before it, bool [end - begin].
+
+        Tokens of documents without a mask do.
+        """
+        continued = np.ones(end - begin, bool)
+        for unit, start, stop, place in self._parts(begin, end):
+            own = self._columns.slices_of(unit)
+            if own is not None:
+                continued[place : place + stop - start] = continues(own, start, stop)
+        return continued
 
     def _positions(self, begin: int, end: int) -> np.ndarray:
         """Return the rotary position of each token, int32[end - begin], at least [seq]."""

@@ -249,7 +249,7 @@ class Engine:
             ConfigError: the keys and values of a prompt do not fit the memory.
         """
         longest = max(len(ids) for ids in prompts)
-        need = MemoryNeed.of(self.config, self.environment)
+        need = MemoryNeed.of(self.config, self.environment, self.choices)
         together = need.require_fit(longest, max_new, self.device.type)
         together = min(together, len(prompts))
         capacity = capacity_for([self.held(ids) for ids in prompts], max_new, self.group.size)

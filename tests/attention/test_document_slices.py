@@ -8,6 +8,7 @@ from attention.mask_definitions import by_slices
 
 from mtrain_cli.attention.document_slices import (
     causal_slices,
+    continues,
     cut_slices,
     intervals_at_most,
     lie_in,
@@ -92,3 +93,14 @@ def test_slices_that_would_exhaust_memory_are_too_many():
     assert slices_per_query(same, 9) == 65
     assert intervals_at_most(same[:64], 9, 1)
     assert not intervals_at_most(same, 9, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_which_tokens_see_the_token_before_them(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        length = int(rng.integers(1, 40))
+        slices = drawn(rng, length)
+        start, stop = sorted(rng.choice(length + 1, 2, replace=False).tolist())
+        expected = np.append(False, np.diag(by_slices(slices, length), -1))
+        assert np.array_equal(continues(slices, start, stop), expected[start:stop]), slices

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention.mask_definitions import by_slices, question
-from masked_documents import FIELDS, prepared, write_jsonl
+from masked_documents import FIELDS, prepared, question_record, write_jsonl
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import ConfigError
@@ -247,6 +247,7 @@ def test_a_sequence_has_the_masks_and_positions_of_its_parts(
         assert sample.positions.shape == (seq,)
         for place in range(begin, begin + real):
             continued = place + 1 < total and place + 1 not in starts
+            continued = continued and bool(seen[place + 1, place])
             if continued and own[place]:
                 continued = at[place + 1] > at[place]
             assert (sample.labels[place - begin] != IGNORED) == continued
@@ -310,3 +311,22 @@ def test_a_store_that_lists_too_many_intervals_is_one_clear_line(store: TokenSto
         "are allowed. Prepare documents with slices that touch or overlap, or with fewer slices "
         "per query."
     )
+
+
+@pytest.mark.parametrize("positioned", [False, True])
+@pytest.mark.parametrize("seq", [22, 11])
+def test_the_end_of_an_answer_does_not_predict_the_next_answer(
+    tmp_path: Path, seq: int, positioned: bool
+) -> None:
+    """A question of 4 tokens and 3 answers of 6: the next token of an answer's end is no label."""
+    record = question_record(4, 3, 6)
+    store = prepared(write_jsonl(tmp_path / "a.jsonl", [record] * 2), tmp_path / "store")
+    dataset = PackedDataset(store, seq, shuffle=False, masked=True, positioned=positioned)
+    labels = np.concatenate([dataset[number].labels for number in range(44 // seq)])
+    ignored = np.flatnonzero(labels == IGNORED).tolist()
+    # Token 3 ends the question, which the first answer continues.
+    ends = [9, 15, 21]
+    assert ignored == [*ends, *(22 + end for end in ends)]
+    plain = PackedDataset(store, seq, shuffle=False)
+    labels = np.concatenate([plain[number].labels for number in range(44 // seq)])
+    assert np.flatnonzero(labels == IGNORED).tolist() == [21, 43]
