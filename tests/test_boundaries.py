@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -30,6 +31,12 @@ def test_no_files_import_each_other_in_a_circle():
     graph = grimp.build_graph("mtrain_cli", exclude_type_checking_imports=True, cache_dir=None)
     imports = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules
+
+
+def test_no_test_files_share_a_name():
+    # pytest would refuse the second, and a spawned process would import the first.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_packages_import_downward_only():

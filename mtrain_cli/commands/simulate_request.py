@@ -77,6 +77,8 @@ class SimulateRequest:
                     f"train.micro_batch={config.train.micro_batch}: --index {file} holds "
                     f"{len(problem.masks)} sequences"
                 )
+            made = replace(problem.made, chunk=config.topology.chunk)
+            problem = replace(problem, made=made)
             if problem.layers[-1] >= config.model.num_layers:
                 raise ConfigError(
                     f"model.num_layers={config.model.num_layers}: --index {file} holds layer "
@@ -125,6 +127,9 @@ class SimulateRequest:
     def compose(self, words: Sequence[str]) -> Config:
         """Compose settings. The cluster replaces the numbers of GPUs that ``topology=`` sets.
 
+        ``topology.cluster`` of the result names the cluster, so that choices of layout, exchange
+        and stages compare times on the cluster of the prediction.
+
         Raises:
             ConfigError: a setting is wrong, or describes another cluster.
         """
@@ -144,7 +149,7 @@ class SimulateRequest:
                 f"topology.cluster={named}: this command predicts for {self.cluster}; start a "
                 "command for each cluster"
             )
-        return config
+        return config.changed(topology={"cluster": self.cluster}) if self.cluster else config
 
     def context_parallel(self, config: Config) -> int | None:
         """Return ``topology.context_parallel``, or None for auto."""
@@ -194,6 +199,19 @@ class SimulateRequest:
                 COLUMNS if columns is None else columns,
                 layers,
             )
+        return self._pairs_within(settings, words, config, layers)
+
+    def _pairs_within(
+        self, settings: PatternSettings, words: Sequence[str], config: Config, layers: int
+    ) -> PairSource:
+        """Return pairs within the bounds of a pattern, as `pair_source` does.
+
+        Raises:
+            ConfigError: an option is beyond the bounds of the pattern.
+        """
+        from mtrain_cli.simulation.scenario import PairSource
+
+        pattern, density, columns = settings.pattern, self.density, self.columns
         limits = ("sparsity.min_slashes=", "sparsity.max_slashes=")
         if limit := next((word for word in words if word.startswith(limits)), None):
             self._refuse(f"contradicts {limit}; give only one of the two", "density")
@@ -219,7 +237,7 @@ class SimulateRequest:
                 "density",
             )
         return PairSource(
-            index or CLUSTERED,
+            self.index or CLUSTERED,
             DENSITY if density is None else density,
             columns,
             layers,

@@ -162,6 +162,7 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
         config,
         config_dir,
         exchange=run_plan.exchange.name,
+        layout=run_plan.layout.name,
         device=run_plan.environment.device,
     )
     Console().print(render(run_plan))

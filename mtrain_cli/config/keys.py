@@ -96,7 +96,7 @@ class ConfigKey:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.counts_tokens:
-            return sizes.EXPECTED
+            return f"{sizes.EXPECTED}, or auto" if str in self.types else sizes.EXPECTED
         if self.is_mapping:
             return "numbers by name such as {code: 0.3, book: 0.7}, a YAML file of them, or null"
         first, *rest = self.types
@@ -118,7 +118,7 @@ class ConfigKey:
             return ", ".join(self.choices)
         kind = self.expected.removeprefix("a ").partition(" such as ")[0]
         if self.counts_tokens:
-            kind = "tokens"
+            kind = "tokens or auto" if str in self.types else "tokens"
         if self.range is None:
             return kind
         rule, limit = self.range.rule.removeprefix("must be "), self.range.limit
@@ -170,8 +170,9 @@ class ConfigKey:
         origin, kinds = typing.get_origin(kind), typing.get_args(kind)
         if kind is type(None) or kind is bool:
             return value if isinstance(value, kind) else _WRONG
-        if kind is int and self.counts_tokens and isinstance(value, str):
-            return sizes.parse_size(value)
+        is_auto = value == "auto" and str in self.types
+        if kind is int and self.counts_tokens and isinstance(value, str) and not is_auto:
+            return sizes.parse_size(value, self.expected)
         if kind is int:
             return int(value) if _is_number(value) and value == int(value) else _WRONG
         if kind is float:

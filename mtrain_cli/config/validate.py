@@ -18,6 +18,8 @@ from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
     MIN_BLOCK,
+    MOST_CHUNKS,
+    MOST_CHUNKS_PER_WORKER,
     Config,
     ConfigError,
     DataConfig,
@@ -50,6 +52,7 @@ def problems(config: Config) -> list[str]:
         *_model(config.model),
         *_topology(config.topology),
         *_blocks(config),
+        *_balanced_chunk(config),
         *(config.sparsity.problems(config.seq) if _is_complete(config.sparsity) else ()),
         *config.mask.problems(config.seq, config.sparsity.pattern),
         *_mixed_layers(config),
@@ -131,6 +134,52 @@ def _blocks(config: Config) -> Iterator[str]:
             f"topology.block_size={topology.block_size}: seq={config.seq} has only "
             f"{with_count(blocks, 'such block')} for {workers} workers; "
             f"{_smaller(config.seq, workers, blocks)}"
+        )
+
+
+def _balanced_chunk(config: Config) -> Iterator[str]:
+    topology, sparse = config.topology, config.sparsity.block
+    chunk, layout = topology.balanced_chunk, topology.layout
+    if not isinstance(chunk, int) or chunk < 1 or config.seq < 2:
+        return
+    given = f"topology.balanced_chunk={chunk}"
+    if layout not in ("balanced", "auto"):
+        yield (
+            f"{given}: only topology.layout=balanced has chunks, not topology.layout={layout}; "
+            "give topology.layout=balanced, or topology.balanced_chunk=auto"
+        )
+    elif sparse in BLOCKS and chunk % sparse:
+        yield (
+            f"{given}: must be a multiple of sparsity.block={sparse}, since workers hold whole "
+            "pattern blocks"
+        )
+    else:
+        context = topology.context_parallel
+        workers = context if isinstance(context, int) else topology.workers
+        yield from number_of_chunks(config, workers if isinstance(workers, int) else 1)
+
+
+def number_of_chunks(config: Config, workers: int) -> Iterator[str]:
+    """Yield what is wrong with the number of chunks that ``topology.balanced_chunk`` makes.
+
+    workers: number of workers that share a sequence.
+    """
+    topology, seq = config.topology, config.seq
+    chunk, block = topology.balanced_chunk, config.sparsity.block or MIN_BLOCK
+    if not isinstance(chunk, int) or topology.layout not in ("balanced", "auto"):
+        return
+    chunks = -(-seq // chunk)
+    given = f"topology.balanced_chunk={chunk}: seq={seq} has {with_count(chunks, 'such chunk')}"
+    most = max(MOST_CHUNKS, MOST_CHUNKS_PER_WORKER * workers)
+    if chunks < workers:
+        longest = seq // workers // block * block
+        advice = f"chunks of at most {longest}" if longest else "fewer workers or a longer seq"
+        yield f"{given} for {workers} workers; give {advice}"
+    elif chunks > most:
+        shortest = -(-seq // (most * block)) * block
+        yield (
+            f"{given}, and a batch could take minutes to plan; at most {most:,} are allowed. Give "
+            f"chunks of at least {shortest}"
         )
 
 

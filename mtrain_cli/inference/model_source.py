@@ -105,8 +105,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
 def _defaults() -> list[str]:
     """Return the settings that differ from those of training.
 
-    One worker computes, unless torchrun or srun started several. Nothing is compiled: compiled code
-    serves one length only.
+    One worker computes, unless torchrun or srun started several. Nothing is compiled: compiling
+    takes longer than it saves on a few prompts.
     """
     workers = [] if current_job() is not None else ["topology.workers=1"]
     return [*workers, "train.compile=false"]
@@ -167,7 +167,9 @@ def load_decoder(
         decoder = Decoder(source.config.model, source.rope_factor, loss)
     decoder.to(dtype).to_empty(device=device)
     decoder.requires_grad_(False)
-    execution = LayerExecution(compile=train.compile is True, tile_bytes=train.tile_mib << 20)
+    execution = LayerExecution(
+        compile=train.compile is True, any_length=True, tile_bytes=train.tile_mib << 20
+    )
     execute_layers(decoder, execution)
     if source.is_folder:
         load_into(decoder, source.path)
@@ -179,21 +181,24 @@ def load_decoder(
 def _load_checkpoint(
     decoder: Decoder, source: ModelSource, report: Callable[[str], None] | None
 ) -> None:
+    """Read the weights tensor by tensor into the decoder, in its dtype."""
     from mtrain_cli.model.huggingface import parameter_problems
     from mtrain_cli.training import checkpointer
 
+    parameters = {name: one.detach() for name, one in decoder.named_parameters()}
+
+    def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        problems = parameter_problems(
+            shapes,
+            {name: tuple(one.shape) for name, one in parameters.items()},
+            where=lambda _: source.path,
+            expected_by=str(run_of(source.path) / RESOLVED),
+        )
+        if problems:
+            raise ConfigError(*problems)
+        return parameters
+
     try:
-        _, weights = checkpointer.load_model_state(source.path, report)
+        checkpointer.load_model_state(source.path, report, targets)
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
-    parameters = dict(decoder.named_parameters())
-    problems = parameter_problems(
-        {name: tuple(tensor.shape) for name, tensor in weights.items()},
-        {name: tuple(tensor.shape) for name, tensor in parameters.items()},
-        where=lambda _: source.path,
-        expected_by=str(run_of(source.path) / RESOLVED),
-    )
-    if problems:
-        raise ConfigError(*problems)
-    for name, parameter in parameters.items():
-        parameter.copy_(weights.pop(name))

@@ -22,6 +22,7 @@ import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.config.schema import MOST_CHUNKS_PER_WORKER
 from mtrain_cli.parallel.dispatch_search import BlockPrices, ChunkWork, best_assignment
 from mtrain_cli.parallel.layout import Balanced
 from mtrain_cli.parallel.rates import Rates
@@ -41,7 +42,6 @@ from mtrain_cli.parallel.traffic import (
 
 # Shorter chunks balance better but cut a shard into more pieces.
 _SHORTEST_CHUNK = 512
-_MOST_CHUNKS_PER_WORKER = 32
 _FEWEST_CHUNKS_PER_WORKER = 8
 
 
@@ -129,7 +129,7 @@ def chunk_tokens(seq: int, workers: int, unit: int = ROW_BLOCK) -> int:
     if each >= _FEWEST_CHUNKS_PER_WORKER * ROW_BLOCK:
         unit = math.lcm(unit, ROW_BLOCK)
     shortest = min(_SHORTEST_CHUNK, each // _FEWEST_CHUNKS_PER_WORKER)
-    least = max(1, max(shortest, each // _MOST_CHUNKS_PER_WORKER) // unit) * unit
+    least = max(1, max(shortest, each // MOST_CHUNKS_PER_WORKER) // unit) * unit
 
     def padding(chunk: int) -> tuple[int, int, int]:
         chunks = -(-each // chunk)
@@ -212,6 +212,7 @@ class Balancer:
     per_node: number of ranks of the context group per node; None if all share a node.
     prices: prices of received rows; None for the defaults of `RowPrices`.
     layers: number of layers with each kind of mask.
+    given_chunk: number of tokens per chunk; None for `chunk_tokens`.
     """
 
     workers: int
@@ -221,6 +222,7 @@ class Balancer:
     per_node: int | None = None
     prices: RowPrices | None = None
     layers: tuple[int, ...] = (1,)
+    given_chunk: int | None = None
 
     @property
     def groups(self) -> int:
@@ -233,7 +235,7 @@ class Balancer:
 
     @property
     def chunk(self) -> int:
-        return chunk_tokens(self.seq, self.workers, max(self.unit, 1))
+        return self.given_chunk or chunk_tokens(self.seq, self.workers, max(self.unit, 1))
 
     @property
     def padded_seq(self) -> int:

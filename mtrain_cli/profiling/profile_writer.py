@@ -215,6 +215,7 @@ class ProfileWriter:
             layout=first.choices.layout.name,
             exchange=first.exchange.schedule.exchange,
             block_size=first.config.topology.block_size,
+            chunk=first.config.topology.chunk,
             needs_out=first.choices.kernel.needs_out,
             iteration=self._iteration,
             columns={name: most for name, most in columns.items() if most != 0},

@@ -9,7 +9,7 @@ The file is an archive of NumPy arrays, written layer by layer:
   1 its value. Otherwise the differences of low and high along the positions, int32
   [intervals, 2, positions]
 - ``full<i>``: the mask of sequence i in the layers that ``about`` lists as ``full_layers``, if they
-  have another mask. ``about`` then has the number of ``layers`` of the model, too
+  have another mask. ``about`` then has schema 2 and the number of ``layers`` of the model, too
 - If entry i is a vertical-slash index:
   - ``<i>.slashes``: uint8, one bit per diagonal, 8 bits packed into a byte
   - ``<i>.columns``: int32, positions of the single columns
@@ -42,6 +42,10 @@ from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.schema import ConfigError
 
 INDEX_SCHEMA = 1
+# Schema of a file whose layers have different masks. A reader of schema 1 alone would give all
+# layers the masks ``mask<i>``, so it must refuse the file.
+MIXED_SCHEMA = 2
+_READ = INDEX_SCHEMA, MIXED_SCHEMA
 _KIND = "mtrain indices"
 _FORMER_COLUMNS = ".bars"  # the name of ".columns" in files of version 0.1.0
 # Errors that NumPy, zipfile, json and constructors raise for a damaged or foreign file.
@@ -60,7 +64,7 @@ class RecordedSetup:
     dtype_bytes: size of a number of the compute dtype in bytes.
     workers: number of ranks in the context group.
     per_node: number of ranks in a node.
-    layout, exchange, block_size: settings of the topology.
+    layout, exchange, block_size, chunk: settings of the topology. A chunk of None means auto.
     needs_out: whether the kernel's backward pass needs the output (`program_builder.Traits`).
     columns: largest number of single columns per head, by pattern label; None without a bound
         (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
@@ -78,6 +82,7 @@ class RecordedSetup:
     layout: str
     exchange: str
     block_size: int = 128
+    chunk: int | None = None
     needs_out: bool = False
     columns: Mapping[str, int | None] = field(default_factory=dict)
     iteration: int = 0
@@ -167,7 +172,8 @@ def save_indices(
         _write(file, "padded", np.array([mask.padded for mask in masks], np.int64))
         about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(setup)}
         if full is not None:
-            about |= {"full_layers": sorted(full.layers), "layers": full.of}
+            layers = {"full_layers": sorted(full.layers), "layers": full.of}
+            about |= {"schema": MIXED_SCHEMA, **layers}
         _write(file, "about", np.array(json.dumps({**about, "entries": entries})))
 
 
@@ -190,10 +196,10 @@ def load_indices(path: Path) -> RecordedIndices:
             about = json.loads(str(file["about"]))
             if about["kind"] != _KIND:
                 raise ValueError(about["kind"])
-            if about["schema"] != INDEX_SCHEMA:
+            if about["schema"] not in _READ:
                 raise ConfigError(
                     f"{path}: has schema {about['schema']}, this version of mtrain reads "
-                    f"{INDEX_SCHEMA}; record it again"
+                    f"{' and '.join(map(str, _READ))}; update mtrain, or record it again"
                 )
             setup = RecordedSetup(**about["setup"])
             masks, full = _masks(file, "mask"), None
@@ -231,6 +237,7 @@ def _check(
     numbers = (
         *(setup.seq, setup.heads, setup.kv_heads, setup.head_dim, setup.dtype_bytes),
         *(setup.workers, setup.per_node, setup.block_size),
+        *([] if setup.chunk is None else [setup.chunk]),
     )
     if not all(isinstance(n, int) and n >= 1 for n in numbers) or setup.heads % setup.kv_heads:
         raise ValueError("shapes")

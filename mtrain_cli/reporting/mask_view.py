@@ -9,7 +9,8 @@ import numpy as np
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
+from mtrain_cli.config.schema import LAYOUTS, MOST_CHUNKS, Config, ConfigError
+from mtrain_cli.config.validate import number_of_chunks
 from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel.cast_rows import row_block, too_many_to_count
@@ -20,7 +21,6 @@ from mtrain_cli.training.batch import unseen_labels
 from mtrain_cli.training.layout_choice import choose_layout, make_balancer
 
 _CELLS = 128  # rows and columns of a picture
-_MOST_CHUNKS = 4096  # that a search balances within seconds
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,21 @@ def views(
         sample: a sequence of the data with its own mask; None for a sequence that is one document.
 
     Raises:
-        ConfigError: the workers do not fill nodes, or there are too many to count rows.
+        ConfigError: the workers do not fill nodes, there are too many to count rows, or too few or
+            too many chunks for them.
     """
     per_node = min(per_node or workers, workers)
     if workers % per_node:
         raise ConfigError(
             f"topology.gpus_per_node={per_node}: must divide the number of workers, {workers}"
         )
+    if wrong := list(number_of_chunks(config, workers)):
+        raise ConfigError(*wrong)
     # A group cast inside groups that share heads would move rows between groups.
     config = replace(config, topology=replace(config.topology, ulysses="auto", exchange="auto"))
     balancer = make_balancer(config, workers, per_node)
     names = list(LAYOUTS)
-    if balancer.padded_seq // balancer.chunk > _MOST_CHUNKS:
+    if balancer.padded_seq // balancer.chunk > MOST_CHUNKS:
         names.remove(Balanced.name)
     named = [config.changed(topology={"layout": name}) for name in names]
     layouts = [choose_layout(one, workers, per_node).layout for one in named]

@@ -82,6 +82,7 @@ class PairSource:
             layout=config.layout,
             exchange=config.topology.exchange,
             block_size=stripe,
+            chunk=config.topology.chunk,
         )
         fixed = config.sparsity if self.name == FIXED else None
         return AttentionWorkload(

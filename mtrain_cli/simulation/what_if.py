@@ -15,7 +15,7 @@ from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, Vertical
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
-from mtrain_cli.config.cluster import divisors
+from mtrain_cli.config.cluster import Cluster, divisors
 from mtrain_cli.config.exchanges import HEAD_SHARING
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.cast_rows import largest_shares
@@ -157,12 +157,14 @@ def replay(
     pattern: str,
     setups: Sequence[ReplaySetup],
     layers: Sequence[int] | None = None,
+    cluster: Cluster | None = None,
 ) -> list[ReplayedSetup]:
     """Replay recorded indices under other configurations.
 
     Args:
         pattern: label of the indices in the file, such as the name of a pattern.
         layers: numbers of the layers; None for all.
+        cluster: cluster whose rates decide which rows the balanced layout moves; None for H200s.
 
     Raises:
         InvalidSetup: one of the configurations is impossible.
@@ -173,10 +175,12 @@ def replay(
     columns = recorded.setup.columns.get(pattern, _AS_INDEX)
     full = recorded.full
     kinds = () if full is None else full.kinds(recorded.masks)
+    prices = RowPrices.on(cluster, recorded.setup.heads, recorded.setup.kv_heads)
 
     def cases_of(masks: Sequence[SequenceMask]) -> list[ReplayCase]:
         return [
-            make_case(recorded.setup, masks, setup, first, columns, kinds=kinds) for setup in setups
+            make_case(recorded.setup, masks, setup, first, columns, prices=prices, kinds=kinds)
+            for setup in setups
         ]
 
     cases = cases_of(recorded.masks)
@@ -268,7 +272,7 @@ def make_case(
         prices = prices or RowPrices.on(None, recorded.heads, recorded.kv_heads)
         masks_of_kinds, layers = zip(*(kinds or ((batch_masks, 1),)), strict=True)
         layout: Layout = Balancer(
-            workers, recorded.seq, block or 1, shared, per_node, prices, layers
+            workers, recorded.seq, block or 1, shared, per_node, prices, layers, recorded.chunk
         ).layout(masks_of_kinds)
     else:
         layout = make_layout(
@@ -303,6 +307,11 @@ def make_case(
 def _check(setup: ReplaySetup, recorded: RecordedSetup, block: int | None, per_node: int) -> None:
     workers, stripe = setup.workers, recorded.block_size
     require_enough_blocks(setup, recorded.seq, block, stripe, workers)
+    if setup.layout == Balanced.name and recorded.chunk is not None:
+        chunks = -(-recorded.seq // recorded.chunk)
+        if chunks < workers:
+            why = f"{recorded.seq} tokens in chunks of {recorded.chunk} are too few for {workers}"
+            raise InvalidSetup(setup, "workers", f"{why} workers; allowed: 1 to {chunks}")
     if workers % per_node:
         why = f"does not divide {workers} workers; allowed: {divisors(workers)}"
         raise InvalidSetup(setup, "per_node", why)

@@ -21,6 +21,8 @@ KEYS = keys.all_keys()
         ("run.name", 7, "7"),
         ("mask.window", ["2", 3, 4], (2, 3, 4)),
         ("mask.window", "4k", 4096),
+        ("topology.balanced_chunk", "4k", 4096),
+        ("topology.balanced_chunk", "auto", "auto"),
     ],
 )
 def test_a_value_gets_the_type_of_its_key(name, value, converted):
@@ -46,6 +48,8 @@ WINDOW = (
         ("mask.window", [2, 3, "x"], WINDOW),
         ("mask.window", 4.5, WINDOW),
         ("mask.window", True, WINDOW),
+        ("topology.balanced_chunk", "many", r"expected a number of tokens .* 1024 k\), or auto$"),
+        ("seq", "auto", r"expected a number of tokens .* 1024 k\)$"),
         ("train.kernel", "flash5", r"expected one of .* \(did you mean flash4\?\)"),
         ("data.path", "a\nb", "holds a control character"),
     ],
@@ -70,6 +74,7 @@ def test_values_are_shown_as_a_user_types_them():
 
 def test_a_limit_that_nobody_reaches_is_left_out_of_tables():
     assert KEYS["optim.rewarm"].allowed == "true or false"
+    assert KEYS["topology.balanced_chunk"].allowed.startswith("tokens or auto, a multiple of 16")
     assert KEYS["train.tile_mib"].allowed.endswith("at most 1,048,576 (1 TiB)")
 
 

@@ -16,6 +16,7 @@ from mtrain_cli.inference.cache import KvCache
 from mtrain_cli.inference.decode_step import DecodeStep
 from mtrain_cli.inference.engine import END, LENGTH, Engine, _Prompt
 from mtrain_cli.inference.sampling import Sampling
+from mtrain_cli.model.layer_execution import ExecutedLayer
 from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -270,3 +271,36 @@ def test_a_cache_serves_later_calls_if_it_suffices(folder):
         assert generate(found, [ids], sampling) == expected
         assert (found._kept is kept) == reused
         kept = found._kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pattern", "tile_bytes", "compiled_functions"), [((), 0, 4), (SPARSE, 0, 4), ((), 1 << 15, 5)]
+)
+def test_no_length_of_prompt_compiles_the_layers_again(
+    folder, pattern, tile_bytes, compiled_functions, monkeypatch
+):
+    """`project` and `finish` compile for prompts and for new tokens. Tiles split `finish` in two.
+
+    There are more lengths than `torch.compile` would compile a function for.
+    """
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = engine(folder, *pattern), engine(folder, "train.compile=true", *pattern)
+    for layer in compiled.decoder.layers:
+        layer.execution = dataclasses.replace(layer.execution, tile_bytes=tile_bytes)
+    shapes, stages = set(), ExecutedLayer._stages
+
+    def recorded(layer, x_BNC, **rest):
+        shapes.add(tuple(x_BNC.shape))
+        return stages(layer, x_BNC, **rest)
+
+    monkeypatch.setattr(ExecutedLayer, "_stages", recorded)
+    for length in range(100, 1500, 130):
+        ids = tokens(length)
+        assert generate(compiled, [ids], Sampling()) == generate(plain, [ids], Sampling())
+        assert counters["stats"]["unique_graphs"] == compiled_functions
+    assert len(shapes) > torch._dynamo.config.recompile_limit
+    assert not counters["graph_break"]

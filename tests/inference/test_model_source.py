@@ -9,6 +9,7 @@ import pytest
 import torch
 from inference.small_models import source, write_hf, write_run
 from model.tiny_models import LLAMA3, YARN, export, make_decoder, tiny_model
+from training.allocations import LiveBytes
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.model_source import load_decoder, open_source
@@ -32,6 +33,21 @@ def test_a_folder_is_dense_and_has_its_weights(tmp_path):
         assert torch.equal(parameter, folder.read(name))
         assert not parameter.requires_grad
     assert {p.dtype for p in loaded(found, torch.bfloat16).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("write", [write_hf, write_run])
+def test_weights_are_read_one_by_one_into_their_dtype(tmp_path, write):
+    """No second copy of the model is in memory, not even in the dtype of the file."""
+    write(tmp_path / "model")
+    found = source(tmp_path / "model")
+    with LiveBytes([]) as live:
+        weights = loaded(found, torch.bfloat16)
+    largest = max(weight.numel() for weight in weights.values())
+    whole = sum(weight.numel() for weight in weights.values())
+    assert largest < whole / 2
+    assert live.peak < torch.bfloat16.itemsize * whole + torch.float32.itemsize * largest + 1024
+    for name, weight in loaded(found).items():
+        assert torch.equal(weights[name], weight.bfloat16())
 
 
 @pytest.mark.parametrize("rope", [YARN, LLAMA3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,25 @@ def test_the_masks_of_full_layers_round_trip(tmp_path):
         assert all(mask.same_as(other) for mask, other in zip(kind, masks, strict=True))
     save_indices(path, SETUP, windows, indices)
     assert load_indices(path).full is None
+
+
+def test_only_layers_with_different_masks_raise_the_schema(tmp_path):
+    """A reader of schema 1 would take all layers for windows."""
+    path, full = tmp_path / "index.npz", FullLayers(MASKS, frozenset({1}), 2)
+
+    def written(full: FullLayers | None) -> dict[str, Any]:
+        save_indices(path, SETUP, MASKS, [("dense", layer, None) for layer in range(2)], full)
+        with np.load(path) as file:
+            return json.loads(str(file["about"]))
+
+    assert written(None)["schema"] == 1
+    about = written(full)
+    assert about["schema"] == 2
+    # Earlier versions wrote full layers under schema 1.
+    changed(path, about=np.array(json.dumps(about | {"schema": 1})))
+    found = load_indices(path).full
+    assert found is not None
+    assert found.layers == {1}
 
 
 def test_damaged_intervals_are_refused(tmp_path):
@@ -209,7 +229,7 @@ def test_other_files_are_refused_in_one_line(tmp_path):
             return np.array(json.dumps(json.loads(str(file["about"])) | other))
 
     changed(path, about=about(schema=99))
-    refused("has schema 99, this version of mtrain reads 1")
+    refused("has schema 99, this version of mtrain reads 1 and 2; update mtrain, or record it")
     changed(path, about=about(kind="other"))
     refused("not an index file of mtrain")
     changed(path, about=about(setup={"seq": 3}))

@@ -133,3 +133,14 @@ def test_layers_with_different_masks_have_every_sequence_of_the_micro_batch():
         for each in (one, two)
     ]
     assert pairs[1].sum() == 2 * pairs[0].sum()
+
+
+def test_plan_and_attention_share_the_configured_chunk():
+    cluster, words = load_cluster("h200_1x8"), ("mask=sliding_window", "mask.window=1k")
+    for chunk in (512, 3072):
+        scenario = dense(*words, f"topology.balanced_chunk={chunk}")
+        found = predict_training(cluster, scenario, 4, "balanced", "group_cast")
+        padded = -(-(1 << 14) // (4 * chunk)) * 4 * chunk
+        assert found.plan.layout.block_size == chunk
+        assert found.plan.layout.padded_seq == found.attention.facts["padded_seq"] == padded
+        predict_training(cluster, scenario, 4, "zigzag", "group_cast")  # does not read the chunk

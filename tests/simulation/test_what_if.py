@@ -26,6 +26,7 @@ from mtrain_cli.simulation.what_if import (
     InvalidSetup,
     ReplaySetup,
     degrees,
+    make_case,
     replay,
     resized,
     setups_of,
@@ -232,3 +233,15 @@ def test_each_kind_of_layer_is_replayed_under_its_masks(tmp_path, layout, exchan
         assert last.passes["forward"].pairs.tolist() == [
             HEADS * int((positions + 1).sum()) for positions in tokens
         ]
+
+
+def test_a_recorded_chunk_is_that_of_the_replayed_layout():
+    setup = ReplaySetup("balanced", "group_cast", 2, 2)
+    assert make_case(SETUP, masks(), setup, None).layout.block_size != 32
+    recorded = replace(SETUP, chunk=32)
+    assert make_case(recorded, masks(), setup, None).layout.block_size == 32
+    chunks = -(-SEQ // 32)
+    with pytest.raises(InvalidSetup, match=f"chunks of 32 are too few .*; allowed: 1 to {chunks}"):
+        make_case(recorded, masks(), replace(setup, workers=chunks + 1, per_node=1), None)
+    zigzag = replace(setup, layout="zigzag", workers=chunks + 1, per_node=1)
+    make_case(recorded, masks(), zigzag, None)
