@@ -49,7 +49,7 @@ def _depth_maps(sources: Named) -> Figure:
 
 def _by_context(sources: Named) -> Figure:
     """Draw the loss by context: a line per run, checkpoint, length and attention."""
-    lines = []
+    lines: list[plots.Trace] = []
     for run, results in sources:
         for result in results:
             if result.unit != NATS or not result.parts:
