@@ -35,14 +35,21 @@ if TYPE_CHECKING:
 def sparsity(
     overrides: Overrides = None,
     pattern: Annotated[str, name_list()] = "vertical_slash",
-    steps: Annotated[int, bounded(1, MOST_STEPS)] = 2,
-    every: Annotated[int, bounded(0, MOST_STEPS)] = 0,
+    steps: Annotated[int | None, bounded(1, MOST_STEPS)] = None,
+    every: Annotated[int | None, bounded(0, MOST_STEPS)] = None,
     rows: Annotated[int, bounded(1, MOST_TOKENS)] = 256,
+    top_k: Annotated[str | None, option("K,...")] = None,
+    maps: Annotated[str | None, option("LAYER:HEAD,...")] = None,
+    cells: Annotated[int | None, bounded(2, MOST_CELLS)] = None,
+    rope: Annotated[bool, flag("--rope")] = False,
+    checkpoints: Annotated[Path | None, option("RUN", complete=complete_runs)] = None,
+    samples: Annotated[int | None, bounded(1, MOST_SAMPLES)] = None,
     out: Annotated[Path | None, option("FILE")] = None,
 ) -> None:
     """Measure how much of dense attention the patterns cover on real training steps, per layer.
 
-    Coverage is measured only on queries that no pattern used to estimate its index.
+    Coverage is measured only on queries that no pattern used to estimate its index. Further options
+    show what attention itself looks like.
 
     [bold]Examples[/bold]
 
@@ -50,42 +57,76 @@ def sparsity(
           Measure the tiny model at its first and second step
       [cyan]mtrain profile sparsity --pattern moba,fixed --steps 99 sparsity.top_k=3[/cyan]
           Compare two patterns as a model learns; each key applies to the pattern that has it
+      [cyan]mtrain profile sparsity --checkpoints my-run --top-k 64,1k --maps 0:0,3:2 --rope[/cyan]
+          Show the attention of every checkpoint of a run, and what stays the same between them
 
     Args:
-        overrides: As in `mtrain train`; the run uses one worker.
+        overrides: As in `mtrain train`; the run uses one worker. With --checkpoints, the settings
+            to change in the run's own settings.
         pattern: Patterns to measure, all on the same queries and keys. sparsity= sets the pattern
             of the training run, dense by default.
-        steps: Number of training steps; the first and the last are measured.
+        steps: Number of training steps, 2 by default; the first and the last are measured.
         every: Also measure every N steps; 0 = only the first and the last step.
         rows: Number of queries to sample per layer, without the queries that a pattern uses to
             estimate its index.
+        top_k: Measure the share of attention that the K largest keys of each sampled query hold,
+            per layer and head. With --checkpoints, 64,256,1k,4k by default, as far as the sequence
+            has more tokens.
+        maps: Draw the whole attention matrix of some heads, and its gradient.
+        cells: Largest number of cells along a side of a map, 512 by default.
+        rope: Compare the mean score at each distance with the prediction of rotary embedding, and
+            divide the variance of scores into slashes and columns. The time grows as seq squared.
+        checkpoints: Measure the checkpoints of a run instead of training, all on the same
+            sequences, and compare their largest keys, slashes and columns. Takes a folder, or a
+            name under runs/.
+        samples: Number of sequences to run through each checkpoint, 1 by default: held-out
+            sequences, or the first of the corpus if the run holds none out.
         out: Parquet file with one row per step, pattern, layer and head; by default a folder in
-            measurements/, which `mtrain report` can show.
+            measurements/, which `mtrain report` can show. Not with the options on attention.
     """
     from mtrain_cli.console import Console
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     words = list(overrides or ())
-    config, patterns = _patterns(words, pattern)
+    wanted = _parse_wanted(top_k, maps, cells, rope)
+    if out is not None and (wanted or checkpoints is not None):
+        raise ConfigError(
+            f"--out {out}: holds only the recall of patterns; leave it out, so that the results on "
+            "attention go to a folder in measurements/"
+        )
+    _require_one_worker(words)
+    if checkpoints is None:
+        if samples is not None:
+            raise ConfigError(f"--samples {samples}: only with --checkpoints RUN")
+        source, (config, patterns) = None, _patterns(words, pattern)
+    else:
+        _require_no_steps(steps, every)
+        source, config, patterns = _of_checkpoints(checkpoints, words, pattern)
+        wanted = wanted if top_k else replace(wanted, top_k=_default_counts(config.seq))
+    _require_fit(wanted, config)
     warn_of_unused_settings(words)
     replaced = check_output(out, _is_sparsity_file, "sparsity profile")
+    console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling.pattern_quality import profile_sparsity
+    from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
     from mtrain_cli.sparsity.pattern import display_name
 
-    measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
-    console = Console(highlight=False, soft_wrap=True)
-
-    def progress(step: int, loss: float | None) -> None:
-        console.print(f"step {step}/{steps}  loss {'n.a.' if loss is None else f'{loss:.4f}'}")
-
-    records = profile_sparsity(config, patterns, measured, rows, progress)
+    analyzer = AttentionAnalyzer(wanted)
+    measured = _Measured(config, patterns, rows, analyzer, console)
+    if source is None:
+        records = measured.training(steps or 2, every or 0)
+    else:
+        records = measured.checkpoints(source, samples or 1)
     names = {p.name: display_name(p) for p in patterns}
-    _print_tables(console, records, names, measured)
+    done = sorted({record.step for record in records})
+    _print_tables(console, records, names, done)
     if out is None:
-        about = {"patterns": list(names), "steps": measured, "rows": rows}
-        folder = _save_measurement(config, words, records, about)
+        about = {"patterns": list(names), "steps": done, "rows": rows, "samples": samples or 1}
+        if source is not None:
+            about["checkpoints"] = [str(folder) for folder in source]
+        folder = _save_measurement(config, words, records, about, analyzer.files)
+        _print_attention(console, analyzer.files)
         console.print(f"files  {folder}\ndraw   mtrain report {shlex.quote(str(folder))}")
         return
     with writing(out):
