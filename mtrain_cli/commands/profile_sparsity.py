@@ -6,17 +6,24 @@ import dataclasses
 import itertools
 import json
 import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.commands.options import (
+    MOST_SAMPLES,
     MOST_STEPS,
     MOST_TOKENS,
     Overrides,
     bounded,
+    flag,
     name_list,
     option,
+    parse_items,
     parse_names,
+    parse_whole_number,
     warn_of_unused_settings,
     with_measurement_folder,
     writing,
@@ -27,8 +34,13 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
     from mtrain_cli.console import Console
+    from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
+    from mtrain_cli.profiling.attention_request import AttentionRequest
     from mtrain_cli.profiling.pattern_quality import HeadRecord
+    from mtrain_cli.records.attention_files import AttentionFiles
     from mtrain_cli.sparsity.pattern import Pattern
+
+MOST_CELLS = 4096  # a map of so many cells has 64 MiB
 
 
 @app.command("sparsity")
@@ -89,8 +101,8 @@ def sparsity(
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     words = list(overrides or ())
-    wanted = _parse_wanted(top_k, maps, cells, rope)
-    if out is not None and (wanted or checkpoints is not None):
+    request = _parse_request(top_k, maps, cells, rope)
+    if out is not None and (request or checkpoints is not None):
         raise ConfigError(
             f"--out {out}: holds only the recall of patterns; leave it out, so that the results on "
             "attention go to a folder in measurements/"
@@ -101,10 +113,12 @@ def sparsity(
             raise ConfigError(f"--samples {samples}: only with --checkpoints RUN")
         source, (config, patterns) = None, _patterns(words, pattern)
     else:
-        _require_no_steps(steps, every)
+        for name, value in (("--steps", steps), ("--every", every)):
+            if value is not None:
+                raise ConfigError(f"{name} {value}: trains; leave it out with --checkpoints")
         source, config, patterns = _of_checkpoints(checkpoints, words, pattern)
-        wanted = wanted if top_k else replace(wanted, top_k=_default_counts(config.seq))
-    _require_fit(wanted, config)
+        request = request.with_counts(config.seq)
+    request.require_fit(config)
     warn_of_unused_settings(words)
     replaced = check_output(out, _is_sparsity_file, "sparsity profile")
     console = Console(highlight=False, soft_wrap=True)
@@ -112,7 +126,7 @@ def sparsity(
     from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
     from mtrain_cli.sparsity.pattern import display_name
 
-    analyzer = AttentionAnalyzer(wanted)
+    analyzer = AttentionAnalyzer(request)
     measured = _Measured(config, patterns, rows, analyzer, console)
     if source is None:
         records = measured.training(steps or 2, every or 0)
@@ -134,6 +148,118 @@ def sparsity(
     console.print(f"{len(records)} rows in {out}{replaced}")
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """A measurement to run.
+
+    analyzer: collects the results on attention.
+    """
+
+    config: Config
+    patterns: list[Pattern]
+    rows: int
+    analyzer: AttentionAnalyzer
+    console: Console
+
+    def training(self, steps: int, every: int) -> list[HeadRecord]:
+        """Train, and measure the first and the last step, and every N steps between."""
+        from mtrain_cli.profiling import pattern_quality
+
+        measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
+
+        def progress(step: int, loss: float | None) -> None:
+            self.console.print(f"step {step}/{steps}  loss {_loss(loss)}")
+
+        return pattern_quality.profile_sparsity(
+            self.config, self.patterns, measured, self.rows, progress, self.analyzer
+        )
+
+    def checkpoints(self, folders: Sequence[Path], samples: int) -> list[HeadRecord]:
+        """Measure checkpoints on the same sequences."""
+        from mtrain_cli.profiling.checkpoint_quality import profile_checkpoints
+
+        def progress(step: int, loss: float | None) -> None:
+            self.console.print(f"checkpoint step-{step}  loss {_loss(loss)}")
+
+        return profile_checkpoints(
+            self.config, folders, self.patterns, samples, self.rows, progress, self.analyzer
+        )
+
+
+def _loss(loss: float | None) -> str:
+    return "n.a." if loss is None else f"{loss:.4f}"
+
+
+def _parse_request(
+    top_k: str | None, maps: str | None, cells: int | None, rope: bool
+) -> AttentionRequest:
+    """Parse the options on attention.
+
+    Raises:
+        ConfigError: an option has a wrong value, or --cells has nothing to apply to.
+    """
+    from mtrain_cli.config.sizes import parse_size
+    from mtrain_cli.profiling.attention_request import CELLS, AttentionRequest
+
+    counts, heads = list[int](), list[tuple[int, int]]()
+    if top_k is not None:
+        counts = parse_items("--top-k", top_k, parse_size, "64,1k")
+        if (least := min(counts)) < 1:
+            raise ConfigError(f"--top-k {least}: must be at least 1")
+    if maps is not None:
+        heads = [_parse_head(item.strip()) for item in maps.split(",")]
+    elif cells is not None:
+        raise ConfigError(f"--cells {cells}: only with --maps LAYER:HEAD,...")
+    return AttentionRequest(
+        tuple(sorted(set(counts))), tuple(dict.fromkeys(heads)), cells or CELLS, rope
+    )
+
+
+def _parse_head(text: str) -> tuple[int, int]:
+    layer, _, head = text.partition(":")
+    try:
+        return parse_whole_number(layer), parse_whole_number(head)
+    except ValueError:
+        raise ConfigError(f"--maps {text}: give LAYER:HEAD,..., such as 0:3,11:0") from None
+
+
+def _require_one_worker(words: Sequence[str]) -> None:
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in ("topology.workers", "topology.context_parallel") and value not in ("1", "auto"):
+            raise ConfigError(f"{word}: `mtrain profile sparsity` uses one worker; leave it out")
+
+
+def _of_checkpoints(
+    run: Path, words: list[str], pattern: str
+) -> tuple[list[Path], Config, list[Pattern]]:
+    """Return the checkpoints of a run in ascending order, its configuration, and the patterns.
+
+    Raises:
+        ConfigError: there is no such run, it has no checkpoint, or a setting is wrong.
+    """
+    from mtrain_cli.composition import compose
+    from mtrain_cli.config import resolved_file
+    from mtrain_cli.training import checkpoint_source
+
+    source = checkpoint_source.find_source(run)
+    saved = resolved_file.load(checkpoint_source.run_of(source) / checkpoint_source.RESOLVED)
+    alone = [
+        "topology=local",
+        "topology.workers=1",
+        f"topology.block_size={saved.topology.block_size}",
+    ]
+
+    def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
+        chosen = [] if name == saved.sparsity.pattern else [f"sparsity={name}"]
+        config = compose.resume(saved, [*alone, *others, *chosen, *keys])
+        # Results go to a folder of their own.
+        return replace(config, run=replace(config.run, dir="auto", name="auto"))
+
+    config, patterns = _compose_patterns(words, pattern, saved.sparsity.pattern, compose_with)
+    return checkpoint_source.checkpoints_of(source)[::-1], config, patterns
+
+
 def _print_tables(
     console: Console, records: list[HeadRecord], names: dict[str, str], steps: list[int]
 ) -> None:
@@ -146,10 +272,22 @@ def _print_tables(
         console.print(sparsity_table(rows, f"{names[name]}, step {step}"))
 
 
+def _print_attention(console: Console, files: AttentionFiles) -> None:
+    """Print the tables on attention."""
+    from mtrain_cli.reporting.attention_tables import attention_tables
+
+    for table in attention_tables(files):
+        console.print(table)
+
+
 def _save_measurement(
-    config: Config, words: list[str], records: list[HeadRecord], about: dict[str, Any]
+    config: Config,
+    words: list[str],
+    records: list[HeadRecord],
+    about: dict[str, Any],
+    files: AttentionFiles,
 ) -> Path:
-    """Save the records as a folder in measurements/ and return it."""
+    """Save the results as a folder in measurements/ and return it."""
     from mtrain_cli.launch import run_dir
     from mtrain_cli.records.record_files import HEAD_ROWS, SPARSITY, write_summary
 
@@ -165,6 +303,7 @@ def _save_measurement(
     try:
         with writing(run.path / HEAD_ROWS):
             _write_parquet(records, run.path / HEAD_ROWS)
+            files.write(run.path)
             write_summary(run.path, {**header, **about})
     finally:
         run.release()
@@ -180,11 +319,34 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
         ConfigError: a pattern does not exist, or no pattern has a key.
     """
     from mtrain_cli.composition.compose import compose
+
+    def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
+        return compose([*others, f"sparsity={name}", "topology.workers=1", *keys])
+
+    return _compose_patterns(overrides, names, "dense", compose_with)
+
+
+def _compose_patterns(
+    overrides: list[str],
+    names: str,
+    default: str,
+    compose_with: Callable[[str, list[str], list[str]], Config],
+) -> tuple[Config, list[Pattern]]:
+    """Return the configuration of the model's own attention, and the patterns to measure.
+
+    Args:
+        default: the pattern of the model's own attention, if the user gives none.
+        compose_with: composes the configuration with a pattern, the settings of the pattern, and
+            the other settings.
+
+    Raises:
+        ConfigError: a pattern does not exist, or no pattern has a key.
+    """
     from mtrain_cli.config.pattern_settings import PATTERNS
 
     wanted = parse_names("--pattern", names, [name for name in PATTERNS if name != "dense"])
     trained = next(
-        (w.removeprefix("sparsity=") for w in overrides if w.startswith("sparsity=")), "dense"
+        (w.removeprefix("sparsity=") for w in overrides if w.startswith("sparsity=")), default
     )
     keys = [word for word in overrides if word.startswith("sparsity.")]
     others = ("sparsity.", "topology.workers=", "sparsity=")
@@ -196,11 +358,7 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
                 "with as sparsity=NAME"
             )
     require_known_keys(keys, [*wanted, trained], wanted)
-
-    def compose_with(name: str) -> Config:
-        return compose([*rest, f"sparsity={name}", "topology.workers=1", *keys_for(name, keys)])
-
-    configs = [compose_with(name) for name in wanted]
+    configs = [compose_with(name, keys_for(name, keys), rest) for name in wanted]
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.sparsity.pattern_registry import make_pattern
 
@@ -209,7 +367,7 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
         built = make_pattern(config.sparsity, config.seed)
         assert built is not None
         patterns.append(built)
-    return compose_with(trained), patterns
+    return compose_with(trained, keys_for(trained, keys), rest), patterns
 
 
 def _is_sparsity_file(out: Path) -> bool:

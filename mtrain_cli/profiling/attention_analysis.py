@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,24 +95,32 @@ class AttentionAnalyzer:
             return
         group, length = q.shape[2] // k.shape[2], masked.masks[0].length
         first = masked.tables.first[0, :length]
-        # Copies of single heads, which stay until the backward pass; the whole tensors need not.
+
+        def of_head(t: torch.Tensor, head: int) -> torch.Tensor:
+            # A copy, so that the whole tensor need not stay until the backward pass.
+            return t.detach()[0, :length, head].clone()
+
         inputs = {
-            head: tuple(
-                t.detach()[0, :length, at].clone()
-                for t, at in ((q, head), (k, head // group), (v, head // group))
-            )
+            head: (of_head(q, head), of_head(k, head // group), of_head(v, head // group))
             for head in heads
         }
 
         def make_maps(dout: torch.Tensor) -> None:
             for head in heads:
-                mine = dout[0, :length, head]
-                found = attention_map(*inputs[head], mine, first, self.request.cells)
-                arrays = (t.float().cpu().numpy() for t in (found.attention, found.gradient))
+                q_head, k_head, v_head = inputs[head]
+                mine, cells = dout[0, :length, head], self.request.cells
+                found = attention_map(q_head, k_head, v_head, mine, first, cells)
                 self.files.maps.append(
-                    HeadMap(**dataclasses.asdict(place), head=head, width=found.width,
-                            **dict(zip(("attention", "gradient"), arrays, strict=True)))
-                )  # fmt: skip
+                    HeadMap(
+                        step=place.step,
+                        sample=place.sample,
+                        layer=place.layer,
+                        head=head,
+                        width=found.width,
+                        attention=found.attention.float().cpu().numpy(),
+                        gradient=found.gradient.float().cpu().numpy(),
+                    )
+                )
 
         out.register_hook(make_maps)
 
@@ -146,12 +153,6 @@ def _rope_rows(analysis: RopeAnalysis, place: Place) -> list[RopeRow]:
     pairs = analysis.pairs.cpu().numpy()
     there = int(np.flatnonzero(pairs)[-1]) + 1  # distances with pairs come first
     starts = np.unique(np.geomspace(1, there + 1, _BINS + 1).astype(int))[:-1] - 1
-    shares = analysis.shares
-    numbers: dict[str, Any] = {
-        "r2": analysis.r2,
-        **{name: getattr(shares, name) for name in ("slash", "vertical", "both", "rest")},
-    }
-    numbers = {name: values.tolist() for name, values in numbers.items()}
     weights = pairs[:there]
     totals = np.add.reduceat(weights, starts)
     curves = {
@@ -160,16 +161,30 @@ def _rope_rows(analysis: RopeAnalysis, place: Place) -> list[RopeRow]:
         ).tolist()
         for name, values in (("measured", analysis.measured), ("predicted", analysis.predicted))
     }
-    return [
-        RopeRow(
-            **dataclasses.asdict(place),
-            head=head,
-            **{name: _number(values[head]) for name, values in numbers.items()},
-            distances=starts.tolist(),
-            **{name: values[head] for name, values in curves.items()},
+    shares = analysis.shares
+    numbers = torch.stack(
+        [analysis.r2, shares.slash, shares.vertical, shares.both, shares.rest], -1
+    ).tolist()
+    rows = []
+    for head, values in enumerate(numbers):
+        r2, slash, vertical, both, rest = map(_number, values)
+        rows.append(
+            RopeRow(
+                step=place.step,
+                sample=place.sample,
+                layer=place.layer,
+                head=head,
+                r2=r2,
+                slash=slash,
+                vertical=vertical,
+                both=both,
+                rest=rest,
+                distances=starts.tolist(),
+                measured=curves["measured"][head],
+                predicted=curves["predicted"][head],
+            )
         )
-        for head in range(len(analysis.measured))
-    ]
+    return rows
 
 
 def _number(value: float) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict
@@ -175,7 +176,7 @@ def _inputs(trainer: Trainer, samples: int) -> list[Sample]:
     return held_out[:samples] or [data[index] for index in range(samples)]
 
 
-def _load(trainer: Trainer, step: int, weights: dict[str, torch.Tensor]) -> None:
+def _load(trainer: Trainer, step: int, weights: dict[str, Any]) -> None:
     options = state_dict.StateDictOptions(full_state_dict=True)
     try:
         state_dict.set_model_state_dict(trainer.states.masters, weights, options=options)

@@ -173,9 +173,7 @@ class Measurement(Callback):
         assert self._step is not None
         return Place(self._step, self._sample, layer)
 
-    def _masked_of(
-        self, pattern: Pattern, batch: Batch, device: torch.device
-    ) -> MaskedPositions:
+    def _masked_of(self, pattern: Pattern, batch: Batch, device: torch.device) -> MaskedPositions:
         request = pattern.request()
         if request not in self._masked:
             masked = MaskedPositions.make(batch.masks[:1], request.block, bitmap=request.bitmap)
@@ -202,9 +200,7 @@ class Measurement(Callback):
             self._keep(place, largest, indices)
 
 
-def sampled_rows(
-    patterns: Sequence[Pattern], length: int, seed: int, rows: int
-) -> IntArray:
+def sampled_rows(patterns: Sequence[Pattern], length: int, seed: int, rows: int) -> IntArray:
     """Sample queries that no pattern probes. Return their positions in ascending order."""
     free = np.ones(length, bool)
     for pattern in patterns:

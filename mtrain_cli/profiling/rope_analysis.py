@@ -111,7 +111,11 @@ def determination(
     pairs: [distances], weight of each distance. Distances without pairs do not count.
     """
     there = pairs > 0
-    weights, measured, predicted = pairs[there].double(), measured[..., there], predicted[..., there]
+    weights, measured, predicted = (
+        pairs[there].double(),
+        measured[..., there],
+        predicted[..., there],
+    )
     mean = (weights * measured).sum(-1, keepdim=True) / weights.sum()
     error = (weights * (measured - predicted).square()).sum(-1)
     varies = (weights * (measured - mean).square()).sum(-1)

@@ -140,7 +140,7 @@ class AttentionFiles:
                 table.to_parquet(folder / f"{name}.parquet")
         if self.maps:
             with replacing(folder / MAPS) as draft, draft.open("wb") as file:
-                np.savez_compressed(file, **_arrays(self.maps))
+                np.savez_compressed(file, allow_pickle=False, **_arrays(self.maps))
 
 
 def read_attention_files(folder: Path) -> AttentionFiles:
@@ -194,7 +194,7 @@ def _fits(row: dict[str, Any]) -> bool:
 
 def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with None for numbers that are missing: pandas writes None as NaN."""
-    return {n: None if n in _NUMBERS and v != v else v for n, v in row.items()}  # noqa: PLR0124
+    return {n: None if n in _NUMBERS and v != v else v for n, v in row.items()}
 
 
 def _arrays(maps: Sequence[HeadMap]) -> dict[str, Array]:

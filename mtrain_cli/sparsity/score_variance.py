@@ -40,7 +40,7 @@ class SeenPairs:
         return self.keys_at_distance(torch.ones_like(self.last))
 
     def keys_at_distance(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a value of each key over the pairs at each distance, [..., tokens] to [..., tokens].
+        """Sum a value of each key over the pairs at each distance, [..., keys] to [..., distances].
 
         A key has pairs at the distances below `by_key`.
         """
@@ -49,8 +49,7 @@ class SeenPairs:
         return sums.flip(-1).cumsum(-1).flip(-1)[..., 1:]
 
     def distances_of_key(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a value of each distance over the pairs of each key, [..., tokens] to [..., tokens].
-        """
+        """Sum a value of each distance over the pairs of each key, [..., distances] to [..., keys]."""
         sums = torch.nn.functional.pad(values.cumsum(-1), (1, 0))
         return sums[..., self.by_key]
 
