@@ -252,9 +252,11 @@ def _of_checkpoints(
 
     def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
         chosen = [] if name == saved.sparsity.pattern else [f"sparsity={name}"]
+        # Results go to a folder of their own, so the run's own folder does not matter.
+        of_run = [word for word in others if word.startswith(("run.", "run="))]
+        others = [word for word in others if word not in of_run]
         config = compose.resume(saved, [*alone, *others, *chosen, *keys])
-        # Results go to a folder of their own.
-        return replace(config, run=replace(config.run, dir="auto", name="auto"))
+        return replace(config, run=compose.compose(of_run).run)
 
     config, patterns = _compose_patterns(words, pattern, saved.sparsity.pattern, compose_with)
     return checkpoint_source.checkpoints_of(source)[::-1], config, patterns
@@ -275,9 +277,10 @@ def _print_tables(
 def _print_attention(console: Console, files: AttentionFiles) -> None:
     """Print the tables on attention."""
     from mtrain_cli.reporting.attention_tables import attention_tables
+    from mtrain_cli.reporting.terminal_width import print_table
 
     for table in attention_tables(files):
-        console.print(table)
+        print_table(console, table)
 
 
 def _save_measurement(

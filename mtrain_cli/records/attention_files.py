@@ -143,6 +143,11 @@ class AttentionFiles:
                 np.savez_compressed(file, allow_pickle=False, **_arrays(self.maps))
 
 
+def without_lists(row: TopKeyRow | OverlapRow | RopeRow) -> dict[str, Any]:
+    """Return the fields of a row that are not lists."""
+    return {name: value for name, value in vars(row).items() if name not in _LISTS}
+
+
 def read_attention_files(folder: Path) -> AttentionFiles:
     """Read the files that the folder has.
 

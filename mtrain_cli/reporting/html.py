@@ -14,7 +14,7 @@ from mtrain_cli import __version__, resource_dir
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.reporting import elements, mask_svg, tables
+from mtrain_cli.reporting import attention_tables, elements, mask_svg, tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.figures import figures
 from mtrain_cli.reporting.report_source import RESOLVED, ReportSource, labelled_cases
@@ -39,6 +39,7 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         _trained(sources),
         _recorded_steps(sources),
         _sparsity(sources),
+        *map(_attention, sources),
         *map(_steps, sources),
         _summary(sources),
         _compared(sources),
@@ -236,6 +237,18 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
         "mask: computed share of the pairs inside documents."
     )
     return elements.section("Patterns", elements.table(heads, rows), note)
+
+
+def _attention(source: ReportSource) -> str:
+    """Return what `mtrain profile sparsity` found about attention itself, a section per table."""
+    return "".join(
+        elements.section(
+            f"{table.title}: {source.name}",
+            elements.table(table.heads, table.rows, range(table.words)),
+            f"{table.note[:1].upper()}{table.note[1:]}.",
+        )
+        for table in attention_tables.tables(source.attention)
+    )
 
 
 def _steps(source: ReportSource) -> str:

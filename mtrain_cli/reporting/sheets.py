@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, PassAnalysis
+from mtrain_cli.records.attention_files import without_lists
 from mtrain_cli.reporting.comparison import comparison
 from mtrain_cli.reporting.report_source import ReportSource
 
@@ -77,6 +78,13 @@ def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
             for metrics in source.metrics
         ],
         "positions": [row for source in sources for row in _positions(source)],
+        "top_keys": [
+            row for source in sources for row in _numbers(source, source.attention.top_keys)
+        ],
+        "overlap": [
+            row for source in sources for row in _numbers(source, source.attention.overlap)
+        ],
+        "rope": [row for source in sources for row in _numbers(source, source.attention.rope)],
         "compare": _compare(sources),
     }
     return [Sheet(name, mine) for name, mine in rows.items() if mine]
@@ -158,6 +166,12 @@ def _positions(source: ReportSource) -> Iterator[Row]:
             names = {"run": source.name, "step": e.step, "attention": e.attention}
             span = {"begin": bucket.begin, "end": bucket.end}
             yield {**names, **span, "tokens": bucket.tokens, "loss": bucket.loss}
+
+
+def _numbers(source: ReportSource, rows: Sequence[Any]) -> Iterator[Row]:
+    """Yield the rows of a table on attention, without lists."""
+    for row in rows:
+        yield {"run": source.name, **without_lists(row)}
 
 
 def _compare(sources: Sequence[ReportSource]) -> list[Row]:

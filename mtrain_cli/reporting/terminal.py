@@ -11,6 +11,7 @@ from rich.padding import Padding
 
 from mtrain_cli.console import Console
 from mtrain_cli.reporting import comparison, tables, training_tables
+from mtrain_cli.reporting.attention_tables import attention_tables
 from mtrain_cli.reporting.program_figure import program_table
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.step_tables import show_step, side_by_side
@@ -70,6 +71,8 @@ def _show_source(console: Console, source: ReportSource) -> None:
             say(console, f"impossible: {reason}", style="dim")
     if source.sparsity:
         show_sparsity(console, source.sparsity)
+    for table in attention_tables(source.attention):
+        print_table(console, table)
 
 
 def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:

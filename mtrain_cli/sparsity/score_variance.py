@@ -49,7 +49,7 @@ class SeenPairs:
         return sums.flip(-1).cumsum(-1).flip(-1)[..., 1:]
 
     def distances_of_key(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a value of each distance over the pairs of each key, [..., distances] to [..., keys]."""
+        """Sum a value of each distance over the pairs of each key, [..., tokens]."""
         sums = torch.nn.functional.pad(values.cumsum(-1), (1, 0))
         return sums[..., self.by_key]
 
