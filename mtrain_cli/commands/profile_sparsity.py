@@ -132,6 +132,7 @@ def sparsity(
         records = measured.training(steps or 2, every or 0)
     else:
         records = measured.checkpoints(source, samples or 1)
+    analyzer.files.sort()
     names = {p.name: display_name(p) for p in patterns}
     done = sorted({record.step for record in records})
     _print_tables(console, records, names, done)

@@ -130,6 +130,10 @@ class AttentionFiles:
     def __bool__(self) -> bool:
         return bool(self.top_keys or self.overlap or self.rope or self.maps)
 
+    def sort(self) -> None:
+        """Sort the maps, which backward passes make from the last layer to the first."""
+        self.maps.sort(key=lambda m: (m.step, m.sample, m.layer, m.head))
+
     def write(self, folder: Path) -> None:
         """Write the files that have content."""
         import pandas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.records.attention_files import AttentionFiles, HeadMap, RopeRow
-from mtrain_cli.reporting import plots
+from mtrain_cli.records.attention_files import MAPS, AttentionFiles, HeadMap, RopeRow
+from mtrain_cli.reporting import attention_tables, plots
 from mtrain_cli.reporting.attention_tables import mean, overlap_label
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace, axis, layout
 from mtrain_cli.reporting.tables import fold
 
 _MAP_NUMBERS = 250_000  # most cells in all maps of a page together
 _HEATS = 24  # most heat maps, or curves of heads, of one kind
-_DECADES = 5  # of a map's color scale
+_MAPS = 12  # most maps
+_DARKEST, _LIGHTEST = 0.995, 0.01  # shares of a map's cells below the ends of its color scale
+_SMALLEST, _LOG_3 = 1e-30, math.log10(3)
 _TICKS = 5  # most labels along a side of a map
 Named = Sequence[tuple[str, AttentionFiles]]  # (name of a run, its results)
 
@@ -113,6 +116,7 @@ def _heat(
     values: dict[tuple[int, int], float | None], x: str, y: str, unit: str, digits: str = ".2%"
 ) -> tuple[list[Trace], dict[str, Any]]:
     """Return a heat map. values: {(y, x): value}; None leaves a cell empty."""
+    most = max((value for value in values.values() if value is not None), default=0.0)
     ys, xs = (sorted({place[at] for place in values}) for at in (0, 1))
     trace = plots.heat(
         plots.numbers([[values.get((row, column)) for column in xs] for row in ys]),
@@ -120,7 +124,7 @@ def _heat(
         [str(row) for row in ys],
         unit,
         f"{y} %{{y}}, {x} %{{x}}: %{{z:{digits}}}",
-        zmax=1,
+        zmax=most if most > 0 else 1.0,
     )
     shape = layout(
         200 + 20 * min(40, len(ys)),
@@ -199,6 +203,11 @@ def _overlap_lines(files: AttentionFiles, run: str) -> Iterator[FigureView]:
 def maps_figure(named: Named) -> Figure:
     """Draw |A| beside |dL/dS| of each map (MTraining, figures 2c and 2d)."""
     maps = [(name, each) for name, files in named for each in files.maps]
+    left_out = len(maps) > _MAPS
+    if left_out:
+        ends = {name: attention_tables.first_and_last(files.maps) for name, files in named}
+        maps = [(n, each) for n, each in maps if each.sample == 0 and each.step in ends[n]]
+        maps = plots.evenly(maps, _MAPS)
     # Half of the cells are above the diagonal and take almost no space.
     side = max(32, int((_MAP_NUMBERS / max(1, len(maps))) ** 0.5))
     views, shrank = [], False
@@ -207,12 +216,14 @@ def maps_figure(named: Named) -> Figure:
         shrank |= folded
         views.append(FigureView((name, each.label), data, shape))
     note = (
-        "Mean over the pairs of each cell that the mask allows. Logarithmic colors over "
-        f"{_DECADES} decades below the largest cell; smaller values take the lightest color. S: "
-        "scores divided by sqrt(head_dim)."
+        "Mean over the pairs of each cell that the mask allows. Colors are logarithmic and do not "
+        f"tell the smallest {_LIGHTEST:.0%} and the largest {1 - _DARKEST:.1%} of the cells apart. "
+        "S: scores divided by sqrt(head_dim)."
     )
     if shrank:
         note += f" Maps shrink to {side} x {side} cells, each the maximum of its group."
+    if left_out:
+        note += f" At most {_MAPS} maps, of the first and the last step; {MAPS} has all."
     return Figure("maps", "Attention and its gradient", ("run", "map"), views, note)
 
 
@@ -223,9 +234,9 @@ def _map(each: HeadMap, side: int) -> tuple[list[Trace], dict[str, Any], bool]:
         z, folded = fold(np.where(np.isnan(values), -np.inf, values), side)
         shrank |= folded
         width = each.width * -(-len(values) // len(z))
-        top = _exponent(float(z.max()))
-        with np.errstate(divide="ignore"):
-            logs = np.where(z >= 0, np.log10(np.maximum(z, 10.0 ** (top - _DECADES))), np.nan)
+        logs = np.where(z > 0, np.log10(np.maximum(z, _SMALLEST)), np.nan)
+        low, high = _scale(logs)
+        powers = list(range(math.floor(low), math.ceil(high) + 1))
         starts = [width * number for number in range(len(z))]
         number = at + 1
         data.append(
@@ -235,15 +246,15 @@ def _map(each: HeadMap, side: int) -> tuple[list[Trace], dict[str, Any], bool]:
                 starts,
                 title,
                 f"query %{{y}}, key %{{x}}: {title} = 10^%{{z}}",
-                zmin=top - _DECADES,
-                zmax=top,
+                zmin=low,
+                zmax=high,
                 xaxis=f"x{number}" if at else "x",
                 yaxis=f"y{number}" if at else "y",
                 colorbar={
                     "thickness": 12,
                     "x": 0.45 + 0.55 * at,
-                    "tickvals": list(range(top - _DECADES, top + 1)),
-                    "ticktext": [f"1e{power}" for power in range(top - _DECADES, top + 1)],
+                    "tickvals": [power + half for power in powers for half in (0, _LOG_3)],
+                    "ticktext": [f"{lead}e{power}" for power in powers for lead in (1, 3)],
                 },
             )
         )
@@ -268,9 +279,13 @@ def _map(each: HeadMap, side: int) -> tuple[list[Trace], dict[str, Any], bool]:
     return data, shape, shrank
 
 
-def _exponent(value: float) -> int:
-    """Return the power of ten at or above a value; 0 for values that are not above 0."""
-    return int(np.ceil(np.log10(value))) if value > 0 else 0
+def _scale(logs: np.ndarray) -> tuple[float, float]:
+    """Return the ends of the color scale of a map. logs: base-10 logarithms; NaN for no value."""
+    known = logs[np.isfinite(logs)]
+    if not len(known):
+        return -1.0, 0.0
+    low, high = (float(np.quantile(known, share)) for share in (_LIGHTEST, _DARKEST))
+    return low, max(high, low + 0.1)
 
 
 def _ticks(tokens: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _by_layer(
     ]
 
 
-def _ends(rows: Sequence[Any]) -> list[int]:
+def first_and_last(rows: Sequence[Any]) -> list[int]:
     """Return the first and the last step of the rows."""
     steps = sorted({row.step for row in rows})
     return sorted({*steps[:1], *steps[-1:]})
@@ -91,7 +91,7 @@ def _top_keys(files: AttentionFiles) -> AttentionTable:
 
     cells = [
         cells
-        for step in _ends(rows)
+        for step in first_and_last(rows)
         for cells in _by_layer(
             [row for row in rows if row.step == step], [column(k) for k in counts], step
         )
@@ -140,9 +140,11 @@ def _overlap(files: AttentionFiles) -> AttentionTable:
 
 
 def _maps(files: AttentionFiles) -> AttentionTable:
+    steps = first_and_last(files.maps)
     cells = [
         [m.label, *(_share(_near_share(m, name)) for name in ("attention", "gradient")), _alike(m)]
         for m in files.maps
+        if m.step in steps
     ]
     return AttentionTable(
         "Maps of attention and its gradient",
@@ -181,7 +183,7 @@ def _rope(files: AttentionFiles) -> AttentionTable:
 
     cells = [
         cells
-        for step in _ends(files.rope)
+        for step in first_and_last(files.rope)
         for cells in _by_layer(
             [row for row in files.rope if row.step == step], [column(n) for n in names], step
         )
