@@ -3,6 +3,7 @@
 Without a GPU, Triton kernels run in Triton's interpreter.
 """
 
+import contextlib
 import os
 import signal
 
@@ -16,6 +17,9 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Triton reads the variable when its functions are defined, and some tests remove the variable.
+    with contextlib.suppress(ImportError):
+        import triton  # noqa: F401
     # Create no kernel cache next to the tests' temporary folders.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,8 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Called by a library, by name, or by the shell; or part of a contract that a library prescribes.
 CALLED_FROM_OUTSIDE = {
+    "mtrain_cli/api.py": "Python code of users",
     "mtrain_cli/commands": "commands that Typer registers",
     "mtrain_cli/composition/yaml_groups.py": "Hydra's search path plugin",
+    "mtrain_cli/evaluation/depth_grid.py": "the Python interface of docs/evaluation.md",
+    "mtrain_cli/evaluation/ruler.py": "the Python interface of docs/evaluation.md",
+    "mtrain_cli/evaluation/samples.py": "the Python interface of docs/evaluation.md",
     "mtrain_cli/launch/agent.py": "torch's elastic agent",
     "mtrain_cli/launch/rendezvous.py": "torch's rendezvous",
     "mtrain_cli/launch/safe_pickle.py": "pickle",
@@ -26,6 +31,12 @@ def test_no_files_import_each_other_in_a_circle():
     graph = grimp.build_graph("mtrain_cli", exclude_type_checking_imports=True, cache_dir=None)
     imports = {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules
+
+
+def test_no_test_files_share_a_name():
+    # pytest would refuse the second, and a spawned process would import the first.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_packages_import_downward_only():

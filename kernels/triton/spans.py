@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from mtrain_cli.kernels.triton.sparse.arguments import Tile, strides
-from mtrain_cli.kernels.triton.sparse.device import LN2, LOG2E
+from mtrain_cli.kernels.triton.sparse.device import LN2, LOG2E, load_rows
 from mtrain_cli.kernels.triton.sparse.key_gradient import key_gradient
 from mtrain_cli.kernels.triton.sparse.output import attend
 from mtrain_cli.kernels.triton.sparse.query_gradient import query_gradient
@@ -104,16 +104,8 @@ def _forward(
     for t in range(tl.load(PARTIAL_COUNT + row) * SUB):
         block = tl.load(PARTIAL + row * width + t // SUB)
         slots = block * BLOCK + (t % SUB) * BLOCK_N + offsets
-        k = tl.load(
-            k_base + slots[:, None].to(tl.int64) * stride_kn,
-            mask=(slots < keys)[:, None],
-            other=0.0,
-        )
-        v = tl.load(
-            v_base + slots[:, None].to(tl.int64) * stride_vn,
-            mask=(slots < keys)[:, None],
-            other=0.0,
-        )
+        k = load_rows(k_base, slots, stride_kn, keys)
+        v = load_rows(v_base, slots, stride_vn, keys)
         hidden = _hidden(
             LOW + bounds, HIGH + bounds, rows[:, None], slots[None, :], queries, INTERVALS
         )
@@ -177,16 +169,8 @@ def _backward_queries(
     for t in range(tl.load(PARTIAL_COUNT + row) * SUB):
         block = tl.load(PARTIAL + row * width + t // SUB)
         slots = block * BLOCK + (t % SUB) * BLOCK_N + offsets
-        k = tl.load(
-            k_base + slots[:, None].to(tl.int64) * stride_kn,
-            mask=(slots < keys)[:, None],
-            other=0.0,
-        )
-        v = tl.load(
-            v_base + slots[:, None].to(tl.int64) * stride_vn,
-            mask=(slots < keys)[:, None],
-            other=0.0,
-        )
+        k = load_rows(k_base, slots, stride_kn, keys)
+        v = load_rows(v_base, slots, stride_vn, keys)
         hidden = _hidden(
             LOW + bounds, HIGH + bounds, rows[:, None], slots[None, :], queries, INTERVALS
         )
@@ -249,12 +233,8 @@ def _backward_keys(
             block = tl.load(PARTIAL + row * width + t // SUB)
             rows = block * BLOCK + (t % SUB) * BLOCK_M + offsets
             valid = rows < queries
-            q = tl.load(
-                q_base + rows[:, None].to(tl.int64) * stride_qn, mask=valid[:, None], other=0.0
-            )
-            do = tl.load(
-                do_base + rows[:, None].to(tl.int64) * stride_dn, mask=valid[:, None], other=0.0
-            )
+            q = load_rows(q_base, rows, stride_qn, queries)
+            do = load_rows(do_base, rows, stride_dn, queries)
             lse = tl.load(LSE + bh * queries + rows, mask=valid, other=float("-inf"))
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + bh * queries + rows, mask=valid, other=0.0)

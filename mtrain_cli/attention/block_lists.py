@@ -104,6 +104,16 @@ def lists_of_spans(
     return lists
 
 
+def mask_list_bytes(sequences: int, queries: int, keys: int, block: int) -> int:
+    """Return the size of the result of `lists_of_spans` in bytes.
+
+    queries, keys: number of queries and of keys of a sequence.
+    """
+    rows, columns = -(-queries // block), -(-keys // block)
+    entries = rows * max(2, columns) + columns * max(2, rows)
+    return 4 * sequences * 2 * (entries + rows + columns)  # int32; partial and full
+
+
 def block_flags(
     low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,3 +45,12 @@ def _scores(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scale: float) 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1))
+
+
+def per_query_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and v in float64, [batch, heads, tokens, head_dim], KV repeated per head of q."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
+    return q.double().transpose(1, 2), k, v

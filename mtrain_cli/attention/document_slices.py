@@ -22,8 +22,8 @@ def cut_slices(slices: IntArray, start: int, stop: int) -> IntArray:
     """Return the slices of the part of a document from token ``start`` to ``stop`` - 1.
 
     The result counts tokens from ``start``. It allows the same pairs as ``slices`` between tokens
-    of the part. A cut can split a slice into three: where a bound of its rows meets an end of the
-    part, the bound no longer moves from row to row.
+    of the part. A cut can split a slice into three: the rows before a moving bound enters the part,
+    the rows where it moves inside, and the rows after it leaves.
     """
     q_start, q_stop, k_start, k_stop, kind = slices.T
     inverse, causal = kind >> 1, kind & 1

@@ -15,7 +15,9 @@ from typing import Protocol
 
 import torch
 
-from mtrain_cli.attention.partials import merge
+from mtrain_cli.attention import definition
+from mtrain_cli.attention.definition import per_query_head
+from mtrain_cli.attention.partials import accumulation_dtype, merge
 from mtrain_cli.attention.shared_columns import SharedColumns, columns_backward, columns_forward
 from mtrain_cli.attention.tiles import Tiles
 
@@ -145,6 +147,29 @@ class Kernel(Protocol):
         """
         ...
 
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        used: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse of one query per sequence over the first keys of a cache.
+
+        On a GPU, the call neither waits for the GPU nor reads ``used`` on the host, so a CUDA graph
+        can contain it.
+
+        Args:
+            q: [batch, 1, heads, head_dim].
+            k, v: the cache, [batch, capacity, kv_heads, head_dim].
+            used: number of keys that each query sees, int32 [batch], on the device of q.
+
+        Returns:
+            out, with the shape of q, in the accumulation dtype or the dtype of q; lse.
+        """
+        ...
+
 
 class TorchOnly:
     """The `missing_package` of a `Kernel` that needs no package except PyTorch."""
@@ -154,9 +179,18 @@ class TorchOnly:
 
 
 class DefinitionColumns(TorchOnly):
-    """Methods of a `Kernel` for gathered columns, by attention's definition: slow but exact."""
+    """Methods of a `Kernel` for gathered columns and a cache, by attention's definition.
+
+    They are slow but exact.
+    """
 
     skips = False
+
+    def decode(self, q, k, v, used, scale):
+        slots = torch.arange(k.shape[1], device=q.device)
+        seen = (slots < used[:, None])[:, None, None, :]
+        out, lse = definition.forward(*per_query_head(q, k, v), seen, scale)
+        return out.transpose(1, 2).to(q.dtype), lse.to(accumulation_dtype(q.dtype))
 
     def forward_columns(self, q, packed, columns, scale, partial):
         out, lse = columns_forward(q, packed, columns, scale)

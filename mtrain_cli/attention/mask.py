@@ -232,6 +232,8 @@ class SequenceMask:
 
     def repadded(self, padded: int) -> SequenceMask:
         """Return this mask with the sequence padded to ``padded`` positions instead."""
+        if padded == self.padded:
+            return self
         bounds = np.zeros((2, self.intervals, padded), np.int64)
         bounds[:, :, : self.length] = (self.low[:, : self.length], self.high[:, : self.length])
         return SequenceMask(bounds[0], bounds[1], self.length)
@@ -326,7 +328,7 @@ def _rows(table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def _one_interval(table: IntArray, padded: int) -> tuple[IntArray, IntArray]:
-    """Return low and high, [1, padded] each, of slices of which no two share a row.
+    """Return low and high, [1, padded] each, of slices that share no row.
 
     Much faster than `_rows`, which matters for sequences of millions of tokens.
     """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,30 @@ from numpy.typing import NDArray
 from mtrain_cli.attention.mask import IntArray, SequenceMask, document_starts
 from mtrain_cli.attention.named_masks import slices_of
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config
+
+
+class FullLayers(NamedTuple):
+    """The layers that see all earlier tokens, in a model whose other layers have another mask.
+
+    masks: one per sequence of a batch.
+    layers: numbers of these layers.
+    of: number of all layers of the model.
+    """
+
+    masks: Sequence[SequenceMask]
+    layers: frozenset[int]
+    of: int
+
+    def kinds(
+        self, others: Sequence[SequenceMask]
+    ) -> tuple[tuple[Sequence[SequenceMask], int], ...]:
+        """Return the masks of each kind of layer, and the number of these layers in the model.
+
+        others: the masks of the other layers, which come first.
+        """
+        full = len(self.layers)
+        return (others, self.of - full), (self.masks, full)
 
 
 @dataclass(frozen=True)
@@ -30,20 +55,6 @@ class MaskRule:
     @staticmethod
     def of(config: Config) -> MaskRule:
         return MaskRule(config.data.document_mask, config.mask)
-
-    @staticmethod
-    def of_all_layers(config: Config) -> MaskRule:
-        """Return the rule of a run whose layers all have the same mask.
-
-        Raises:
-            ConfigError: the layers have different masks.
-        """
-        if config.mask.full_every:
-            raise ConfigError(
-                f"mask.full_every={config.mask.full_every}: this command takes one mask for all "
-                "layers; give mask.full_every=0, or mask=causal for the full layers"
-            )
-        return MaskRule.of(config)
 
     def by_layers(self, layers: int) -> tuple[tuple[MaskRule, int], ...]:
         """Return each rule that some layers follow, with their number, for a model of ``layers``.

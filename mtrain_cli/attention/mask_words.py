@@ -18,6 +18,7 @@ from mtrain_cli.attention.tiles import Tiles
 
 BLOCK = 128
 _WORDS = 4  # of a row of a block: one per thread of the four that share a row on Hopper
+_BYTES_OF_PAIR = 2 * BLOCK * _WORDS * 4  # of a partial pair of blocks: of queries and of keys
 _MOST_BYTES = 512 << 20
 _AT_ONCE = 512  # numbers whose words are transposed at once, which takes 64 KiB each
 
@@ -44,9 +45,22 @@ def mask_words(tiles: Tiles) -> MaskWords | None:
     """
     if "words" not in tiles.cache:
         most = sum(most_partial_blocks(spans) for spans in tiles.spans)
-        fits = 2 * most * BLOCK * _WORDS * 4 <= _MOST_BYTES
-        tiles.cache["words"] = _make_words(tiles, max(1, most)) if fits else None
+        tiles.cache["words"] = _make_words(tiles, max(1, most)) if _fit(most) else None
     return tiles.cache["words"]
+
+
+def word_bytes(sequences: int, queries: int, keys: int, most: int) -> int:
+    """Return the size of the result of `mask_words` in bytes; 0 without a result.
+
+    queries, keys: number of queries and of keys of a sequence.
+    most: sum of `most_partial_blocks` over the sequences.
+    """
+    ids = 4 * sequences * -(-queries // BLOCK) * max(2, -(-keys // BLOCK))
+    return ids + max(1, most) * _BYTES_OF_PAIR if _fit(most) else 0
+
+
+def _fit(most: int) -> bool:
+    return most * _BYTES_OF_PAIR <= _MOST_BYTES
 
 
 def word_and_bit(offset: IntArray | int) -> tuple[IntArray | int, IntArray | int]:

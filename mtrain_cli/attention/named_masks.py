@@ -113,7 +113,7 @@ def video(
 
 
 def _along_rows(queries: IntArray, keys: IntArray, across: int, width: int) -> list[IntArray]:
-    """Return the slices between rows of ``width`` tokens, of which each query sees ``across``.
+    """Return the slices between rows of ``width`` tokens; each query sees ``across`` keys of a row.
 
     queries, keys: where each row of queries and its row of keys start.
     """

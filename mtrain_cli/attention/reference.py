@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtrain_cli.attention import definition
+from mtrain_cli.attention.definition import per_query_head
 from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
@@ -25,7 +26,7 @@ class ReferenceKernel(DefinitionColumns):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = definition.forward(*_per_query_head(q, k, v), tiles.seen(), scale)
+        out, lse = definition.forward(*per_query_head(q, k, v), tiles.seen(), scale)
         return out.transpose(1, 2).to(q.dtype), lse.to(accumulation_dtype(q.dtype))
 
     def backward(
@@ -46,16 +47,7 @@ class ReferenceKernel(DefinitionColumns):
             delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
         dout = dout.double().transpose(1, 2)
         dq, dk, dv = definition.backward(
-            dout, *_per_query_head(q, k, v), lse.double(), delta.double(), tiles.seen(), scale
+            dout, *per_query_head(q, k, v), lse.double(), delta.double(), tiles.seen(), scale
         )
         dk, dv = (t.unflatten(1, (-1, group)).sum(2).transpose(1, 2) for t in (dk, dv))
         return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _per_query_head(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v in float64, [batch, heads, tokens, head_dim], KV repeated per head of q."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
-    return q.double().transpose(1, 2), k, v

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from mtrain_cli.attention.decode import decode_on_gpu
 from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest
 from mtrain_cli.attention.mask import SliceKind
 from mtrain_cli.attention.partials import accumulation_dtype, merge
@@ -69,6 +70,24 @@ class SdpaKernel(DefinitionColumns):
         if not _on_gpu(q) and tiles.index is None:
             # For a row that sees no key, the CPU kernel returns lse 0.
             lse.masked_fill_((tiles.low >= tiles.high).all(1)[:, None], float("-inf"))
+        return out, lse
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        used: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if _on_gpu(q):
+            return decode_on_gpu(q, k, v, used, scale)
+        batch, _, heads, _ = q.shape
+        lse = q.new_full((batch, heads, 1), -torch.inf, dtype=accumulation_dtype(q.dtype))
+        out = torch.zeros_like(q)
+        for b, keys in enumerate(used.tolist()):
+            if keys:  # for a row that sees no key, the CPU kernel returns lse 0
+                out[b], lse[b] = _cpu_forward(q[b], k[b, :keys], v[b, :keys], False, scale)
         return out, lse
 
     def backward(

@@ -11,6 +11,7 @@ import torch
 
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import mask_lists, set_indices
+from mtrain_cli.attention.decode import decode_on_gpu
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.mask_tables import BlockGeometry
@@ -29,9 +30,12 @@ _DENSE_BLOCK, _DENSE_BLOCK_32 = 128, 64
 
 
 class TritonColumns:
-    """Methods of a `Kernel` for gathered columns, by the Triton kernels."""
+    """Methods of a `Kernel` for gathered columns and a cache, by the GPU's kernels."""
 
     skips = True
+
+    def decode(self, q, k, v, used, scale):
+        return decode_on_gpu(q, k, v, used, scale)
 
     def forward_columns(self, q, packed, columns, scale, partial):
         from mtrain_cli.kernels.triton import sparse

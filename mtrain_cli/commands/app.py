@@ -24,7 +24,10 @@ from mtrain_cli.commands import (
     checkpoint,
     config,
     data,
+    data_needles,
+    data_ruler,
     doctor,
+    generate,
     mask,
     profile,
     profile_imbalance,
@@ -47,6 +50,7 @@ from mtrain_cli.printable import printable
 
 ORDER = (
     "train",
+    "generate",
     "status",
     "profile",
     "simulate",
@@ -264,6 +268,7 @@ def mtrain(
 
 
 app.command("train")(train.train)
+app.command("generate")(generate.generate)
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.
 _PROFILES = (
@@ -281,6 +286,7 @@ app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")
+assert data_needles.app is data_ruler.app is data.app
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)

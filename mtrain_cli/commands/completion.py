@@ -73,6 +73,12 @@ def complete_measured(incomplete: str) -> list[str]:
     return sorted({folder.name for folder in folders if folder.name.startswith(incomplete)})
 
 
+def complete_models(incomplete: str) -> list[Candidate]:
+    """Complete a run as runs/NAME, or the path of a folder."""
+    runs = [(f"runs/{name}", "") for name in complete_runs("")]
+    return _or_files(runs, incomplete)
+
+
 def complete_options(incomplete: str) -> list[Candidate]:
     """Complete GROUP/NAME for every option of every group."""
     pairs = [

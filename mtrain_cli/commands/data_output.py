@@ -125,6 +125,12 @@ def _print_columns(console: Console, meta: StoreMeta) -> None:
             f"  masks in the column {meta.mask_key}: {columns.masked:,} of {total:,} "
             f"documents, at most {intervals} of keys per query"
         )
+        counts = {
+            "tokens that see no key": columns.keyless,
+            "slices without queries or keys": columns.empty_slices,
+        }
+        if shown := [f"{what}: {count:,}" for what, count in counts.items() if count]:
+            console.print(f"  {'; '.join(shown)}")
     if meta.positions_key:
         upto = f", up to {columns.largest_position:,}" if columns.positioned else ""
         console.print(

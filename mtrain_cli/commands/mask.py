@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mtrain_cli.config.schema import Config
+    from mtrain_cli.data.dataset import Sample
     from mtrain_cli.reporting.mask_view import MaskView
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
@@ -45,7 +46,7 @@ def show(
 ) -> None:
     """Show the pairs of a mask, its labels, and the work of each layout.
 
-    Each sequence is one document.
+    The sequence is one document. With data.mask_key, it is the first sequence of the data.
 
     [bold]Examples[/bold]
 
@@ -74,9 +75,7 @@ def show(
     given = (topology.context_parallel, topology.workers, _WORKERS)
     workers = next(number for number in given if isinstance(number, int))
     per_node = topology.gpus_per_node if isinstance(topology.gpus_per_node, int) else None
-    masks = views(config, workers, per_node)
-    if (name := config.data.mask_key) is not None:
-        console.print(f"data.mask_key={name}: masks from the data are not shown; mask=causal is")
+    masks = views(config, workers, per_node, _first_of_data(config))
     for view in masks:
         console.print(_facts(config, view))
         print_table(console, _layouts(view, workers))
@@ -84,6 +83,25 @@ def show(
         with writing(plot):
             _draw(plot, masks, config)
         console.print(f"drawn to {plot}", highlight=False)
+
+
+def _first_of_data(config: Config) -> Sample | None:
+    """Return the first sequence of data that bring masks; None if `mask` gives the mask.
+
+    Raises:
+        ConfigError: the data are missing or broken.
+    """
+    from mtrain_cli.data.open_dataset import open_dataset
+
+    data = config.data
+    if data.mask_key is None:
+        return None
+    if data.path is None and data.mix is None:
+        raise ConfigError(
+            f"data.mask_key={data.mask_key}: the masks are in the data, but data.path is not set; "
+            "give data.path=FOLDER, or data.mask_key=null for mask=causal"
+        )
+    return open_dataset(config)[0]
 
 
 def _is_picture(file: Path) -> bool:
@@ -101,7 +119,8 @@ def _draw(plot: Path, masks: Sequence[MaskView], config: Config) -> None:
             svg(masks[0].mask, f"{masks[0].title}, seq {config.seq:,}"), encoding="utf-8"
         )
     else:
-        title = f"{config.mask.describe()}, seq {config.seq:,}"
+        shown = masks[0].title if config.data.mask_key else config.mask.describe()
+        title = f"{shown}, seq {config.seq:,}"
         mask_page.write(plot, title, masks)
 
 
@@ -111,8 +130,8 @@ def _facts(config: Config, view: MaskView) -> Table:
 
     seq, mask = config.seq, view.mask
     keys = (mask.high - mask.low).sum(0)
-    counted = seq - int(mask.shows_later_keys().sum())
     sparse = config.mask.keeps_causal_intervals and not config.mask.full_every
+    sparse = sparse and config.data.mask_key is None
     fits = "with sparse patterns" if sparse else "dense attention only"
     return two_columns(
         [
@@ -120,7 +139,7 @@ def _facts(config: Config, view: MaskView) -> Table:
             ("pairs", f"{mask.pairs:,}, {mask.pairs / causal_pairs(seq):.3g} of causal"),
             ("keys per query", f"{keys.mean():,.0f} on average, {keys.max():,} at most"),
             ("intervals", f"{mask.intervals} per query at most; {fits}"),
-            ("labels", f"{counted:,} of {seq:,} count"),
+            ("labels", f"{view.labels:,} of {seq:,} count"),
         ]
     )
 

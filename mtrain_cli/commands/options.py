@@ -235,25 +235,33 @@ def warn_of_unused_settings(
     *,
     exchange: str = "",
     device: str = "",
+    layout: str = "",
 ) -> None:
-    """Print a warning on stderr for each typed setting that has no effect.
+    """Print a warning on stderr for each typed setting, or key of a recipe, that has no effect.
 
     Args:
         words: settings as typed.
         config: the composed configuration. Without a configuration, warn only about keys that are
-            given twice; commands that use only a few keys need no other warning.
+            given twice or that replace keys of a recipe; commands that use only a few keys need no
+            other warning.
         config_dir: folder of the user's own groups.
         exchange: the exchange that ``topology.exchange=auto`` chose; "" if unknown.
         device: the device that ``topology.device=auto`` chose; "" if unknown.
+        layout: the layout that ``topology.layout=auto`` chose; "" if unknown.
     """
+    from mtrain_cli.composition.compose import replaced_recipe_keys
     from mtrain_cli.config.unused_settings import repeated_keys, unused_keys
     from mtrain_cli.launch.job import job_rank
 
     if job_rank():
         return
     lines = repeated_keys(words, config_dir)
+    if replaced := replaced_recipe_keys(words, config_dir):
+        lines.append(replaced)
     if config is not None:
-        lines += unused_keys(words, config, config_dir, exchange=exchange, device=device)
+        lines += unused_keys(
+            words, config, config_dir, exchange=exchange, device=device, layout=layout
+        )
     for line in lines:
         print(f"mtrain: warning: {line}", file=sys.stderr)
 

@@ -6,8 +6,9 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
@@ -124,6 +125,30 @@ def check_output(
             f"{option} {out}: cannot be written: {error.strerror or error}"
         ) from error
     return ""
+
+
+@dataclass(frozen=True)
+class KernelColumns:
+    """The columns of a table of kernel times that fit the terminal.
+
+    narrow: whether to omit columns that the terminal has no room for.
+    speed: whether to show FLOP/s. CPU kernels also compute masked pairs, so their FLOP/s would
+        mislead.
+    """
+
+    narrow: bool
+    speed: bool
+
+    @classmethod
+    def fitting(cls, width: int | None, device: str) -> Self:
+        """Return the columns that fit ``width`` characters; None if any width fits."""
+        wide = cls(narrow=False, speed=device == "cuda")
+        return cls(width is not None and width < len(wide.header), wide.speed)
+
+    @property
+    def header(self) -> str:
+        """The first line of the table."""
+        raise NotImplementedError
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from mtrain_cli.commands.options import (
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
-from mtrain_cli.commands.train import require_exchange, require_kernel
+from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -77,15 +77,16 @@ def imbalance(
         steps: Number of recorded training steps per case.
         warmup: Number of training steps before the first recorded step.
         every: Record one of every N training steps.
-        attention_only: Measure the attention of one layer on random data. No model is needed, so
-            sequences may be longer than a model's memory allows.
+        attention_only: Measure the attention of one layer on random data, or of one layer of each
+            kind under mask.full_every. With data.mask_key, the masks are those of the first
+            sequences of the data. No model is needed, so sequences may be longer than a model's
+            memory allows.
         peer: With --attention-only on GPUs: also time dense attention with PyTorch's context
             parallelism.
         fail_above: Exit with code 1 if an imbalance degree of any case exceeds X. DEGREE is worker,
             step, total or critical for imbalance of time, and work.worker, ... for imbalance of
             work.
     """
-    from mtrain_cli.attention.mask_rule import MaskRule
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
@@ -100,8 +101,9 @@ def imbalance(
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     for _, case in cases:
-        MaskRule.of_all_layers(case)  # refuses layers with different masks
         require_exchange(case, environment)
+        if not attention_only or case.data.mask_key is not None:
+            require_data(case)
     warn_of_unused_settings(words)
     _require_launcher(environment, fail_above)
     if peer:

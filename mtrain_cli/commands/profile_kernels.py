@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from mtrain_cli.commands.completion import complete_kernels
@@ -24,6 +23,7 @@ from mtrain_cli.commands.options import (
     parse_whole_number,
 )
 from mtrain_cli.commands.profile import (
+    KernelColumns,
     app,
     calibrating,
     set_threads,
@@ -252,22 +252,8 @@ def _require_a_kernel(bench: KernelBench, names: list[str], cases: list[KernelCa
         raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in reasons.items()))
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """The columns of the table of times that fit the terminal.
-
-    narrow: whether to omit the columns of heads, FLOP/s and ratios.
-    speed: whether to show FLOP/s. CPU kernels also compute masked pairs, so their FLOP/s would
-        mislead.
-    """
-
-    narrow: bool
-    speed: bool
-
-    @staticmethod
-    def fitting(width: int | None, device: str) -> _Columns:
-        wide = _Columns(narrow=False, speed=device == "cuda")
-        return _Columns(width is not None and width < len(wide.header), wide.speed)
+class _Columns(KernelColumns):
+    """The columns of the table of times. A narrow table omits heads, FLOP/s and ratios."""
 
     @property
     def header(self) -> str:

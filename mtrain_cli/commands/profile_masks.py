@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtrain_cli.commands.options import parse_names
-from mtrain_cli.commands.profile import calibrating
+from mtrain_cli.commands.profile import KernelColumns, calibrating
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -48,28 +47,20 @@ def time_masks(
         save_times(file, times, command, bench.dtype, bench.device, kind="masks")
 
     with calibrating(console, out, "masks", shown.header, save) as add:
+        sizes: dict[str, dict[int, str]] = {}
         for time in profile_masks(bench, names, cases, flex="flex" in compared):
             add(time, shown.line(time))
+            if time.sizes:
+                sizes.setdefault(time.mask, {})[time.case.seq] = time.sizes
+        for name, by_length in sizes.items():
+            listed = "; ".join(f"{text} at seq {seq}" for seq, text in by_length.items())
+            say(console, f"{name}: {listed}", indent=2)
         if legend := shown.legend(bool(compared)):
             say(console, legend)
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """The columns of the table that fit the terminal.
-
-    narrow: whether to omit the heads and FLOP/s.
-    speed: whether to show FLOP/s. CPU kernels also compute masked pairs, so their FLOP/s would
-        mislead.
-    """
-
-    narrow: bool
-    speed: bool
-
-    @staticmethod
-    def fitting(width: int | None, device: str) -> _Columns:
-        wide = _Columns(narrow=False, speed=device == "cuda")
-        return _Columns(width is not None and width < len(wide.header), wide.speed)
+class _Columns(KernelColumns):
+    """The columns of the table of masks. A narrow table omits the heads and FLOP/s."""
 
     @property
     def header(self) -> str:

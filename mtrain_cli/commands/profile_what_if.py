@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtrain_cli.commands.completion import complete_clusters
 from mtrain_cli.commands.options import (
     MOST_WORKERS,
     Json,
@@ -48,6 +50,7 @@ def what_if(
     per_node: Annotated[int | None, bounded(1, MOST_WORKERS)] = None,
     layers: Annotated[str, option("N,...")] = "",
     pattern: Annotated[str, name_list()] = "",
+    cluster: Annotated[str | None, option("NAME|FILE", complete=complete_clusters)] = None,
     as_json: Json = False,
 ) -> None:
     """Replay a profile's dynamic indices with other layouts, exchanges and worker counts.
@@ -71,15 +74,19 @@ def what_if(
         layout: Layouts to compare.
         exchange: Exchanges to compare.
         workers: Numbers of workers that share a sequence; by default the recorded one.
-        per_node: Workers per node; by default the recorded number.
+        per_node: Workers per node; by default the cluster's or, without --cluster, the recorded
+            number.
         layers: Layers to replay; all by default.
         pattern: Patterns to replay; all recorded patterns by default.
+        cluster: Cluster whose GPUs and links the balanced layout is made for, as in `mtrain
+            simulate`; by default H200s.
     """
+    from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
     from mtrain_cli.reporting.terminal_width import print_table, say
-    from mtrain_cli.simulation.what_if import InvalidSetup, replay, setups_of
+    from mtrain_cli.simulation.what_if import replay, setups_of
 
     layouts = parse_names("--layout", layout, LAYOUTS)
     exchanges = parse_names("--exchange", exchange, EXCHANGES)
@@ -90,21 +97,17 @@ def what_if(
     if pattern:
         patterns = parse_names("--pattern", pattern, patterns)
     _require_layers(recorded, patterns, wanted, layers)
+    machine = None if cluster is None else load_cluster(cluster)
     made = recorded.setup
-    setups = list(
-        setups_of(layouts, exchanges, counts or [made.workers], per_node or made.per_node)
-    )
+    usual = made.per_node if machine is None else machine.gpus_per_node
+    setups = list(setups_of(layouts, exchanges, counts or [made.workers], per_node or usual))
     numbers = list(dict.fromkeys(wanted)) or None
-    try:
-        replays = {name: replay(recorded, name, setups, numbers) for name in patterns}
-    except InvalidSetup as error:
-        name = error.about.replace("_", "-")
-        if error.about == "per_node" and per_node is None:
-            raise ConfigError(
-                f"--workers {workers}: the recorded number of workers per node, {error.value}, "
-                f"{str(error).replace('allowed:', 'add --per-node, one of')}"
-            ) from None
-        raise ConfigError(f"--{name} {error.value}: {error}") from None
+    whose = "recorded number of workers per node"
+    if machine is not None:
+        whose = f"number of GPUs per node of {machine.name}"
+    typed = f"--cluster {cluster}" if cluster and not workers else f"--workers {workers}"
+    with _errors_by_option(None if per_node else f"{typed}: the {whose}"):
+        replays = {name: replay(recorded, name, setups, numbers, machine) for name in patterns}
     if as_json:
         typer.echo(json.dumps(_document(recorded, replays), indent=1))
         return
@@ -112,6 +115,23 @@ def what_if(
     for name, rows in replays.items():
         print_table(console, _table(recorded, name, rows), _SPARE)
     say(console, _LEGEND)
+
+
+@contextmanager
+def _errors_by_option(usual: str | None) -> Iterator[None]:
+    """In errors about impossible setups, name the options.
+
+    usual: text about the number of workers per node if --per-node is not typed, else None.
+    """
+    from mtrain_cli.simulation.what_if import InvalidSetup
+
+    try:
+        yield
+    except InvalidSetup as error:
+        if error.about == "per_node" and usual is not None:
+            why = str(error).replace("allowed:", "add --per-node, one of")
+            raise ConfigError(f"{usual}, {error.value}, {why}") from None
+        raise ConfigError(f"--{error.about.replace('_', '-')} {error.value}: {error}") from None
 
 
 def _parse_workers(workers: str) -> list[int]:

@@ -77,6 +77,8 @@ class SimulateRequest:
                     f"train.micro_batch={config.train.micro_batch}: --index {file} holds "
                     f"{len(problem.masks)} sequences"
                 )
+            made = replace(problem.made, chunk=config.topology.chunk)
+            problem = replace(problem, made=made)
             if problem.layers[-1] >= config.model.num_layers:
                 raise ConfigError(
                     f"model.num_layers={config.model.num_layers}: --index {file} holds layer "
@@ -125,6 +127,9 @@ class SimulateRequest:
     def compose(self, words: Sequence[str]) -> Config:
         """Compose settings. The cluster replaces the numbers of GPUs that ``topology=`` sets.
 
+        ``topology.cluster`` of the result names the cluster, so that choices of layout, exchange
+        and stages compare times on the cluster of the prediction.
+
         Raises:
             ConfigError: a setting is wrong, or describes another cluster.
         """
@@ -144,7 +149,7 @@ class SimulateRequest:
                 f"topology.cluster={named}: this command predicts for {self.cluster}; start a "
                 "command for each cluster"
             )
-        return config
+        return config.changed(topology={"cluster": self.cluster}) if self.cluster else config
 
     def context_parallel(self, config: Config) -> int | None:
         """Return ``topology.context_parallel``, or None for auto."""

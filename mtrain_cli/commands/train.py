@@ -162,6 +162,7 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
         config,
         config_dir,
         exchange=run_plan.exchange.name,
+        layout=run_plan.layout.name,
         device=run_plan.environment.device,
     )
     Console().print(render(run_plan))
@@ -265,7 +266,6 @@ def _launch(
     require_data(config)  # before anything heavy is imported
     require_labels(config)
     from mtrain_cli.launch import run_dir
-    from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import launch
     from mtrain_cli.launch.run_state import nothing_left
@@ -278,10 +278,7 @@ def _launch(
                 f"larger train.steps to continue: {finished.resume_command} train.steps={2 * steps}"
             )
         return 0
-    # Before the run folder is created: a mistake must leave no folder behind.
-    environment = resolve_environment(config, no_gpu=_no_gpu(config, overrides))
-    require_kernel(config, environment.device)
-    require_exchange(config, environment)
+    environment = checked_environment(config, overrides)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)
@@ -290,3 +287,46 @@ def _launch(
     if overrides and config != resolved_file.load(run.resolved):
         run = run.rewrite(config, overrides)
     return launch(run, environment, resume=True, config=config)
+
+
+def checked_environment(config: Config, overrides: list[str]) -> Environment:
+    """Return the environment of a run, after checking kernel and exchange.
+
+    Call this before the run folder is created: a mistake must leave no folder behind.
+
+    Args:
+        overrides: as typed, for messages.
+
+    Raises:
+        ConfigError: this machine cannot run the configuration.
+    """
+    from mtrain_cli.launch.environment import resolve_environment
+
+    environment = resolve_environment(config, no_gpu=_no_gpu(config, overrides))
+    require_kernel(config, environment.device)
+    require_exchange(config, environment)
+    return environment
+
+
+def train_new_run(config: Config) -> Path:
+    """Train a new run on this machine, and return its folder.
+
+    Raises:
+        ConfigError: the configuration cannot run here.
+        RunError: training failed or was stopped. The message names the exit code.
+    """
+    from mtrain_cli.launch import run_dir
+    from mtrain_cli.launch.failures import RunError
+    from mtrain_cli.launch.local import launch
+
+    require_data(config)
+    require_labels(config)
+    environment = checked_environment(config, [])
+    run = run_dir.create(config, [])
+    try:
+        code = launch(run, environment, resume=False, config=config)
+    finally:
+        run.release()
+    if code:
+        raise RunError(f"{run.path}: training ended with exit code {code}")
+    return run.path

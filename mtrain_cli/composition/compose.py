@@ -24,8 +24,9 @@ from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
 from mtrain_cli.config.overrides import OverrideProblem, convert, parse
 from mtrain_cli.config.schema import Config, ConfigError
 
-# Keys that a resumed run keeps: its weights, the order of its data and its name depend on them.
-FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
+# Keys that a resumed run keeps: its weights, its loss, the order of its data and its name depend on
+# them.
+FIXED = ("model.", "mask.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
 
 # The value of a key that the user must set. OmegaConf's own ??? cannot be used: a null in the
 # defaults would override it.
@@ -210,6 +211,44 @@ def _model_in(file: Path) -> tuple[str | None, set[str]]:
     option = default_options(content).get("model")
     leaves = set(keys.flatten({"model": content.get("model") or {}})) - {"model"}
     return (None if option == open_groups().defaults["model"] else option), leaves
+
+
+def replaced_recipe_keys(overrides: Sequence[str], config_dir: Path | None = None) -> str:
+    """Return a line on the keys of the chosen recipe that other chosen groups replace, or "".
+
+    The line leaves out keys that the user sets, and keys that the chosen pattern or mask lacks.
+    """
+    groups = open_groups(config_dir)
+    parsed = parse(overrides, groups)
+    recipe = parsed.groups.get("recipe", "none")
+    file = groups.options.get("recipe", {}).get(recipe)
+    chosen = {group: option for group, option in parsed.groups.items() if group != "recipe"}
+    content = read_yaml(file) if file is not None and chosen else None
+    if not isinstance(content, dict):
+        return ""
+    own = keys.flatten({group: content[group] for group in chosen if content.get(group)})
+    if "model.name" in own:  # the recipe describes a model of its own, which the user replaces
+        own = {name: value for name, value in own.items() if not name.startswith("model.")}
+    composed = convert(compose_groups(groups, parsed.groups, {})[0])[0]
+    lost = {
+        name: value
+        for name, value in convert({n: v for n, v in own.items() if v != _OPEN})[0].items()
+        if name not in parsed.values and not _holds(name, value, composed)
+    }
+    if not lost:
+        return ""
+    words = [f"{g}={chosen[g]}" for g in chosen if any(name.startswith(f"{g}.") for name in lost)]
+    shown = ", ".join(f"{name}={keys.show(value)}" for name, value in lost.items())
+    return (
+        f"recipe={recipe}: {', '.join(words)} {'replaces' if len(words) == 1 else 'replace'} its "
+        f"{shown}; to keep a value, give its key, too"
+    )
+
+
+def _holds(name: str, value: Any, composed: Mapping[str, Any]) -> bool:
+    """Return whether a key still has a value, or the chosen pattern or mask lacks the key."""
+    now = composed.get(name, value)
+    return now == value or (now is None and name.startswith(("sparsity.", "mask.")))
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:

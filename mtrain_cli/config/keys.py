@@ -52,6 +52,7 @@ class ConfigKey:
     range: allowed numbers; None if any number is allowed.
     counts_tokens: whether the key counts tokens and so takes sizes such as 512k. Other keys do not
         take sizes, since most people would read 1k steps as 1000 steps.
+    expects: text on the allowed values, for messages; "" if the type says it.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ConfigKey:
     choices: tuple[str, ...] = ()
     range: Range | None = None
     counts_tokens: bool = False
+    expects: str = ""
 
     @property
     def types(self) -> tuple[Any, ...]:
@@ -89,10 +91,12 @@ class ConfigKey:
     @property
     def expected(self) -> str:
         """The allowed values, as a text that continues "expected"."""
+        if self.expects:
+            return self.expects
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.counts_tokens:
-            return ", or ".join([sizes.EXPECTED, *map(_list_of, self._lists)])
+            return f"{sizes.EXPECTED}, or auto" if str in self.types else sizes.EXPECTED
         if self.is_mapping:
             return "numbers by name such as {code: 0.3, book: 0.7}, a YAML file of them, or null"
         first, *rest = self.types
@@ -114,7 +118,7 @@ class ConfigKey:
             return ", ".join(self.choices)
         kind = self.expected.removeprefix("a ").partition(" such as ")[0]
         if self.counts_tokens:
-            kind = "tokens"
+            kind = "tokens or auto" if str in self.types else "tokens"
         if self.range is None:
             return kind
         rule, limit = self.range.rule.removeprefix("must be "), self.range.limit
@@ -155,21 +159,20 @@ class ConfigKey:
         raise ValueError(f"expected {self.expected}{close}")
 
     def _convert_list(self, value: Sequence[Any]) -> Any:
-        kind = self._lists[0]
         with contextlib.suppress(ValueError):
-            converted = self._convert_to(kind, value)
+            converted = self._convert_to(self._lists[0], value)
             if converted is not _WRONG:
                 return converted
-        other = f", or {sizes.EXPECTED}" if self.counts_tokens else ""
-        raise ValueError(f"expected {_list_of(kind)}{other}")
+        raise ValueError(f"expected {self.expected}")
 
     def _convert_to(self, kind: Any, value: Any) -> Any:
         """Return ``value`` as ``kind``, one of the key's types; `_WRONG` if it does not fit."""
         origin, kinds = typing.get_origin(kind), typing.get_args(kind)
         if kind is type(None) or kind is bool:
             return value if isinstance(value, kind) else _WRONG
-        if kind is int and self.counts_tokens and isinstance(value, str):
-            return sizes.parse_size(value)
+        is_auto = value == "auto" and str in self.types
+        if kind is int and self.counts_tokens and isinstance(value, str) and not is_auto:
+            return sizes.parse_size(value, self.expected)
         if kind is int:
             return int(value) if _is_number(value) and value == int(value) else _WRONG
         if kind is float:
@@ -374,7 +377,9 @@ def _key(owner: type, name: str, item: dataclasses.Field[Any]) -> ConfigKey:
     allowed = item.metadata["allowed"]
     numbers = allowed if isinstance(allowed, Range) else None
     choices = () if isinstance(allowed, Range) else allowed
-    return ConfigKey(name, hint, help, choices, numbers, item.metadata["tokens"])
+    return ConfigKey(
+        name, hint, help, choices, numbers, item.metadata["tokens"], item.metadata["expected"]
+    )
 
 
 def _is_section(hint: Any) -> bool:

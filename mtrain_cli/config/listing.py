@@ -37,7 +37,8 @@ def _lines(config: Config, defaults: Config) -> Iterator[tuple[str, bool]]:
         if counts_tokens and isinstance(value, int) and sizes.format_size(value) != str(value):
             comments.append(sizes.format_size(value))
         if differs := value != before[name]:
-            shown = sizes.format_size if counts_tokens and before[name] else keys.show
+            is_size = counts_tokens and isinstance(before[name], int)
+            shown = sizes.format_size if is_size else keys.show
             comments.append(f"default {shown(before[name])}")
         comment = f"  # {'; '.join(comments)}" if comments else ""
         yield f"{'  ' * len(parents)}{leaf}: {written}{comment}", differs

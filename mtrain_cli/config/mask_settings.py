@@ -29,6 +29,9 @@ MASKS: dict[str, tuple[str, ...]] = {
 }
 
 
+# The kinds of layers under `full_every`: those with the window, and those that see all earlier
+# tokens.
+LAYER_KINDS = ("window", "full")
 _OFF_AT_0 = ("global_tokens", "full_every", "causal")
 
 
@@ -61,7 +64,13 @@ class MaskConfig:
     """
 
     kind: str = option(tuple(MASKS))
-    window: int | tuple[int, int, int] | None = option(_SOME, tokens=True, default=None)
+    window: int | tuple[int, int, int] | None = option(
+        _SOME,
+        tokens=True,
+        expected="a number of tokens such as 4k with mask=sliding_window, or a list of frames, "
+        "height and width such as [5,9,16] with mask=video",
+        default=None,
+    )
     global_tokens: int | None = option(_SOME_OR_0, tokens=True, default=None)
     full_every: int | None = option(
         Range("must be 0 or at least 2 (1 would be mask=causal)", lambda n: n == 0 or n >= 2),
@@ -105,6 +114,17 @@ class MaskConfig:
     def is_full(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, sees all earlier tokens instead of a window."""
         return bool(self.full_every) and (layer + 1) % (self.full_every or 1) == 0
+
+    def layer_kinds(self, layers: int) -> dict[str, list[int]]:
+        """Return the numbers of the layers of each kind, for a model of ``layers``.
+
+        The keys are `LAYER_KINDS`, or "" if all layers have the same mask.
+        """
+        full = [layer for layer in range(layers) if self.is_full(layer)]
+        if not full:
+            return {"": list(range(layers))}
+        window = [layer for layer in range(layers) if layer not in full]
+        return dict(zip(LAYER_KINDS, (window, full), strict=True))
 
     @property
     def plain_window(self) -> int | None:

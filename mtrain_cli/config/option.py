@@ -51,7 +51,13 @@ class Range:
         return limit is not None and isinstance(value, int | float) and value > limit.value
 
 
-def option(allowed: tuple[str, ...] | Range = (), *, tokens: bool = False, **default: Any) -> Any:
+def option(
+    allowed: tuple[str, ...] | Range = (),
+    *,
+    tokens: bool = False,
+    expected: str = "",
+    **default: Any,
+) -> Any:
     """Return a dataclass field that is a configuration key.
 
     `mtrain config show` and the configuration reference show the field's entry in the docstring.
@@ -60,9 +66,10 @@ def option(allowed: tuple[str, ...] | Range = (), *, tokens: bool = False, **def
         allowed: allowed words, or the range of allowed numbers; empty to allow any value of the
             type.
         tokens: whether the key counts tokens and so allows sizes such as 512k.
+        expected: text on the allowed values, for messages; by default, the type says it.
         default: as in `dataclasses.field`.
     """
-    return field(metadata={"allowed": allowed, "tokens": tokens}, **default)
+    return field(metadata={"allowed": allowed, "tokens": tokens, "expected": expected}, **default)
 
 
 def at_least(least: int, rule: str = "") -> Range:

@@ -17,8 +17,10 @@ _BEYOND, _DIGITS = 1e30, 40
 EXPECTED = "a number of tokens such as 4096, 512k or 1m (k = 1024, m = 1024 k)"
 
 
-def parse_size(text: str | int | float) -> int:
+def parse_size(text: str | int | float, expected: str = EXPECTED) -> int:
     """Parse a number of tokens: ``512k``, ``0.5M`` and ``524_288`` all give 524288.
+
+    expected: the allowed values, for the error.
 
     Raises:
         ValueError: the text is not a number with an optional k or m, or not a whole number of
@@ -27,9 +29,9 @@ def parse_size(text: str | int | float) -> int:
     match = _SIZE.fullmatch(str(text).strip())
     unit = _UNITS.get(match["unit"].lower()) if match else None
     if match is None or unit is None or isinstance(text, bool):
-        raise ValueError(f"expected {EXPECTED}")
+        raise ValueError(f"expected {expected}")
     if len(match["number"]) > _DIGITS or abs(float(match["number"].replace("_", ""))) >= _BEYOND:
-        raise ValueError(f"expected {EXPECTED}; the value is too large or has too many digits")
+        raise ValueError(f"expected {expected}; the value is too large or has too many digits")
     tokens = Fraction(match["number"].replace("_", "")) * unit
     if tokens.denominator != 1:
         raise ValueError(f"is {float(tokens):g} tokens; expected a whole number")

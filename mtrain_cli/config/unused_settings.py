@@ -17,6 +17,7 @@ from mtrain_cli.config.schema import Config
 
 _RINGS = [name for name, traits in EXCHANGE_TRAITS.items() if not traits.gathers]
 _RING_KEYS = ("topology.prefetch", "topology.circulates", "topology.columns")
+_CHUNK = "topology.balanced_chunk"
 
 
 def repeated_keys(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
@@ -39,12 +40,14 @@ def unused_keys(
     *,
     exchange: str = "",
     device: str = "",
+    layout: str = "",
 ) -> list[str]:
     """Return a line for each key in the overrides ``words`` that has no effect in ``config``.
 
     Args:
         exchange: the exchange that ``topology.exchange=auto`` has chosen; "" if unknown.
-        device: the device that ``topology.device=auto`` has chosen; "" if unknown. Keys that depend
+        device: the device that ``topology.device=auto`` has chosen; "" if unknown.
+        layout: the layout that ``topology.layout=auto`` has chosen; "" if unknown. Keys that depend
             on an unknown choice are not reported.
     """
     given = parse(words, open_groups(config_dir)).values
@@ -53,6 +56,9 @@ def unused_keys(
     reasons: dict[str, str] = {}  # the first reason of each key
     for name, why in (*_ineffective_keys(config), *_ineffective_topology(config, exchange, device)):
         reasons.setdefault(name, f"has no effect, {why}")
+    if layout not in ("", "balanced") and config.topology.chunk:
+        chosen = f"topology.layout={layout} (chosen by auto) has no chunks"
+        reasons[_CHUNK] = f"has no effect, {chosen}"
     if config.optim.warmup_steps > config.train.steps:
         why = (
             f"train.steps={config.train.steps} ends first; the learning rate never reaches optim.lr"
@@ -63,16 +69,18 @@ def unused_keys(
     ]
 
 
-def unused_ring_keys(words: Sequence[str], config: Config, exchange: str) -> list[str]:
-    """Return the lines of `unused_keys` about keys that only rings use.
+def unused_after_auto(
+    words: Sequence[str], config: Config, exchange: str, layout: str
+) -> list[str]:
+    """Return the lines of `unused_keys` about keys that only rings or the balanced layout use.
 
-    Call this function after ``topology.exchange=auto`` has chosen ``exchange``. Before this choice,
+    Call this function after ``auto`` has chosen ``exchange`` and ``layout``. Before these choices,
     `unused_keys` does not report these keys.
     """
-    if config.topology.exchange != "auto":
-        return []
-    unused = unused_keys(words, config, exchange=exchange)
-    return [line for line in unused if line.startswith(_RING_KEYS)]
+    unused = unused_keys(words, config, exchange=exchange, layout=layout)
+    by_exchange = _RING_KEYS if config.topology.exchange == "auto" else ()
+    by_layout = (_CHUNK,) if config.topology.layout == "auto" else ()
+    return [line for line in unused if line.startswith((*by_exchange, *by_layout))]
 
 
 def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,8 @@ from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
     MIN_BLOCK,
+    MOST_CHUNKS,
+    MOST_CHUNKS_PER_WORKER,
     Config,
     ConfigError,
     DataConfig,
@@ -50,6 +52,7 @@ def problems(config: Config) -> list[str]:
         *_model(config.model),
         *_topology(config.topology),
         *_blocks(config),
+        *_balanced_chunk(config),
         *(config.sparsity.problems(config.seq) if _is_complete(config.sparsity) else ()),
         *config.mask.problems(config.seq, config.sparsity.pattern),
         *_mixed_layers(config),
@@ -134,6 +137,52 @@ def _blocks(config: Config) -> Iterator[str]:
         )
 
 
+def _balanced_chunk(config: Config) -> Iterator[str]:
+    topology, sparse = config.topology, config.sparsity.block
+    chunk, layout = topology.balanced_chunk, topology.layout
+    if not isinstance(chunk, int) or chunk < 1 or config.seq < 2:
+        return
+    given = f"topology.balanced_chunk={chunk}"
+    if layout not in ("balanced", "auto"):
+        yield (
+            f"{given}: only topology.layout=balanced has chunks, not topology.layout={layout}; "
+            "give topology.layout=balanced, or topology.balanced_chunk=auto"
+        )
+    elif sparse in BLOCKS and chunk % sparse:
+        yield (
+            f"{given}: must be a multiple of sparsity.block={sparse}, since workers hold whole "
+            "pattern blocks"
+        )
+    else:
+        context = topology.context_parallel
+        workers = context if isinstance(context, int) else topology.workers
+        yield from number_of_chunks(config, workers if isinstance(workers, int) else 1)
+
+
+def number_of_chunks(config: Config, workers: int) -> Iterator[str]:
+    """Yield what is wrong with the number of chunks that ``topology.balanced_chunk`` makes.
+
+    workers: number of workers that share a sequence.
+    """
+    topology, seq = config.topology, config.seq
+    chunk, block = topology.balanced_chunk, config.sparsity.block or MIN_BLOCK
+    if not isinstance(chunk, int) or topology.layout not in ("balanced", "auto"):
+        return
+    chunks = -(-seq // chunk)
+    given = f"topology.balanced_chunk={chunk}: seq={seq} has {with_count(chunks, 'such chunk')}"
+    most = max(MOST_CHUNKS, MOST_CHUNKS_PER_WORKER * workers)
+    if chunks < workers:
+        longest = seq // workers // block * block
+        advice = f"chunks of at most {longest}" if longest else "fewer workers or a longer seq"
+        yield f"{given} for {workers} workers; give {advice}"
+    elif chunks > most:
+        shortest = -(-seq // (most * block)) * block
+        yield (
+            f"{given}, and a batch could take minutes to plan; at most {most:,} are allowed. Give "
+            f"chunks of at least {shortest}"
+        )
+
+
 def _smaller(seq: int, workers: int, blocks: int) -> str:
     """Return advice for a sequence of ``seq`` tokens that has fewer blocks than workers."""
     if workers * MIN_BLOCK > seq:
@@ -203,11 +252,6 @@ def _mixed_layers(config: Config) -> Iterator[str]:
         yield (
             f"mask.full_every={every}: exceeds model.num_layers={layers}, so no layer would be "
             f"full; allowed: 0 and 2 to {layers}"
-        )
-    if config.profile.every > 0:
-        yield (
-            f"mask.full_every={every}: a profile records one mask for all layers; give "
-            "mask.full_every=0 or profile.every=0"
         )
 
 
@@ -288,29 +332,34 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
 def _columns(config: Config) -> Iterator[str]:
     """Yield the conflicts of masks and positions that come from the data."""
     data, mask, pattern = config.data, config.mask, config.sparsity.pattern
-    for name, what in (("mask_key", "masks"), ("positions_key", "positions")):
-        if (value := getattr(data, name)) is None:
-            continue
-        given = f"data.{name}={value}"
-        if data.kind != "tokens":
-            yield (
-                f"{given}: data={data.kind} has no {what} for its documents; give data=tokens and "
-                "what `mtrain data prepare --tokens-key` wrote"
-            )
-        if not data.document_mask:
-            yield (
-                f"data.document_mask=false: {given} gives each document {what} of its own, so "
-                "attention stays inside; give data.document_mask=true"
-            )
+    columns = {
+        "masks": ("mask_key", data.mask_key),
+        "positions": ("positions_key", data.positions_key),
+    }
+    given = {
+        what: f"data.{name}={value}" for what, (name, value) in columns.items() if value is not None
+    }
+    what = " and ".join(given)
+    if given and data.kind != "tokens":
+        yield (
+            f"{', '.join(given.values())}: data={data.kind} has no {what} for its documents; give "
+            "data=tokens and what `mtrain data prepare --tokens-key` wrote"
+        )
+    if given and not data.document_mask:
+        verb = "gives" if len(given) == 1 else "give"
+        yield (
+            f"data.document_mask=false: {' and '.join(given.values())} {verb} each document {what} "
+            "of its own, so attention stays inside; give data.document_mask=true"
+        )
     if data.mask_key is None:
         return
-    given = f"data.mask_key={data.mask_key}"
+    by_data = f"data.mask_key={data.mask_key}"
     if mask.kind != "causal":
-        yield f"mask.kind={mask.kind}: {given} takes the mask from the data; give mask=causal"
+        yield f"mask.kind={mask.kind}: {by_data} takes the mask from the data; give mask=causal"
     if pattern != "dense":
         yield (
             f"sparsity.pattern={pattern}: needs a mask in which each query sees one interval of "
-            f"keys up to itself, which {given} does not promise; give sparsity=dense"
+            f"keys up to itself, which {by_data} does not promise; give sparsity=dense"
         )
 
 
@@ -389,7 +438,7 @@ def schedule(config: Config) -> Iterator[str]:
     if optim.decay_steps > most:
         allowed = f"allowed: 1 to {most}" if most >= 1 else "give fewer optim.warmup_steps"
         yield (
-            f"{decay}: the schedule has {span} steps, of which {optim.warmup_steps} are warm-up "
+            f"{decay}: the schedule has {span} steps, and {optim.warmup_steps} of them are warm-up "
             f"(optim.warmup_steps); {allowed}"
         )
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mtrain_cli.attention.document_slices import cut_slices
-from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.data.token_documents import TokenDocument, TokenFields
 
 SLICES, SLICE_OFFSETS, POSITIONS = "slices.bin", "slice_offsets.bin", "positions.bin"
@@ -33,6 +33,8 @@ class WrittenColumns:
     slices: number of slices.
     masked: number of documents with a mask.
     intervals: most separate intervals of keys that a query of a document sees.
+    keyless: number of tokens that see no key.
+    empty_slices: number of given slices without queries or without keys. The store drops them.
     positioned: number of documents with positions.
     largest_position: largest position; -1 without positions.
     """
@@ -40,6 +42,8 @@ class WrittenColumns:
     slices: int = 0
     masked: int = 0
     intervals: int = 1
+    keyless: int = 0
+    empty_slices: int = 0
     positioned: int = 0
     largest_position: int = NO_POSITION
 
@@ -66,6 +70,10 @@ class ColumnWriter:
                 slices = cut_slices(document.slices, 0, length)
                 # A document whose tokens see nothing still has a mask: an empty slice says so.
                 slices = slices if len(slices) else np.zeros((1, SLICE_FIELDS), np.int64)
+                mask = SequenceMask.from_slices(slices, length, length)
+                q_start, q_stop, k_start, k_stop, _ = document.slices.T
+                written.keyless += int((mask.high <= mask.low).all(0).sum())
+                written.empty_slices += int(((q_stop == q_start) | (k_stop == k_start)).sum())
                 self._pending[SLICES].append(slices.astype(INTEGER))
                 written.slices += len(slices)
                 written.masked += 1

@@ -18,7 +18,8 @@ from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.data.record_key import RecordKey
 
 KINDS = {name.lower(): int(kind) for name, kind in SliceKind.__members__.items()}
-# Slices of a query on average. They may overlap, but so many are a mistake, and exhaust memory.
+# Most slices of a query on average. Slices may overlap, but more than this is a mistake in the data
+# and would exhaust memory.
 _MOST_SLICES = 4 * MOST_INTERVALS
 _SHOWN = 60  # characters of a value in a message
 

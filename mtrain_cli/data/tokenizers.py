@@ -64,6 +64,10 @@ class ByteTokenizer:
         """Return the uint8 ids of each piece."""
         return [np.frombuffer(piece.encode("utf-8"), dtype=np.uint8) for piece in pieces]
 
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Return the ids of a prompt, which begins with no special token."""
+        return self.encode([text])[0]
+
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids[N] without its special tokens."""
         ids = np.asarray(ids)
@@ -105,6 +109,10 @@ class FileTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(pieces), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Return the int64 ids of a prompt, with the special tokens that the file adds to texts."""
+        return np.array(self._tokenizer.encode(text).ids, dtype=np.int64)
+
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids[N], with special tokens by name."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
@@ -144,6 +152,19 @@ def open_tokenizer(
     missing = f"{place}: no such file. Give {names}, or the path of a Hugging Face tokenizer.json."
     with explain_read_errors(f"{place}:", missing):
         content = path.read_bytes()
+    return parse_tokenizer(path, content, place)
+
+
+def parse_tokenizer(path: Path, content: bytes, place: str) -> FileTokenizer:
+    """Return the tokenizer in the content of a tokenizer.json.
+
+    Args:
+        path: path of the file. A tokenizer_config.json beside it may name the end token.
+        place: the beginning of messages.
+
+    Raises:
+        ConfigError: the content is broken, or the ``tokenizers`` package is missing.
+    """
     library = _import_tokenizers(place)
     try:
         tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))

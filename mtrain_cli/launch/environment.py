@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.validate import number_of_chunks
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.launch.parallel_dims import ParallelDims
 
@@ -113,6 +114,8 @@ def resolve_environment(
             f"{dims.dp} context groups (topology.workers={workers} / context_parallel={cp}) x "
             f"train.micro_batch={config.train.micro_batch}"
         )
+    if not problems:
+        problems.extend(number_of_chunks(config, cp))
     if problems:
         raise ConfigError(*problems)
     return Environment(

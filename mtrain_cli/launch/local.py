@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
 
 TRAIN = "mtrain_cli.commands.train_worker:train"
-MEASURING_TARGETS = "mtrain_cli.profiling."  # these targets measure and write no checkpoints
+# These targets measure or generate, and write no checkpoints.
+TARGETS_WITHOUT_CHECKPOINTS = ("mtrain_cli.profiling.", "mtrain_cli.inference.")
 KILLED_CODE = 130
 NO_CHECKPOINT = "there is no checkpoint to resume from"
 DISPLAY_LINES = 2  # number of lines of the live display of `training.progress`
@@ -78,18 +79,18 @@ def launch(
         run_in_job(run_dir, environment, resume, target, config)
 
     run_dir.stop_request.unlink(missing_ok=True)
-    measuring = target.startswith(MEASURING_TARGETS)
+    saves = not target.startswith(TARGETS_WITHOUT_CHECKPOINTS)
     saved = resolved_file.load(run_dir.resolved)
     restarts = restart.RestartPolicy(run_dir, saved, resume)
     workers = _Workers(run_dir, target, saved.topology.timeout_s)
     devices: tuple[str, ...] | None = None
     with (
         _heartbeat(run_dir),
-        _SignalRequests(run_dir, "end" if measuring else "save a checkpoint") as requests,
+        _SignalRequests(run_dir, "save a checkpoint" if saves else "end") as requests,
     ):
         while True:
             code, failure = workers.run(requests, environment, resume, devices)
-            if failure is None or measuring:
+            if failure is None or not saves:
                 return code
             run_state.set_phase(run_dir, "failed", restart.failure_summary(failure))
             decision: restart.RestartDecision | str = ""

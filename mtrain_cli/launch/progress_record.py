@@ -1,6 +1,6 @@
 """Record what each worker does, in a small file that outlives the worker's process.
 
-A worker that hangs or was killed can no longer report what it was doing. So each worker writes its
+A worker that hangs or was killed cannot report what it was doing. So each worker writes its
 activity to memory that is mapped to a file, and the launcher reads the file after a failure.
 Writing takes about a microsecond and no system call.
 

@@ -149,7 +149,7 @@ class RunDir:
         Do nothing if a step has run since the call of `create` or `rewrite`.
 
         Returns:
-            Whether the run no longer exists.
+            Whether the run was removed.
         """
         return self._undo is not None and self._undo()
 

@@ -21,7 +21,7 @@ import re
 import shlex
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class RunState:
     seconds: duration of a typical step.
     seconds_left: estimate until the end of the run, None while unknown.
     workers: host and device of each rank.
+    chosen: layout, exchange and kernel of the run, by the key that may have left it to ``auto``.
     records: path of the activity records, with {rank} for the rank (`launch.progress_record`).
     warnings: time and text of each warning, oldest first.
     reason: why the run stopped, failed or restarts.
@@ -75,6 +76,7 @@ class RunState:
     seconds: float | None = None
     seconds_left: float | None = None
     workers: tuple[str, ...] = ()
+    chosen: dict[str, str] = field(default_factory=dict)
     records: str = ""
     warnings: tuple[tuple[float, str], ...] = ()
     reason: str = ""
@@ -119,7 +121,7 @@ class StateReporter:
         """Write the state of a run that starts.
 
         Args:
-            facts: launcher, steps, step, workers and records of `RunState`.
+            facts: launcher, steps, step, workers, chosen and records of `RunState`.
         """
         now, before = time.time(), read_state(run)
         host, warnings = socket.gethostname(), before.warnings if before else ()

@@ -73,7 +73,7 @@ def read_status(run: RunDir) -> RunStatus:
     """Return the current status of a run."""
     now = time.time()
     life = run_state.check_liveness(run, now)
-    # Read the state after the liveness. So if the run is no longer alive, this is its last state.
+    # Read the state after the liveness. So if the run has ended, this is its last state.
     written = run_state.read_state(run)
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1][0] if recent else 0)

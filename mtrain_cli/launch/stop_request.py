@@ -38,7 +38,7 @@ class StopFlag:
 def save_and_stop_on_signals() -> None:
     """Let SIGTERM, SIGHUP and the first SIGINT count as requests for `StopFlag`.
 
-    The signals no longer end this process. Call this function in the main thread.
+    The signals then do not end this process. Call this function in the main thread.
     """
     signal.signal(signal.SIGTERM, _remember)
     signal.signal(signal.SIGINT, _remember)

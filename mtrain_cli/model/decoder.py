@@ -193,7 +193,11 @@ class Decoder(nn.Module):
 
     def logits(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
         """Return the logits ``[B, N, V]``. All logits are in memory at once, so use few tokens."""
-        return functional.linear(self.hidden(tokens_BN, positions_BN, attend), self._head_weight())
+        return self.head(self.hidden(tokens_BN, positions_BN, attend))
+
+    def head(self, x_BNC: Tensor) -> Tensor:
+        """Return the logits ``[B, N, V]`` of hidden states, the result of `hidden`."""
+        return functional.linear(x_BNC, self._head_weight())
 
     def _head_weight(self) -> Tensor:
         tied = self.model_config.tie_word_embeddings

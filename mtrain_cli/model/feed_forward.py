@@ -60,6 +60,7 @@ class FeedForwardOptions:
     rows: tokens per tile (`tiling.tile_rows`).
     layer: layer number, for messages about memory.
     compile: compile the operations between the matrix products.
+    any_length: let the compiled code serve any number of tokens.
     inputs_only: keep the inputs for backward, compute nothing, and return a placeholder that must
         not be read. The second forward pass of a checkpoint needs no more.
     keep_products: also keep h, gate(n) and up(n), so that backward repeats no matrix product. In a
@@ -70,6 +71,7 @@ class FeedForwardOptions:
     rows: int
     layer: int
     compile: bool = False
+    any_length: bool = False
     inputs_only: bool = False
     keep_products: bool = False
 
@@ -98,7 +100,7 @@ class _FeedForward(torch.autograd.Function):
         ctx.products = []
         if options.inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
-        join, gated = _elementwise(options.compile)[:2]
+        join, gated = _elementwise(options.compile, options.any_length)[:2]
         # Here the weight is a Parameter, in backward a Tensor. Compiled code would treat them as
         # two types and compile twice, so detach the weight.
         result_BNC = x_BNC.new_empty(x_BNC.shape)
@@ -124,7 +126,9 @@ class _FeedForward(torch.autograd.Function):
         x_BNC, out_BNHD, *saved = ctx.saved_tensors
         weights, rows, eps = FeedForwardWeights(*saved), ctx.options.rows, ctx.options.eps
         o_CA, norm_C, gate_IC, up_IC, down_CI = weights
-        join, _, gate_backward, norm_backward, normed = _elementwise(ctx.options.compile)
+        join, _, gate_backward, norm_backward, normed = _elementwise(
+            ctx.options.compile, ctx.options.any_length
+        )
         # new_empty gives contiguous tensors, even if the inputs are not. Their tiles are views.
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
         multiple_tiles = rows < x_BNC.shape[0] * x_BNC.shape[1]
@@ -255,7 +259,7 @@ def _norm_backward(
 
 
 @cache
-def _elementwise(compile: bool) -> tuple[Callable[..., Any], ...]:
+def _elementwise(compile: bool, any_length: bool) -> tuple[Callable[..., Any], ...]:
     """Return the functions that run between the matrix products, the same for all layers."""
     functions = (_join, _gated, _gate_backward, _norm_backward, _normed)
-    return tuple(torch.compile(f, dynamic=False) for f in functions) if compile else functions
+    return tuple(torch.compile(f, dynamic=any_length) for f in functions) if compile else functions

@@ -108,6 +108,10 @@ class HuggingFaceFolder:
         with _readable(self.path / self._file_of[hf_name(name)]):
             return self._slice(hf_name(name))[start:stop]
 
+    def unmap(self) -> None:
+        """Let go of the weight files. Pages that were read no longer count as this process's."""
+        self._files.clear()
+
     def _slice(self, stored_name: str) -> Any:
         return self._open(self._file_of[stored_name]).get_slice(stored_name)
 
@@ -195,6 +199,7 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             _fill(parameter, partial(source.read, name))
+            source.unmap()
 
 
 def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:

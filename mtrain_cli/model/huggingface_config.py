@@ -418,6 +418,19 @@ def _window_keys(model: ModelConfig, mask: MaskConfig) -> dict[str, Any]:
     }
 
 
+def max_position(rope: RopeConfig, rope_factor: float, seq: int) -> int:
+    """Return the number of positions for which a model was trained or stretched, in tokens.
+
+    Args:
+        rope_factor: factor by which positions are stretched (`rope.rope_factor`).
+        seq: tokens per sequence in training.
+    """
+    # For YaRN, transformers warns unless this length is the original length times the factor.
+    if rope.scaling == "yarn":
+        return round(rope_factor * rope.original_max_position)
+    return max(seq, rope.original_max_position)
+
+
 def config_json(
     model: ModelConfig, *, rope_factor: float, seq: int, dtype: str, mask: MaskConfig = CAUSAL
 ) -> dict[str, Any]:
@@ -454,10 +467,6 @@ def config_json(
             "original_max_position_embeddings": rope.original_max_position,
         }
         scaling |= {name: getattr(rope, name) for name in RAMP[rope.scaling]}
-    # For YaRN, transformers warns unless this length is the original length times the factor.
-    max_position = max(seq, rope.original_max_position)
-    if rope.scaling == "yarn":
-        max_position = round(rope_factor * rope.original_max_position)
     return {
         "architectures": [ARCHITECTURES[model.family]],
         "model_type": model.family,
@@ -468,7 +477,7 @@ def config_json(
         "tie_word_embeddings": model.tie_word_embeddings,
         "rms_norm_eps": model.rms_norm_eps,
         "initializer_range": model.init_std,
-        "max_position_embeddings": max_position,
+        "max_position_embeddings": max_position(rope, rope_factor, seq),
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})},

@@ -30,6 +30,8 @@ class LayerExecution:
         computes the inputs of `feed_forward`. (The modes of ``train.activation_checkpoint`` differ
         only in the tensors that attention keeps.)
     compile: compile `project` and the operations after attention.
+    any_length: let the compiled code serve any number of tokens. Otherwise each number of tokens
+        compiles code of its own, which is faster, and after eight of them nothing is compiled.
     tile_bytes: maximum bytes of temporary tensors after attention. 0 means no limit.
     keep_products: keep the matrix products of `feed_forward` for the backward pass. With neither
         ``recompute`` nor tiles, autograd keeps all intermediate results anyway.
@@ -39,6 +41,7 @@ class LayerExecution:
 
     recompute: bool = False
     compile: bool = False
+    any_length: bool = False
     tile_bytes: int = 0
     keep_products: bool = False
     offload: ActivationOffload | None = None
@@ -75,7 +78,7 @@ class ExecutedLayer(DecoderLayer):
 
     def _stages(self, x_BNC: Tensor, rope: Rotation, attend: Attend, passes: _Passes) -> Tensor:
         execution, mlp = self.execution, self.mlp
-        project, finish = stage_functions(execution.compile)
+        project, finish = stage_functions(execution.compile, execution.any_length)
         # No variable refers to q, k and v, so their memory is free after attention.
         out_BNHD = attend(*project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F), self.index)
         tokens = x_BNC.shape[0] * x_BNC.shape[1]
@@ -89,6 +92,7 @@ class ExecutedLayer(DecoderLayer):
             rows=rows,
             layer=self.index,
             compile=execution.compile,
+            any_length=execution.any_length,
             inputs_only=passes.second,
             keep_products=execution.keep_products and torch.is_grad_enabled(),
         )
@@ -111,14 +115,16 @@ def finish(layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
 @cache
 def stage_functions(
     compile: bool,
+    any_length: bool = False,
 ) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]:
     """Return `project` and `finish`, compiled if ``compile`` is true.
 
-    All layers share the two functions, so each function is compiled only once.
+    All layers share the two functions, so each function is compiled only once. The arguments are
+    those of `LayerExecution`.
     """
     if not compile:
         return project, finish
-    return torch.compile(project, dynamic=False), torch.compile(finish, dynamic=False)
+    return torch.compile(project, dynamic=any_length), torch.compile(finish, dynamic=any_length)
 
 
 def _input_offloaded(offload: ActivationOffload, layer: int) -> AbstractContextManager[None]:

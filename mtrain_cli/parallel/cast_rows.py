@@ -22,7 +22,7 @@ from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.parallel.schedule import GROUP_CAST, Schedule
-from mtrain_cli.parallel.traffic import ROW_BLOCK, blocks_needed, count_traffic
+from mtrain_cli.parallel.traffic import ROW_BLOCK, MovedRows, blocks_needed, count_rows
 
 _MOST_COUNTED = 1 << 25  # blocks of all ranks
 _BLOCKS_PER_SHARD = 16  # at least, so that short shards have blocks, too
@@ -232,17 +232,14 @@ def largest_shares(
     if not peers or too_many_to_count(layout):
         return whole_shares(schedule)
     inside = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
-    traffic = count_traffic(
+    near, relayed, outer = count_rows(
         [masks],
         [inside.positions(rank) for rank in range(inside.workers)],
         per_node=len(peers[-1]) if len(peers) > 1 else None,
         block=row_block(inside, block),
     )
-    moved = {
-        1: [traffic.inner],
-        2: [traffic.outer, traffic.inner],
-        3: [traffic.outer, traffic.near, traffic.relayed],
-    }[len(peers)]
+    inner = MovedRows(near.sent + relayed.sent, near.received + relayed.received)
+    moved = {1: [inner], 2: [outer, inner], 3: [outer, near, relayed]}[len(peers)]
     rows = inside.tokens_per_worker * len(masks)
     return tuple(
         (Fraction(int(of.sent.max()), rows), Fraction(int(of.received.max()), rows)) for of in moved

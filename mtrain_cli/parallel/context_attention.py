@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -158,6 +158,7 @@ class ContextAttention:
     narrowed: for each layer, the tiles and early tiles of `plan`, narrowed by the layer's index. An
         entry lives until the layer's backward pass, because kernels cache in the tiles what they
         derive from the index (`Tiles.index_cache`).
+    kind: kind of the layers (`LAYER_KINDS`), for profilers; empty if all layers are alike.
     """
 
     exchange: Exchange
@@ -169,6 +170,7 @@ class ContextAttention:
     narrowed: dict[int, tuple[ShardTiles, ShardTiles | None]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    kind: str = ""
 
     @staticmethod
     def make(
@@ -251,6 +253,7 @@ class ContextAttention:
         quiet = layer in self.kept and again is Recompute.NOTHING
         with (
             profiler_labels.label(profiler_labels.ATTENTION),
+            _range_of_kind(self.kind, FORWARD, layer),
             nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),
         ):
             tiles, early_tiles = self._narrowed(layer, q, k, recorder)
@@ -298,6 +301,14 @@ class ContextAttention:
         )
 
 
+def _range_of_kind(kind: str, direction: str, layer: int) -> AbstractContextManager[None]:
+    """Return an NVTX range such as ``window layer.forward``, with the layer as payload.
+
+    If all layers are alike, there is no range.
+    """
+    return nvtx_ranges.span(f"{kind} layer", direction, "", layer) if kind else nullcontext()
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -332,6 +343,7 @@ class _Attend(torch.autograd.Function):
         saved = ctx.saved_tensors  # under checkpointing, this recomputes the forward pass
         with (
             profiler_labels.label(profiler_labels.ATTENTION),
+            _range_of_kind(attention.kind, BACKWARD, ctx.layer),
             nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
         ):
             gradients = attention.exchange.backward(dout.contiguous(), saved, ctx.tiles, *ctx.call)

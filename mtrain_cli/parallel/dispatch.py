@@ -22,8 +22,10 @@ import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.config.schema import MOST_CHUNKS_PER_WORKER
 from mtrain_cli.parallel.dispatch_search import BlockPrices, ChunkWork, best_assignment
 from mtrain_cli.parallel.layout import Balanced
+from mtrain_cli.parallel.rates import Rates
 from mtrain_cli.parallel.traffic import (
     ROW_BLOCK,
     LayerMasks,
@@ -40,12 +42,7 @@ from mtrain_cli.parallel.traffic import (
 
 # Shorter chunks balance better but cut a shard into more pieces.
 _SHORTEST_CHUNK = 512
-_MOST_CHUNKS_PER_WORKER = 32
 _FEWEST_CHUNKS_PER_WORKER = 8
-# FLOP/s of an attention kernel on an H200, and bytes/s that it receives inside a node and from
-# other nodes.
-_H200 = 550e12, 310e9, 52e9
-_KERNEL_SHARE = 0.55  # of the GPU's peak
 
 
 class RowPrices(NamedTuple):
@@ -54,7 +51,7 @@ class RowPrices(NamedTuple):
     inner: for a row that a rank of the same node sends.
     outer: for a row that enters the node.
 
-    The defaults hold for 16 query heads and 2 KV heads on H200s (`_H200`).
+    The defaults hold for 16 query heads and 2 KV heads on H200s (`Rates`).
     """
 
     inner: int = 250
@@ -77,13 +74,8 @@ class RowPrices(NamedTuple):
     @staticmethod
     def on(cluster: Cluster | None, query_heads: int, kv_heads: int) -> RowPrices:
         """Return the prices on a cluster; None means H200s."""
-        flops, inner, outer = _H200
-        if cluster is not None:
-            flops = _KERNEL_SHARE * 1e12 * cluster.gpu.peak_tflops.value
-            inner = 1e9 * cluster.inner.collective_bandwidth_gbps.value
-            if cluster.outer is not None:
-                outer = 1e9 * cluster.outer.collective_bandwidth_gbps.value
-        return RowPrices.of(query_heads, kv_heads, flops, inner, outer)
+        rates = Rates.on(cluster)
+        return RowPrices.of(query_heads, kv_heads, rates.flops, rates.inner, rates.outer)
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ def chunk_tokens(seq: int, workers: int, unit: int = ROW_BLOCK) -> int:
     if each >= _FEWEST_CHUNKS_PER_WORKER * ROW_BLOCK:
         unit = math.lcm(unit, ROW_BLOCK)
     shortest = min(_SHORTEST_CHUNK, each // _FEWEST_CHUNKS_PER_WORKER)
-    least = max(1, max(shortest, each // _MOST_CHUNKS_PER_WORKER) // unit) * unit
+    least = max(1, max(shortest, each // MOST_CHUNKS_PER_WORKER) // unit) * unit
 
     def padding(chunk: int) -> tuple[int, int, int]:
         chunks = -(-each // chunk)
@@ -220,6 +212,7 @@ class Balancer:
     per_node: number of ranks of the context group per node; None if all share a node.
     prices: prices of received rows; None for the defaults of `RowPrices`.
     layers: number of layers with each kind of mask.
+    given_chunk: number of tokens per chunk; None for `chunk_tokens`.
     """
 
     workers: int
@@ -229,6 +222,7 @@ class Balancer:
     per_node: int | None = None
     prices: RowPrices | None = None
     layers: tuple[int, ...] = (1,)
+    given_chunk: int | None = None
 
     @property
     def groups(self) -> int:
@@ -241,7 +235,7 @@ class Balancer:
 
     @property
     def chunk(self) -> int:
-        return chunk_tokens(self.seq, self.workers, max(self.unit, 1))
+        return self.given_chunk or chunk_tokens(self.seq, self.workers, max(self.unit, 1))
 
     @property
     def padded_seq(self) -> int:

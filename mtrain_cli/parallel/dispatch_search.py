@@ -159,7 +159,7 @@ class Assignment:
         """Return the largest cost of a rank that changes if two chunks swap, exactly.
 
         out, into: int64 [swaps], chunks of two ranks of a node.
-        cost: the costs today.
+        cost: the costs of the ranks before the swap.
         """
         return self._most(out, into, self._more(out, into), self._more(into, out), cost)
 
@@ -173,8 +173,9 @@ class Assignment:
     def _bound(self, out: IntArray, into: IntArray, cost: IntArray) -> IntArray:
         """Return a lower bound of `most_after`, [out, into].
 
-        It adds what changes if a chunk leaves to what changes if the other chunk joins. It leaves
-        out the blocks that the second chunk still needs or no longer has because of the first.
+        It adds the change if one chunk leaves and the change if the other chunk joins, each alone.
+        Both together can only cost more: the chunk that joins may need blocks that the chunk that
+        leaves needed or held.
         """
         return self._most(
             out,

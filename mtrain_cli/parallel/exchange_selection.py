@@ -20,6 +20,7 @@ from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.parallel.traffic import Nodes
 
 # Gather KV only if it and its float32 gradient take at most _GATHER_SHARE of a GPU's memory; else
 # use a ring, which holds a few shards at a time. Above _PART_SHARE, gather the heads in more and
@@ -228,30 +229,30 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         ConfigError: the settings do not fit the model, the nodes or the pattern.
     """
     heads = _head_ranks(topology, needs)
-    groups = needs.workers // heads
+    nodes = Nodes.of_groups(needs.workers, needs.per_node, heads)
     if topology.exchange in HEAD_SHARING:
         name = HEAD_SHARING[topology.exchange]
         reason = "as configured: every worker computes whole sequences for its heads"
     elif topology.exchange != "auto":
         name, reason = topology.exchange, "as configured"
-    elif groups == 1:
+    elif nodes.workers == 1:
         name, reason = HEAD_SHARING[ULYSSES], "the workers only split the heads among themselves"
         if heads == 1:
-            parts = _chunks(topology, needs, name, groups, heads)
+            parts = _chunks(topology, needs, name, nodes.workers, heads)
             calls = f"; one kernel call for each of {parts} parts of the heads" if parts > 1 else ""
             reason = f"one worker holds the whole sequence, so nothing moves{calls}"
     else:
-        name, reason = _fastest(topology, needs, groups, heads)
+        name, reason = _fastest(topology, needs, nodes, heads)
     choice = ExchangeChoice(
         name,
         reason,
         min(needs.per_node, needs.workers),
         heads=heads,
-        chunks=_chunks(topology, needs, name, groups, heads),
+        chunks=_chunks(topology, needs, name, nodes.workers, heads),
         prefetch=1 if EXCHANGE_TRAITS[name].gathers else topology.prefetch,
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
-        stages=_stages(topology, needs, name, heads),
+        stages=_stages(topology, name, nodes),
     )
     return replace(choice, channels=make_schedule(name, choice.options(needs.workers)).channels)
 
@@ -290,14 +291,13 @@ def _heads_fit(u: int, needs: ExchangeNeeds) -> bool:
 
 
 def _fastest(
-    topology: TopologyConfig, needs: ExchangeNeeds, groups: int, heads: int
+    topology: TopologyConfig, needs: ExchangeNeeds, groups: Nodes, heads: int
 ) -> tuple[str, str]:
     given = topology.chunks if isinstance(topology.chunks, int) else None
     chunks = given or _fewest_chunks(needs, heads)
     size = gathered_bytes(needs, heads, chunks)
     memory = needs.device_memory or _ASSUMED_MEMORY
-    groups_per_node = max(1, needs.per_node // heads)
-    across = groups > groups_per_node > 1
+    across = groups.several
     nodes = f"; every shard crosses to each of {needs.nodes} nodes once" if across else ""
     calls = "one collective and one kernel call a layer"
     if chunks > 1:
@@ -367,8 +367,11 @@ def _chunks(
     return topology.chunks
 
 
-def _stages(topology: TopologyConfig, needs: ExchangeNeeds, name: str, heads: int) -> int:
-    """Return the number of stages of a group cast; 1 for other exchanges."""
+def _stages(topology: TopologyConfig, name: str, groups: Nodes) -> int:
+    """Return the number of stages of a group cast; 1 for other exchanges.
+
+    ``auto`` is 1 here. Whether more stages pay depends on the mask (`training.stage_choice`).
+    """
     if topology.stages == "auto":
         return 1
     assert isinstance(topology.stages, int)
@@ -380,9 +383,8 @@ def _stages(topology: TopologyConfig, needs: ExchangeNeeds, name: str, heads: in
             f"topology.stages={topology.stages}: works only with {' and '.join(fitting)}, not with "
             f"{_user_exchange(topology, name)}. Set topology.stages=auto"
         )
-    groups, per_node = needs.workers // heads, max(1, needs.per_node // heads)
-    several = traits.hierarchical and 1 < per_node < groups
-    return min(topology.stages, 3 if several else 2 if groups > 1 else 1)
+    several = traits.hierarchical and groups.several
+    return min(topology.stages, 3 if several else 2 if groups.workers > 1 else 1)
 
 
 def _names(*, gathers: bool) -> str:

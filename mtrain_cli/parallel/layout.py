@@ -43,7 +43,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def _multiple(self) -> int:
-        """The number of tokens of which `padded_seq` is a multiple."""
+        """The number of tokens that divides `padded_seq`."""
 
     @property
     def padded_seq(self) -> int:

@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.config.cluster import divisors
+from mtrain_cli.config.schema import ConfigError
 
 ROW_BLOCK = 128  # rows that travel together: one kernel tile
 _COUNTED_TOGETHER = 1 << 22  # counts of blocks that are in memory at the same time: 64 MiB
@@ -43,15 +45,28 @@ class Nodes:
         """Return the nodes of a group. One node holds all ranks if ``per_node`` is None.
 
         Raises:
-            ValueError: the nodes would have different numbers of ranks.
+            ConfigError: the nodes would have different numbers of ranks.
         """
         per_node = min(workers, per_node or workers)
         if workers % per_node:
-            raise ValueError(
-                f"{workers} workers do not fill nodes of {per_node}. Give a number of workers per "
-                "node that divides the number of workers."
+            raise ConfigError(
+                f"topology.gpus_per_node={per_node}: does not divide {workers} workers; allowed: "
+                f"{divisors(workers)}"
             )
         return Nodes(workers, per_node)
+
+    @staticmethod
+    def of_groups(workers: int, per_node: int | None, heads: int) -> Nodes:
+        """Return the nodes if ``heads`` neighboring ranks share heads and count as one rank.
+
+        workers, per_node: of single ranks. A group larger than a node counts as a node.
+        """
+        return Nodes.of(workers // heads, None if per_node is None else max(1, per_node // heads))
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several nodes of several ranks, so that a hierarchy makes sense."""
+        return 1 < self.per_node < self.workers
 
     @property
     def count(self) -> int:
@@ -137,12 +152,24 @@ def count_traffic(
             each rank sends its own rows.
         layers: number of layers of each kind, over which the counts are summed; None for one each.
     """
-    nodes, per_query = Nodes.of(len(shards), per_node), pairs_per_query(masks, layers)
+    per_query = pairs_per_query(masks, layers)
     pairs = np.array([per_query[positions].sum() for positions in shards])
-    blocks = -(-padded_length(masks) // block)
+    return Traffic(pairs, *count_rows(masks, shards, per_node=per_node, block=block, layers=layers))
+
+
+def count_rows(
+    masks: LayerMasks,
+    shards: Sequence[IntArray],
+    *,
+    per_node: int | None = None,
+    block: int = ROW_BLOCK,
+    layers: Sequence[int] | None = None,
+) -> tuple[MovedRows, MovedRows, MovedRows]:
+    """Count only the rows of `count_traffic`: near, relayed and outer."""
+    nodes, blocks = Nodes.of(len(shards), per_node), -(-padded_length(masks) // block)
     held = np.stack([np.bincount(positions // block, minlength=blocks) for positions in shards])
     needed = blocks_needed(masks, shards, block)
-    return Traffic(pairs, *rows_moved(needed, held, nodes, times_of_rows(masks, layers)))
+    return rows_moved(needed, held, nodes, times_of_rows(masks, layers))
 
 
 def rows_between(
@@ -252,9 +279,14 @@ def _seen(
     """
     size = groups * (blocks + 1)
     opened = np.zeros(size, np.int64)
-    row = group * (blocks + 1)
+    changes = np.diff(group) != 0
     for mask in masks:
         for low, high in zip(mask.low[:, rows], mask.high[:, rows], strict=True):
+            # Queries of a group whose intervals touch in turn see one interval together.
+            apart = changes | (low[1:] > high[:-1]) | (high[1:] < low[:-1])
+            begins = np.append(0, np.flatnonzero(apart) + 1)[: len(group)]
+            low, high = np.minimum.reduceat(low, begins), np.maximum.reduceat(high, begins)
+            row = group[begins] * (blocks + 1)
             # An interval adds one to the blocks from `first` to before `stop`; if empty, to none.
             first = low // block
             stop = np.where(high > low, (high - 1) // block + 1, first)
@@ -306,5 +338,6 @@ def pairs_per_query(masks: LayerMasks, layers: Sequence[int] | None = None) -> I
     pairs = np.zeros(padded_length(masks), np.int64)
     for of_kind, count in zip(masks, _layers(masks, layers), strict=True):
         for mask in of_kind:
-            pairs += count * (mask.high - mask.low).sum(0)
+            for low, high in zip(mask.low, mask.high, strict=True):
+                pairs += (high - low) if count == 1 else count * (high - low)
     return pairs

@@ -11,8 +11,11 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.mask_settings import LAYER_KINDS
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.data.dataset import Sample
+from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.profiling.measurement import (
@@ -26,6 +29,8 @@ from mtrain_cli.profiling.measurement import (
 from mtrain_cli.profiling.peers import torch_context_parallel
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.recorded_work import Estimated, estimated
+from mtrain_cli.training.batch import BatchMaker, MixedAttention
+from mtrain_cli.training.flops import causal_pairs
 
 PEER = "torch context_parallel, cuDNN"
 HEADER = (
@@ -87,18 +92,25 @@ def _measure(
                     kept = [attention.estimated]
                     writer.recorded(attention.case, sample + 1, kept)
             attention.times.append(seconds[False])
-            writer.timed(attention.case, sum(seconds[False]), sum(seconds[True]))
+            writer.timed(attention.case, *(_total(seconds[way]) for way in (False, True)))
             progress.done()
         last = cases[-1] is writer.cases[-1]
         writer.sampled(first_part + sample, sample + 1 if last else 0)
     for attention in attentions:
         facts = writer.facts(attention.case)
-        facts.update(_medians(bench, attention.times))
+        by_kind = [_medians(bench, times) for times in zip(*attention.times, strict=True)]
+        _note_times(facts, attention.attend, by_kind)
         if bench.first:
             progress.say(_row(attention.case.label, facts["density"], facts))
+            for kind, times in facts.get("kinds", {}).items():
+                progress.say(_row(f"  {kind} layer", times["density"], times))
     del attentions, inputs
     bench.free_memory()
     return False
+
+
+# (forward, backward) times in seconds of each measured layer.
+_Times = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -127,17 +139,17 @@ class _Inputs:
 
 @dataclass
 class _Attention:
-    """One layer's attention in one case, on this worker.
+    """One layer's attention in one case, on this worker; a layer of each kind if masks differ.
 
-    times: (forward, backward) times in seconds of each iteration without recording.
+    times: (forward, backward) times in seconds of each layer, for each iteration without recording.
     estimated: what the latest iteration computed.
     """
 
     case: MeasurementCase
     bench: Bench
-    attend: ContextAttention
+    attend: ContextAttention | MixedAttention
     inputs: _Inputs
-    times: list[tuple[float, float]] = field(default_factory=list)
+    times: list[_Times] = field(default_factory=list)
     estimated: Estimated | None = None
 
     @staticmethod
@@ -150,24 +162,29 @@ class _Attention:
             their tensors. The call adds missing tensors.
         """
         layout, choices = case.choices.layout, case.choices
-        mask = MaskRule.of_all_layers(case.config)(None, case.config.seq, layout.padded_seq)
-        masks = [mask] * case.config.train.micro_batch
-        attend = ContextAttention.make(
-            case.exchange, choices.kernel, masks, bench.device, choices.pattern
+        make = BatchMaker(
+            case.exchange,
+            choices.kernel,
+            bench.device,
+            mask=MaskRule.of(case.config),
+            pattern=choices.pattern,
+            layers=case.config.model.num_layers,
+            balancer=choices.balancer,
         )
+        attend = make(_samples(case.config, bench)).attention
         key = layout.name, layout.padded_seq
         if key not in inputs:
             inputs[key] = _Inputs.of(_draw(case, bench))
         return _Attention(case, bench, attend, inputs[key])
 
-    def __call__(self, recorded: bool) -> tuple[float, float]:
+    def __call__(self, recorded: bool) -> _Times:
         """Wait for all workers, then run both passes.
 
         Args:
             recorded: whether to record the spans of the passes.
 
         Returns:
-            This worker's (forward, backward) times in seconds.
+            This worker's (forward, backward) times of each layer in seconds.
         """
         batch = self.attend.for_next_batch().with_kept_indices()
         recorder = self.bench.collector.recorder
@@ -176,10 +193,26 @@ class _Attention:
         if recorded:
             self.bench.collector.start()
         with recorder.iteration():
-            seconds = self.inputs.time_passes(partial(batch, layer=0), recorder)
+            seconds = [
+                self.inputs.time_passes(partial(batch, layer=layer), recorder)
+                for layer in self.case.single_layers
+            ]
         self.case.exchange.set_recorder(None)
         self.estimated = estimated(batch)
         return seconds
+
+
+def _samples(config: Config, bench: Bench) -> list[Sample]:
+    """Return the first sequences of the data if these bring masks, else sequences of one document.
+
+    Each context group has its own sequences of the data. Only their masks are used.
+    """
+    count, seq = config.train.micro_batch, config.seq
+    if config.data.mask_key is None:
+        return [Sample(*np.zeros((3, seq), np.int32))] * count
+    dataset = open_dataset(config)
+    first = count * bench.environment.dims.coordinate("dp", bench.environment.rank)
+    return [dataset[number % len(dataset)] for number in range(first, first + count)]
 
 
 def _heads(config: Config) -> tuple[int, ...]:
@@ -229,6 +262,29 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
     found = _medians(bench, times[1:])  # the first is a warm-up
     bench.free_memory()
     return {"label": PEER, "seq": config.seq, "workers": world, **found}
+
+
+def _total(seconds: _Times) -> float:
+    return sum(map(sum, seconds))
+
+
+def _note_times(
+    facts: dict[str, Any],
+    attend: ContextAttention | MixedAttention,
+    by_kind: Sequence[dict[str, float]],
+) -> None:
+    """Add the times of a layer to the entry of a case.
+
+    With several kinds of layers, add the mean of the measured layers, and the times of each.
+
+    by_kind: result of `_medians` for each measured layer.
+    """
+    facts.update({name: float(np.mean([of[name] for of in by_kind])) for name in by_kind[0]})
+    if isinstance(attend, MixedAttention):
+        for times, plan in zip(by_kind, (attend.window.plan, attend.full.plan), strict=True):
+            causal = len(plan.masks) * causal_pairs(facts["seq"])
+            times["density"] = plan.allowed_pairs / causal
+        facts["kinds"] = dict(zip(LAYER_KINDS, by_kind, strict=True))
 
 
 def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from mtrain_cli.attention.mask import IntArray, KeySlice, SequenceMask, SliceKin
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
 from mtrain_cli.profiling.peers import FlexAttention, Predicate
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
@@ -33,10 +34,12 @@ class TimedMask:
     """A mask of one sequence, and the predicate of the same pairs for FlexAttention.
 
     predicate: function of the device that returns the predicate.
+    sizes: the numbers that describe the mask, as text; "" if there are none.
     """
 
     mask: SequenceMask
     predicate: Callable[[str], Predicate]
+    sizes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class MaskTime:
     """Median times of one kernel under one mask.
 
     kernel: name of the kernel; `flex` for FlexAttention.
+    sizes: as in `TimedMask`.
     pairs: number of query-key pairs that the mask allows, summed over the heads.
     intervals: most intervals of keys that a query sees.
     forward_ms, backward_ms: median time of a call; None for a backward that the kernel lacks.
@@ -61,6 +65,7 @@ class MaskTime:
     backward_ms: float | None
     forward_tflops: float
     backward_tflops: float | None
+    sizes: str = ""
     forward_ratio: float | None = None
     backward_ratio: float | None = None
 
@@ -97,7 +102,7 @@ def _documents_full(seq: int) -> TimedMask:
         ids = torch.from_numpy(documents(seq)).to(device)
         return lambda b, h, q, k: ids[q] == ids[k]  # noqa: ARG005
 
-    return TimedMask(_rule(_FULL, seq, documents(seq)), predicate)
+    return TimedMask(_rule(_FULL, seq, documents(seq)), predicate, _sizes_of_documents(seq))
 
 
 def _documents(seq: int) -> TimedMask:
@@ -105,7 +110,12 @@ def _documents(seq: int) -> TimedMask:
         ids = torch.from_numpy(documents(seq)).to(device)
         return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])  # noqa: ARG005
 
-    return TimedMask(_rule(CAUSAL, seq, documents(seq)), predicate)
+    return TimedMask(_rule(CAUSAL, seq, documents(seq)), predicate, _sizes_of_documents(seq))
+
+
+def _sizes_of_documents(seq: int) -> str:
+    lengths = np.bincount(documents(seq))
+    return f"{with_count(len(lengths), 'document')} of up to {lengths.max():,} tokens"
 
 
 def _window(seq: int) -> TimedMask:
@@ -114,6 +124,7 @@ def _window(seq: int) -> TimedMask:
     return TimedMask(
         _rule(mask, seq),
         lambda _: lambda b, h, q, k: (q >= k) & (q - k < window),  # noqa: ARG005
+        f"{window:,} tokens",
     )
 
 
@@ -125,7 +136,8 @@ def _documents_block_causal(seq: int) -> TimedMask:
         return lambda b, h, q, k: (ids[q] == ids[k]) & (k // block <= q // block)  # noqa: ARG005
 
     mask = MaskConfig(kind="block_causal", block=block)
-    return TimedMask(_rule(mask, seq, documents(seq)), predicate)
+    sizes = f"{_sizes_of_documents(seq)}, in blocks of {block:,}"
+    return TimedMask(_rule(mask, seq, documents(seq)), predicate, sizes)
 
 
 def _video(seq: int) -> TimedMask:
@@ -149,7 +161,8 @@ def _video(seq: int) -> TimedMask:
             row % height, other % height, height, down
         )
 
-    return TimedMask(_rule(mask, seq), lambda _: seen)
+    sizes = f"{frames}x{height}x{width} tokens, window {along}x{down}x{width}"
+    return TimedMask(_rule(mask, seq), lambda _: seen, sizes)
 
 
 def _shared_question(seq: int) -> TimedMask:
@@ -164,9 +177,15 @@ def _shared_question(seq: int) -> TimedMask:
     def predicate(device: str) -> Predicate:
         part = np.searchsorted(starts, np.arange(seq), side="right")
         answers = torch.from_numpy(part).to(device)
-        return lambda b, h, q, k: (q >= k) & ((k < question) | (answers[q] == answers[k]))  # noqa: ARG005
 
-    return TimedMask(SequenceMask.from_slices(slices, seq, seq), predicate)
+        def seen(b, h, q, k):  # noqa: ARG001
+            return (q >= k) & ((k < question) | (answers[q] == answers[k]))
+
+        return seen
+
+    longest = int(np.diff(starts).max())
+    sizes = f"question of {question:,} tokens, {_ANSWERS} answers of up to {longest:,}"
+    return TimedMask(SequenceMask.from_slices(slices, seq, seq), predicate, sizes)
 
 
 MASKS: dict[str, Callable[[int], TimedMask]] = {
@@ -260,4 +279,5 @@ def _time(
         backward_ms=backward,
         forward_tflops=FLOP_PER_PAIR[FORWARD] * products / forward / 1e9,
         backward_tflops=FLOP_PER_PAIR[BACKWARD] * products / backward / 1e9 if backward else None,
+        sizes=timed.sizes,
     )

@@ -106,6 +106,7 @@ class MeasurementCase:
         """Return the case's entry in summary.json."""
         config, model = self.config, self.config.model
         schedule, choices = self.exchange.schedule, self.choices
+        kinds = config.mask.layer_kinds(model.num_layers)
         return {
             "label": self.label,
             "layout": choices.layout.name,
@@ -121,6 +122,7 @@ class MeasurementCase:
             "per_node": schedule.per_node,
             "heads": schedule.heads,
             "layers": model.num_layers,
+            **({"layer_kinds": kinds} if len(kinds) > 1 else {}),
             "steps": {"forward": len(schedule.forward[0]), "backward": len(schedule.backward[0])},
             "num_heads": model.num_heads,
             "num_kv_heads": model.num_kv_heads,
@@ -128,6 +130,12 @@ class MeasurementCase:
             "column_width": column_width(config, choices.pattern, choices.layout, choices.exchange),
             "density": None,
         }
+
+    @property
+    def single_layers(self) -> list[int]:
+        """The layers that an attention-only measurement computes: the first of each kind."""
+        kinds = self.config.mask.layer_kinds(self.config.model.num_layers)
+        return [layers[0] for layers in kinds.values()]
 
     @property
     def flop(self) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, M
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.recorded_work import estimated
 from mtrain_cli.records import record_files
-from mtrain_cli.training.batch import Batch
+from mtrain_cli.training.batch import Batch, MixedAttention
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.resolution import ResolvedRun
 from mtrain_cli.training.trainer import Trainer
@@ -58,7 +58,7 @@ class TrainingProfile(Callback):
             [(case.label, case.config) for case in cases],
             config.train.steps // config.profile.every,
         )
-        self._seen: list[ContextAttention] = []
+        self._seen: list[ContextAttention | MixedAttention] = []
         self._plain: list[float] = []
         self._recorded: list[float] = []
         self._after: list[float] = []
@@ -140,7 +140,7 @@ class TrainingProfile(Callback):
         """In a recorded step, keep the indices after the backward pass."""
         if self._trainer.recorder is None:
             return attend
-        assert isinstance(attend, ContextAttention)
+        assert isinstance(attend, ContextAttention | MixedAttention)
         kept = attend.with_kept_indices()
         self._seen.append(kept)
         return kept
@@ -234,6 +234,7 @@ def _numbered(
             n
             for n, other in enumerate(earlier)
             if all(other[name] == facts[name] for name in _SAME)
+            and other.get("layer_kinds") == facts.get("layer_kinds")
         ]
         if same:
             number, label = same[-1], earlier[same[-1]]["label"]

@@ -92,8 +92,10 @@ class ProfileWriter:
             self._waiting.append(rows)
             self._latest[case.number] = rows
 
-    def _layers(self, case: MeasurementCase) -> range:
-        return range(1 if self.plan.mode == ATTENTION_ONLY else case.config.model.num_layers)
+    def _layers(self, case: MeasurementCase) -> Sequence[int]:
+        if self.plan.mode == ATTENTION_ONLY:
+            return case.single_layers
+        return range(case.config.model.num_layers)
 
     def timed(self, case: MeasurementCase, plain: float, recorded: float) -> None:
         """Add this worker's times of an iteration without and with recording, in seconds."""
@@ -198,7 +200,7 @@ class ProfileWriter:
         cases = [case for case in chosen.values() if case.number in self._last]
         if not cases:
             return
-        masks = self._last[cases[0].number][0].masks
+        computed = self._last[cases[0].number][0]
         columns = {
             case.config.sparsity.pattern: case.config.sparsity.column_bound for case in cases
         }
@@ -213,6 +215,7 @@ class ProfileWriter:
             layout=first.choices.layout.name,
             exchange=first.exchange.schedule.exchange,
             block_size=first.config.topology.block_size,
+            chunk=first.config.topology.chunk,
             needs_out=first.choices.kernel.needs_out,
             iteration=self._iteration,
             columns={name: most for name, most in columns.items() if most != 0},
@@ -221,7 +224,7 @@ class ProfileWriter:
         if self.first:
             path = self.folder / record_files.INDEX
             try:
-                save_indices(path, setup, masks, parts)
+                save_indices(path, setup, computed.masks, parts, computed.full)
             except OSError as error:
                 self.problem = f"{path}: could not be written ({error.strerror or error})"
         for _ in parts:  # Some parts need a gather, so every worker must reach the end.

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.profiling.record_collector import Work
 from mtrain_cli.simulation.work_counts import WorkCounter
+from mtrain_cli.training.batch import MixedAttention
 
 
 class Estimated(NamedTuple):
@@ -20,15 +22,20 @@ class Estimated(NamedTuple):
     layout: which rank holds which tokens.
     masks: one per sequence.
     indices: the indices by layer; None for dense attention.
+    full: the layers with other masks than ``masks``; None if all layers are alike.
     """
 
     layout: Layout
     masks: Sequence[SequenceMask]
     indices: Mapping[int, Index] | None
+    full: FullLayers | None = None
 
 
-def estimated(attend: ContextAttention) -> Estimated:
+def estimated(attend: ContextAttention | MixedAttention) -> Estimated:
     """Return what an attention has computed for its batch."""
+    if isinstance(attend, MixedAttention):
+        full = FullLayers(attend.full.plan.masks, attend.full_layers, attend.layers)
+        return estimated(attend.window)._replace(full=full)
     indices = None if attend.index is None else attend.index.estimated
     return Estimated(attend.plan.placement.layout, attend.plan.masks, indices)
 
@@ -46,19 +53,23 @@ def own_work(
     """
     rank = exchange.group.rank
     work: Work = {}
-    for micro, (layout, masks, indices) in enumerate(micro_batches):
+    for micro, (layout, masks, indices, full) in enumerate(micro_batches):
+        kinds = [(masks, [layer for layer in layers if full is None or layer not in full.layers])]
+        if full is not None:
+            kinds.append((full.masks, [layer for layer in layers if layer in full.layers]))
         block = next(iter(indices.values())).block if indices else None
-        counter = WorkCounter.make(
-            exchange.schedule,
-            layout,
-            masks,
-            heads,
-            block,
-            shared_columns=exchange.gathers_columns,
-        )
-        if indices is None:
-            dense = counter.count(None, rank)
-            work |= {(micro, layer): dense for layer in layers}
-        else:
-            work |= {(micro, layer): counter.count(index, rank) for layer, index in indices.items()}
+        for of_kind, numbers in kinds:
+            counter = WorkCounter.make(
+                exchange.schedule,
+                layout,
+                of_kind,
+                heads,
+                block,
+                shared_columns=exchange.gathers_columns,
+            )
+            if indices is None:
+                dense = counter.count(None, rank)
+                work |= {(micro, layer): dense for layer in numbers}
+            else:
+                work |= {(micro, n): counter.count(index, rank) for n, index in indices.items()}
     return work

@@ -69,7 +69,8 @@ class _Rehearsal(Callback):
                 case.exchange,
                 case.choices.kernel,
                 bench.device,
-                mask=MaskRule.of_all_layers(trainer.config),
+                mask=MaskRule.of(trainer.config),
+                layers=trainer.config.model.num_layers,
                 pattern=case.choices.pattern,
                 keep=attention_kept(trainer.config.train),
                 offload=trainer.offload,
@@ -122,7 +123,7 @@ class _Rehearsal(Callback):
         trainer.recorder = recorder if recorded else None
         case.exchange.set_recorder(trainer.recorder)
         batches = [self._make[case.number](samples) for samples in micro_batches]
-        attends = [batch.attend.with_kept_indices() for batch in batches]
+        attends = [batch.attention.with_kept_indices() for batch in batches]
         valid, _ = trainer.totals(batches)
         bench.synchronize()
         if recorded:

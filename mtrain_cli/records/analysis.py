@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from mtrain_cli.config.mask_settings import LAYER_KINDS
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
 from mtrain_cli.records.imbalance import degrees, ratios
 from mtrain_cli.records.record_files import LINKS, RecordedFolder
@@ -174,7 +175,8 @@ class CaseAnalysis:
     """One case of a profile.
 
     number: number of the case in the summary.
-    label: name of the case in the summary.
+    label: name of the case in the summary, and the kind of layers.
+    kind: the kind of the analyzed layers (`LAYER_KINDS`); empty for all layers.
     facts: entry of the case in the summary.
     passes: one analysis per direction.
     time, work, computation: as in `PassAnalysis`, averaged over forward and backward.
@@ -192,10 +194,12 @@ class CaseAnalysis:
     missing: the ranks without rows.
     partial: whether iterations or ranks are missing.
     causes: causes of waits, the costliest first.
+    kinds: the same analysis of each kind of layers, if layers have different masks.
     """
 
     number: int
     label: str
+    kind: str
     facts: dict[str, Any]
     passes: dict[str, PassAnalysis]
     time: Degrees
@@ -215,6 +219,12 @@ class CaseAnalysis:
     missing: tuple[int, ...]
     partial: bool
     causes: list[WaitCause] = field(default_factory=list)
+    kinds: tuple[CaseAnalysis, ...] = ()
+
+    @property
+    def with_kinds(self) -> tuple[CaseAnalysis, ...]:
+        """Return this analysis and, if layers have different masks, that of each kind."""
+        return (self, *self.kinds)
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -279,6 +289,7 @@ class CaseAnalysis:
             "passes_ms": dict(zip(self.directions, _json(self.passes_ms), strict=True)),
             "passes": {name: analysis.to_json() for name, analysis in self.passes.items()},
             "causes": [{**vars(cause), "ms": _json(cause.ms)} for cause in self.causes],
+            **({"kinds": [kind.to_json() for kind in self.kinds]} if self.kinds else {}),
         }
 
 
@@ -289,6 +300,22 @@ def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
         ConfigError: a file of rows is damaged, has another schema or does not match the summary.
     """
     shapes, last = survey(recorded)
+    kinds: dict[int, list[CaseAnalysis]] = {case: [] for case in shapes}
+    for kind in LAYER_KINDS:
+        of_kind = {case: shape.of_kind(kind) for case, shape in shapes.items()}
+        some = {case: shape for case, shape in of_kind.items() if shape is not None}
+        for analysis in _analyse(recorded, some, last) if some else ():
+            kinds[analysis.number].append(analysis)
+    return [
+        replace(analysis, kinds=tuple(kinds[analysis.number]))
+        for analysis in _analyse(recorded, shapes, last)
+    ]
+
+
+def _analyse(
+    recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
+) -> list[CaseAnalysis]:
+    """Analyze the layers that the shapes cover. shapes, last: as in `iterations`."""
     uncertainty = float((recorded.summary.get("clock") or {}).get("uncertainty_us") or 0.0) / 1e3
     ends_together = recorded.summary.get("mode") != "training"
     totals = {
@@ -432,12 +459,16 @@ class _CaseTotals:
             np.concatenate(self.owners[chosen[0]])[:samples] if chosen else np.zeros(0, np.int64),
         )
         total = np.array(self.durations).sum(1)
-        facts = shape.facts
+        facts, label = shape.facts, str(shape.facts.get("label") or f"case {shape.case}")
+        if shape.kind:
+            facts = facts | (facts.get("kinds") or {}).get(shape.kind, {})
+            label = f"{label}, {shape.kind} layers"
         sequences = int(facts.get("micro_batch") or 1) * len(shape.micros) * shape.groups
         tokens = int(facts.get("seq") or 0) * sequences
         return CaseAnalysis(
             number=shape.case,
-            label=str(facts.get("label") or f"case {shape.case}"),
+            label=label,
+            kind=shape.kind,
             facts=facts,
             passes=passes,
             **estimates,

@@ -8,6 +8,8 @@ The file is an archive of NumPy arrays, written layer by layer:
   `SequenceMask.first` in run-length encoding, int64 [2, runs]: row 0 has the start of each run, row
   1 its value. Otherwise the differences of low and high along the positions, int32
   [intervals, 2, positions]
+- ``full<i>``: the mask of sequence i in the layers that ``about`` lists as ``full_layers``, if they
+  have another mask. ``about`` then has schema 2 and the number of ``layers`` of the model, too
 - If entry i is a vertical-slash index:
   - ``<i>.slashes``: uint8, one bit per diagonal, 8 bits packed into a byte
   - ``<i>.columns``: int32, positions of the single columns
@@ -35,10 +37,15 @@ import torch
 
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.schema import ConfigError
 
 INDEX_SCHEMA = 1
+# Schema of a file whose layers have different masks. A reader of schema 1 alone would give all
+# layers the masks ``mask<i>``, so it must refuse the file.
+MIXED_SCHEMA = 2
+_READ = INDEX_SCHEMA, MIXED_SCHEMA
 _KIND = "mtrain indices"
 _FORMER_COLUMNS = ".bars"  # the name of ".columns" in files of version 0.1.0
 # Errors that NumPy, zipfile, json and constructors raise for a damaged or foreign file.
@@ -57,7 +64,7 @@ class RecordedSetup:
     dtype_bytes: size of a number of the compute dtype in bytes.
     workers: number of ranks in the context group.
     per_node: number of ranks in a node.
-    layout, exchange, block_size: settings of the topology.
+    layout, exchange, block_size, chunk: settings of the topology. A chunk of None means auto.
     needs_out: whether the kernel's backward pass needs the output (`program_builder.Traits`).
     columns: largest number of single columns per head, by pattern label; None without a bound
         (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
@@ -75,6 +82,7 @@ class RecordedSetup:
     layout: str
     exchange: str
     block_size: int = 128
+    chunk: int | None = None
     needs_out: bool = False
     columns: Mapping[str, int | None] = field(default_factory=dict)
     iteration: int = 0
@@ -85,6 +93,7 @@ class RecordedIndices:
     """An open index file.
 
     masks: one mask per sequence of the batch, padded as in the recorded run.
+    full: the layers with other masks than ``masks``; None if all layers are alike.
     entries: a (pattern label, layer) pair for each index, in recorded order.
     """
 
@@ -92,6 +101,7 @@ class RecordedIndices:
     setup: RecordedSetup
     masks: tuple[SequenceMask, ...]
     entries: tuple[tuple[str, int], ...]
+    full: FullLayers | None
     _stored: dict[tuple[str, int], tuple[dict[str, Any], ...]] = field(repr=False, compare=False)
 
     @property
@@ -134,6 +144,7 @@ def save_indices(
     setup: RecordedSetup,
     masks: Sequence[SequenceMask],
     indices: Iterable[tuple[str, int, Index | None]],
+    full: FullLayers | None = None,
 ) -> None:
     """Write an index file atomically.
 
@@ -141,6 +152,7 @@ def save_indices(
         indices: (pattern label, layer, index) of each index. The index is None for dense attention.
             An iterator needs memory for only one index at a time. If each worker has only a part
             of a bitmap's query blocks, give one index per worker.
+        full: the layers with other masks than ``masks``; None if all layers are alike.
     """
     entries: list[dict[str, Any]] = []
     with replacing(Path(path)) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
@@ -152,11 +164,16 @@ def save_indices(
                 for name, values in _packed(index).items():
                     _write(file, f"{number}.{name}", values)
             entries.append(entry)
-        for row, mask in enumerate(masks):
-            _write(file, f"mask{row}", _packed_mask(mask))
+        kinds = {"mask": masks, "full": () if full is None else full.masks}
+        for name, of_kind in kinds.items():
+            for row, mask in enumerate(of_kind):
+                _write(file, f"{name}{row}", _packed_mask(mask))
         _write(file, "lengths", np.array([mask.length for mask in masks], np.int64))
         _write(file, "padded", np.array([mask.padded for mask in masks], np.int64))
         about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(setup)}
+        if full is not None:
+            layers = {"full_layers": sorted(full.layers), "layers": full.of}
+            about |= {"schema": MIXED_SCHEMA, **layers}
         _write(file, "about", np.array(json.dumps({**about, "entries": entries})))
 
 
@@ -179,17 +196,16 @@ def load_indices(path: Path) -> RecordedIndices:
             about = json.loads(str(file["about"]))
             if about["kind"] != _KIND:
                 raise ValueError(about["kind"])
-            if about["schema"] != INDEX_SCHEMA:
+            if about["schema"] not in _READ:
                 raise ConfigError(
                     f"{path}: has schema {about['schema']}, this version of mtrain reads "
-                    f"{INDEX_SCHEMA}; record it again"
+                    f"{' and '.join(map(str, _READ))}; update mtrain, or record it again"
                 )
             setup = RecordedSetup(**about["setup"])
-            sizes = zip(file["lengths"], file["padded"], strict=True)
-            masks = tuple(
-                _mask(file[f"mask{row}"], int(length), int(padded))
-                for row, (length, padded) in enumerate(sizes)
-            )
+            masks, full = _masks(file, "mask"), None
+            if "full_layers" in about:
+                numbers = frozenset(map(int, about["full_layers"]))
+                full = FullLayers(_masks(file, "full"), numbers, int(about["layers"]))
             stored: dict[tuple[str, int], list[dict[str, Any]]] = {}
             for number, entry in enumerate(about["entries"]):
                 stored.setdefault((str(entry["pattern"]), int(entry["layer"])), []).append(
@@ -202,7 +218,12 @@ def load_indices(path: Path) -> RecordedIndices:
     except _FOREIGN as error:
         raise ConfigError(f"{path}: not an index file of mtrain, or damaged") from error
     return RecordedIndices(
-        path, setup, masks, tuple(stored), {key: tuple(parts) for key, parts in stored.items()}
+        path,
+        setup,
+        masks,
+        tuple(stored),
+        full,
+        {key: tuple(parts) for key, parts in stored.items()},
     )
 
 
@@ -216,6 +237,7 @@ def _check(
     numbers = (
         *(setup.seq, setup.heads, setup.kv_heads, setup.head_dim, setup.dtype_bytes),
         *(setup.workers, setup.per_node, setup.block_size),
+        *([] if setup.chunk is None else [setup.chunk]),
     )
     if not all(isinstance(n, int) and n >= 1 for n in numbers) or setup.heads % setup.kv_heads:
         raise ValueError("shapes")
@@ -242,6 +264,15 @@ def _packed_mask(mask: SequenceMask) -> np.ndarray:
         return np.diff(bounds, axis=-1, prepend=0).astype(np.int32)  # compresses well
     starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
     return np.stack([starts, mask.first[starts]])
+
+
+def _masks(file: Any, name: str) -> tuple[SequenceMask, ...]:
+    """Read the masks of a batch. name: ``mask`` or ``full``, the start of the names of arrays."""
+    sizes = zip(file["lengths"], file["padded"], strict=True)
+    return tuple(
+        _mask(file[f"{name}{row}"], int(length), int(padded))
+        for row, (length, padded) in enumerate(sizes)
+    )
 
 
 def _mask(packed: np.ndarray, length: int, padded: int) -> SequenceMask:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ class RecordedShape:
     ranks: number of ranks in all context groups.
     present: whether a rank has rows, [groups, workers].
     steps: number of steps of the schedule, for each direction with rows.
+    kind: the kind of layers (`LAYER_KINDS`), if the shape covers only the layers of one kind.
     """
 
     case: int
@@ -59,6 +60,16 @@ class RecordedShape:
     ranks: int
     present: np.ndarray
     steps: dict[str, int]
+    kind: str = ""
+
+    def of_kind(self, kind: str) -> RecordedShape | None:
+        """Return the shape of one kind of layers; None if the case has no rows of such layers.
+
+        kind: one of `LAYER_KINDS`. A case whose layers all have the same mask has no kinds.
+        """
+        named = (self.facts.get("layer_kinds") or {}).get(kind) or ()
+        layers = tuple(layer for layer in self.layers if layer in named)
+        return replace(self, layers=layers, kind=kind) if layers else None
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -182,15 +193,21 @@ def _shape(
 def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
-    """Yield the iterations of every case, each as soon as its last row has been read.
+    """Yield the iterations of the given cases, each as soon as its last row has been read.
 
     Only incomplete iterations stay in memory.
 
-    shapes, last: results of `survey`.
+    shapes: the shape of each case. A shape of one kind of layers leaves the other layers out.
+    last: second result of `survey`.
     """
     under_way: dict[tuple[int, int], _RecordSums] = {}
     for number, batch in enumerate(recorded.batches(_COLUMNS)):
         for case, of_case in _split(batch, "case"):
+            if case not in shapes:
+                continue
+            if shapes[case].kind:
+                mine = np.isin(of_case["layer"], [-1, *shapes[case].layers])
+                of_case = select(of_case, mine)
             for iteration, rows in _split(of_case, "iteration"):
                 key = (case, iteration)
                 if key not in under_way:

@@ -161,6 +161,11 @@ def _command_line(command: list[Any]) -> str:
 
 
 def _summary(sources: Sequence[ReportSource]) -> str:
+    shown = [
+        (label if each is case else f"{label}, {each.kind} layers", each)
+        for label, _, case in labelled_cases(sources)
+        for each in case.with_kinds
+    ]
     rows = [
         [
             label,
@@ -176,7 +181,7 @@ def _summary(sources: Sequence[ReportSource]) -> str:
             ),
             str(case.samples),
         ]
-        for label, _, case in labelled_cases(sources)
+        for label, case in shown
     ]
     heads = (
         *("case", "worker imbalance, time", "worker imbalance, work"),

@@ -9,15 +9,18 @@ import numpy as np
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.schema import LAYOUTS, Config, ConfigError
+from mtrain_cli.config.schema import LAYOUTS, MOST_CHUNKS, Config, ConfigError
+from mtrain_cli.config.validate import number_of_chunks
+from mtrain_cli.data.dataset import Sample
+from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel.cast_rows import row_block, too_many_to_count
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.layout import Balanced, Layout
 from mtrain_cli.parallel.traffic import Traffic, count_traffic, rows_between
+from mtrain_cli.training.batch import unseen_labels
 from mtrain_cli.training.layout_choice import choose_layout, make_balancer
 
 _CELLS = 128  # rows and columns of a picture
-_MOST_CHUNKS = 4096  # that a search balances within seconds
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,20 @@ class MaskView:
     """The mask of one kind of layer.
 
     title: the mask, and its layers if the others have another mask.
-    mask: the mask of a sequence that is one document, without padding.
+    mask: the mask of the sequence, without padding.
+    labels: number of labels that count.
     shares: one per layout.
     """
 
     title: str
     mask: SequenceMask
+    labels: int
     shares: tuple[LayoutShare, ...]
 
 
-def views(config: Config, workers: int, per_node: int | None = None) -> list[MaskView]:
+def views(
+    config: Config, workers: int, per_node: int | None = None, sample: Sample | None = None
+) -> list[MaskView]:
     """Count what each mask allows, and what it means for each layout.
 
     All kinds of layers share one balanced layout, because a batch has one. With too many chunks to
@@ -74,32 +81,45 @@ def views(config: Config, workers: int, per_node: int | None = None) -> list[Mas
 
     Args:
         per_node: number of workers that share a node; None if all do.
+        sample: a sequence of the data with its own mask; None for a sequence that is one document.
 
     Raises:
-        ConfigError: the workers do not fill nodes, or there are too many to count rows.
+        ConfigError: the workers do not fill nodes, there are too many to count rows, or too few or
+            too many chunks for them.
     """
     per_node = min(per_node or workers, workers)
     if workers % per_node:
         raise ConfigError(
             f"topology.gpus_per_node={per_node}: must divide the number of workers, {workers}"
         )
+    if wrong := list(number_of_chunks(config, workers)):
+        raise ConfigError(*wrong)
     # A group cast inside groups that share heads would move rows between groups.
     config = replace(config, topology=replace(config.topology, ulysses="auto", exchange="auto"))
     balancer = make_balancer(config, workers, per_node)
     names = list(LAYOUTS)
-    if balancer.padded_seq // balancer.chunk > _MOST_CHUNKS:
+    if balancer.padded_seq // balancer.chunk > MOST_CHUNKS:
         names.remove(Balanced.name)
     named = [config.changed(topology={"layout": name}) for name in names]
     layouts = [choose_layout(one, workers, per_node).layout for one in named]
     found, layers = [], config.model.num_layers
     kinds = MaskRule.of(config).by_layers(layers)
     for rule, count in kinds:
+        mask, labels = rule.undivided(config.seq, config.seq), np.zeros(config.seq, np.int32)
         title = rule.mask.describe()
+        if sample is not None:
+            mask, labels = rule(None, config.seq, config.seq, sample.slices), sample.labels
+            title = "first sequence of the data"
+            layouts = [
+                balancer.layout([[mask]]) if layout.name == Balanced.name else layout
+                for layout in layouts
+            ]
         if len(kinds) > 1:
             title = f"{title}, {count} of {layers} layers"
+        counted = int((unseen_labels(labels, mask) != IGNORED).sum())
         shares = (
             share_of(
-                rule.undivided(config.seq, layout.padded_seq),
+                mask.repadded(layout.padded_seq),
                 layout,
                 config.sparsity.block,
                 per_node=per_node,
@@ -107,7 +127,7 @@ def views(config: Config, workers: int, per_node: int | None = None) -> list[Mas
             )
             for layout in layouts
         )
-        found.append(MaskView(title, rule.undivided(config.seq, config.seq), tuple(shares)))
+        found.append(MaskView(title, mask, counted, tuple(shares)))
     return found
 
 

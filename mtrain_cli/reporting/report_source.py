@@ -16,6 +16,7 @@ from mtrain_cli.config.suggest import no_such
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_state import read_state
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.attention_files import AttentionFiles, read_attention_files
 from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics, read_metrics
@@ -31,7 +32,7 @@ from mtrain_cli.records.record_files import (
     RecordedFolder,
     open_records,
 )
-from mtrain_cli.reporting.run_settings import read_settings
+from mtrain_cli.reporting.run_settings import read_settings, with_choices
 from mtrain_cli.reporting.step_tables import damage_of_step
 from mtrain_cli.training.evaluation import Evaluation, read_evaluations
 
@@ -40,6 +41,12 @@ RESOLVED, ENVIRONMENT = "resolved.yaml", "environment.json"
 SHOWN = 5  # most names in a message
 LAYER = "layer"  # kind of the older shipped profiles
 SHOWN_FIRST = "real-512k-4xh200"  # the shipped profile that a report shows if there is no run
+# {key that may leave a choice to auto: name of the choice in a recorded case}
+_CHOSEN = {
+    "topology.layout": "layout",
+    "topology.exchange": "exchange",
+    "train.kernel": "kernel",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ class ReportSource:
     step: summary of `mtrain profile step`.
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
     attention: what `mtrain profile sparsity` found about attention itself.
-    settings: resolved configuration by dotted key.
+    settings: resolved configuration by dotted key, with the layout, exchange and kernel of the run
+        instead of ``auto``.
     restarts: restarts of the run after failures.
     damage: why a damaged file is skipped; empty if no file is damaged.
     """
@@ -309,13 +317,13 @@ def open_source(path: Path) -> ReportSource:
         if kind == STEP:
             if damage := damage_of_step(recorded.summary):
                 raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
-            return ReportSource(*named, step=recorded.summary, settings=read_settings(path))
+            return ReportSource(*named, step=recorded.summary, settings=_settings(path, recorded))
         if kind == SPARSITY:
             return ReportSource(
                 *named,
                 sparsity=_sparsity(recorded.folder),
                 attention=read_attention_files(recorded.folder),
-                settings=read_settings(path),
+                settings=_settings(path, recorded),
             )
         recorded.check_schemas()
         cases = tuple(analyse(recorded))
@@ -337,10 +345,29 @@ def open_source(path: Path) -> ReportSource:
         metrics,
         steps_wanted=_steps_wanted(path) if metrics else None,
         evaluations=tuple(read_evaluations(path)),
-        settings=read_settings(path),
+        settings=_settings(path, recorded),
         restarts=tuple(restart.read_restarts(RunDir(path))),
         damage=damaged,
     )
+
+
+def _settings(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
+    """Return `ReportSource.settings`.
+
+    The choices come from the state of the run, or else from the recorded cases.
+    """
+    settings = read_settings(path)
+    state = read_state(RunDir(path))
+    if state is not None and state.chosen:
+        return with_choices(settings, {k: str(v) for k, v in state.chosen.items() if k in _CHOSEN})
+    summary = recorded.summary if recorded is not None else {}
+    measured = [summary.get("settings"), *(summary.get("cases") or ())]
+    cases = [facts for facts in measured if isinstance(facts, dict)]
+    used = {}
+    for key, fact in _CHOSEN.items():
+        if values := dict.fromkeys(str(facts[fact]) for facts in cases if facts.get(fact)):
+            used[key] = ", ".join(values)
+    return with_choices(settings, used)
 
 
 def _metrics(path: Path, *, alone: bool) -> tuple[tuple[StepMetrics, ...], str]:

@@ -9,11 +9,13 @@ from typing import Any
 from mtrain_cli.config import keys
 from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.earlier_versions import renamed
+from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.sizes import format_size
 
 RESOLVED = "resolved.yaml"
 # Keys that only name a run. They differ between any two runs, so a report leaves them out.
 _NAMES = ("run.name", "run.dir")
+_MASK_KEYS = dict.fromkeys(f"mask.{key}" for keys_of_mask in MASKS.values() for key in keys_of_mask)
 _CARD = (
     ("model", ("model.name", "model.num_layers", "model.hidden_size")),
     ("sequence", ("seq", "train.global_batch", "train.micro_batch")),
@@ -21,12 +23,14 @@ _CARD = (
         "workers",
         ("topology.workers", "topology.context_parallel", "topology.layout", "topology.exchange"),
     ),
+    ("mask", ("data.mask_key", "mask.kind", *_MASK_KEYS, "data.document_mask")),
     ("attention", ("sparsity.pattern", "train.kernel", "train.dtype")),
     ("optimizer", ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.clip_norm")),
     ("steps", ("train.steps", "seed")),
-    ("data", ("data.kind", "data.path", "data.mask_key", "data.document_mask")),
+    ("data", ("data.kind", "data.path")),
     ("memory", ("train.memory", "train.activation_checkpoint", "train.shard")),
 )
+_OF_ATTENTION = ("mask", "workers", "attention")  # headings of `_CARD`
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -39,6 +43,25 @@ def read_settings(folder: Path) -> dict[str, Any]:
         return renamed(keys.flatten(document)) if isinstance(document, Mapping) else {}
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def with_choices(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings with the choices of the run, for example ``ring (auto)`` for ``auto``.
+
+    chosen: what the run used, by dotted key.
+    """
+    used = {
+        name: f"{value} (auto)" if settings[name] == "auto" else value
+        for name, value in chosen.items()
+        if name in settings
+    }
+    return {**settings, **used}
+
+
+def attention_lines(settings: Mapping[str, Any]) -> list[str]:
+    """Return a line on the mask, and lines on how workers share and compute the attention."""
+    rows = dict(card(settings))
+    return [f"{heading}: {rows[heading]}" for heading in _OF_ATTENTION if heading in rows]
 
 
 def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:

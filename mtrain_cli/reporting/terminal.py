@@ -14,6 +14,7 @@ from mtrain_cli.reporting import comparison, tables, training_tables
 from mtrain_cli.reporting.attention_tables import attention_tables
 from mtrain_cli.reporting.program_figure import program_table
 from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.run_settings import attention_lines
 from mtrain_cli.reporting.step_tables import show_step, side_by_side
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
 from mtrain_cli.reporting.terminal_width import limit, print_table, say
@@ -56,6 +57,8 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
 
 def _show_source(console: Console, source: ReportSource) -> None:
     """Print the tables of a source, except those of training steps and records of attention."""
+    for line in attention_lines(source.settings):
+        say(console, f"  {line}", indent=4, style="dim")
     for remark in source.remarks:
         say(console, f"  {remark}", indent=2, style="yellow")
     if source.shipped is not None:
@@ -80,8 +83,9 @@ def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:
     cases = [(source.name, case) for source in sources for case in source.cases]
     if not cases:
         return
-    names = [name for name, _ in cases] if len(sources) > 1 else []
-    measured = [case for _, case in cases]
+    shown = [(name, each) for name, case in cases for each in case.with_kinds]
+    names = [name for name, _ in shown] if len(sources) > 1 else []
+    measured = [case for _, case in shown]
     both = tables.summary_table(measured, names), tables.bins_table(measured, names)
     wide = console.options.update(width=WIDEST)
     needed = max(console.measure(table, options=wide).minimum for table in both)

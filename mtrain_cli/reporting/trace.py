@@ -82,7 +82,6 @@ def _in_order(rows: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    cases = [case["label"] for case in summary["cases"]]
     rows = rows.assign(tid=_COMPUTE)
     moved = rows.phase.isin([SEND, RECEIVE])
     names: dict[tuple[int, int], str] = {}
@@ -114,7 +113,7 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
             "tid": int(row.tid),
             "ts": round(row.start_us, 3),
             "dur": round(float(row.dur_us), 3),
-            "args": _arguments(row, cases),
+            "args": _arguments(row, summary["cases"]),
         }
     yield from _arrows(rows)
 
@@ -150,13 +149,17 @@ def _name(row: Any) -> str:
     return f"wait {row.link}".strip() if row.phase == "wait" else str(row.phase)
 
 
-def _arguments(row: Any, cases: Sequence[str]) -> dict[str, Any]:
+def _arguments(row: Any, cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    facts = cases[row.case]
     arguments: dict[str, Any] = {
-        "case": cases[row.case],
+        "case": facts["label"],
         "iteration": int(row.iteration),
         "layer": int(row.layer),
         "step": int(row.step),
     }
+    for kind, layers in facts.get("layer_kinds", {}).items():
+        if row.layer in layers:
+            arguments["layer_kind"] = kind
     for name in ("shard", "peer"):
         if getattr(row, name) >= 0:
             arguments[name] = int(getattr(row, name))

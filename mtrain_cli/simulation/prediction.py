@@ -15,7 +15,9 @@ import numpy as np
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.config.cluster import Cluster, Gpu
+from mtrain_cli.config.mask_settings import LAYER_KINDS
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.program import Recompute
@@ -67,8 +69,8 @@ class AttentionWorkload:
     columns: largest number of single columns per head, as in `what_if.make_case`.
     estimated: whether the predicted time includes the time to estimate indices.
     model: name of the model, for files.
-    full: the masks of the layers that see all earlier tokens, and the numbers of these layers, if
-        the layers have different masks; None if all layers have ``masks``. For dense attention.
+    full: the layers with other masks than ``masks``; None if all layers are alike. For dense
+        attention.
     """
 
     made: RecordedSetup
@@ -79,16 +81,25 @@ class AttentionWorkload:
     columns: int | None = -1
     estimated: bool = True
     model: str = ""
-    full: tuple[tuple[SequenceMask, ...], frozenset[int]] | None = None
+    full: FullLayers | None = None
 
     @property
     def kinds(self) -> list[tuple[tuple[SequenceMask, ...], list[int]]]:
         """The masks of each kind of layer, and the numbers of the layers to predict."""
         if self.full is None:
             return [(self.masks, list(self.layers))]
-        masks, full = self.full
+        numbers = self.layer_kinds
+        return [(self.masks, numbers["window"]), (tuple(self.full.masks), numbers["full"])]
+
+    @property
+    def layer_kinds(self) -> dict[str, list[int]]:
+        """The numbers of the layers to predict, by kind; empty if all layers are alike."""
+        if self.full is None:
+            return {}
+        full = self.full.layers
         window = [layer for layer in self.layers if layer not in full]
-        return [(self.masks, window), (masks, [layer for layer in self.layers if layer in full])]
+        numbers = window, [layer for layer in self.layers if layer in full]
+        return dict(zip(LAYER_KINDS, numbers, strict=True))
 
 
 @dataclass(frozen=True)
@@ -213,8 +224,13 @@ def predict(
     problem = replace(problem, made=replace(problem.made, needs_out=False))
     prices = RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
     players = []
+    balanced = () if problem.full is None else problem.full.kinds(problem.masks)
     for masks, numbers in problem.kinds:
-        case = make_case(problem.made, masks, setup, first, problem.columns, choice, prices)
+        if not numbers:
+            continue
+        case = make_case(
+            problem.made, masks, setup, first, problem.columns, choice, prices, balanced
+        )
         kernels = _kernels(cluster, name, first, case, calibration)
         spmd = SpmdSchedule.of(case.schedule)
         of_kind = replace(problem, masks=masks, full=None)
@@ -513,6 +529,7 @@ def _facts(
         "per_node": schedule.per_node,
         "heads": schedule.heads,
         "layers": len(problem.layers),
+        **({"layer_kinds": problem.layer_kinds} if problem.full is not None else {}),
         "steps": {"forward": len(schedule.forward[0]), "backward": len(schedule.backward[0])},
         "num_heads": made.heads,
         "num_kv_heads": made.kv_heads,

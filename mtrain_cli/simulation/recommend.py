@@ -74,7 +74,7 @@ class Recommendation:
 
     ranked: configurations that fit, fastest first. Only the first two have bounds.
     rejected: configurations that are impossible or do not fit.
-    needed: changes to cluster or settings, of which one is enough to fit; empty if something fits.
+    needed: changes to cluster or settings, each enough to fit; empty if something fits.
     least: the plan that needs the least memory with ``train.memory=auto``; None if something fits.
     """
 

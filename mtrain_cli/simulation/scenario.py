@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mtrain_cli.attention.index import Index, VerticalSlash
-from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.config.cluster import Cluster, uneven_nodes
 from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings
 from mtrain_cli.config.schema import Config, ConfigError
@@ -69,7 +69,8 @@ class PairSource:
         mask, *others = (rule.undivided(config.seq, config.seq) for rule, _ in rules)
         if others:
             layers = range(model.num_layers)
-            full = (others[0],) * sequences, frozenset(filter(config.mask.is_full, layers))
+            numbers = frozenset(filter(config.mask.is_full, layers))
+            full = FullLayers((others[0],) * sequences, numbers, model.num_layers)
         recorded_as = RecordedSetup(
             seq=config.seq,
             heads=model.num_heads,
@@ -81,6 +82,7 @@ class PairSource:
             layout=config.layout,
             exchange=config.topology.exchange,
             block_size=stripe,
+            chunk=config.topology.chunk,
         )
         fixed = config.sparsity if self.name == FIXED else None
         return AttentionWorkload(

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli import resource_dir
-from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import Config, ConfigError
@@ -184,7 +183,7 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
 
 def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     made, facts, pattern = run.indices.setup, case.facts, str(case.facts["pattern"])
-    seq, batch = int(facts["seq"]), int(facts["micro_batch"])
+    seq = int(facts["seq"])
     workload = partial(
         AttentionWorkload,
         pattern=pattern,
@@ -200,6 +199,7 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
         return workload(
             made=made,
             masks=indices.masks,
+            full=indices.full,
             layers=tuple(sorted(layers)),
             index=partial(index_of, indices, pattern),
             estimated=pattern not in (_DENSE, _FIXED),
@@ -215,12 +215,13 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
             f"{made.seq} tokens, so {case.label} cannot be predicted now; give predictions from "
             f"before the measurement, as {own or '--prediction DIR'}, or measure one length per run"
         )
-    made = replace(made, seq=seq, columns={}, iteration=0)
+    problem = PairSource(pattern).problem(config)
     return workload(
-        made=made,
-        masks=(MaskRule.of_all_layers(config)(None, seq, seq),) * batch,
+        made=replace(made, seq=seq, columns={}, iteration=0),
+        masks=problem.masks,
+        full=problem.full,
         layers=tuple(case.layers),
-        index=PairSource(pattern).problem(config).index,
+        index=problem.index,
         estimated=False,
     )
 

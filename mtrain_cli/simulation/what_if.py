@@ -15,7 +15,7 @@ from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, Vertical
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
-from mtrain_cli.config.cluster import divisors
+from mtrain_cli.config.cluster import Cluster, divisors
 from mtrain_cli.config.exchanges import HEAD_SHARING
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.cast_rows import largest_shares
@@ -157,12 +157,14 @@ def replay(
     pattern: str,
     setups: Sequence[ReplaySetup],
     layers: Sequence[int] | None = None,
+    cluster: Cluster | None = None,
 ) -> list[ReplayedSetup]:
     """Replay recorded indices under other configurations.
 
     Args:
         pattern: label of the indices in the file, such as the name of a pattern.
         layers: numbers of the layers; None for all.
+        cluster: cluster whose rates decide which rows the balanced layout moves; None for H200s.
 
     Raises:
         InvalidSetup: one of the configurations is impossible.
@@ -171,13 +173,25 @@ def replay(
     layers = tuple(recorded.layers(pattern) if layers is None else layers)
     first = index_of(recorded, pattern, layers[0])
     columns = recorded.setup.columns.get(pattern, _AS_INDEX)
-    cases = [make_case(recorded.setup, recorded.masks, setup, first, columns) for setup in setups]
+    full = recorded.full
+    kinds = () if full is None else full.kinds(recorded.masks)
+    prices = RowPrices.on(cluster, recorded.setup.heads, recorded.setup.kv_heads)
+
+    def cases_of(masks: Sequence[SequenceMask]) -> list[ReplayCase]:
+        return [
+            make_case(recorded.setup, masks, setup, first, columns, prices=prices, kinds=kinds)
+            for setup in setups
+        ]
+
+    cases = cases_of(recorded.masks)
+    of_full = cases if full is None else cases_of(full.masks)
     replayed: list[dict[str, list[tuple[Imbalance, IntArray, float]]]] = [
         {name: [] for name in PASSES} for _ in cases
     ]
     for layer in layers:
         index = index_of(recorded, pattern, layer)
-        for case, passes in zip(cases, replayed, strict=True):
+        is_full = full is not None and layer in full.layers
+        for case, passes in zip(of_full if is_full else cases, replayed, strict=True):
             fitted = None if index is None else resized(index, case.counter.blocks)
             for name, work in case.counter.count(fitted).items():
                 passes[name].append((degrees(work), work.total_pairs, case.sent(name, fitted)))
@@ -232,6 +246,7 @@ def make_case(
     columns: int | None = _AS_INDEX,
     choice: ExchangeChoice | None = None,
     prices: RowPrices | None = None,
+    kinds: Sequence[tuple[Sequence[SequenceMask], int]] = (),
 ) -> ReplayCase:
     """Prepare a configuration.
 
@@ -242,6 +257,8 @@ def make_case(
         columns: largest number of single columns per head that an index can have; None if unknown.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
         prices: prices of rows for which the balanced layout is made; None for those on H200s.
+        kinds: masks of each kind of layer and number of these layers, for which the balanced layout
+            is made; none if all layers have ``batch_masks``.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -253,9 +270,10 @@ def make_case(
     if setup.layout == Balanced.name:
         shared = choice.heads if choice else workers if setup.exchange in HEAD_SHARING else 1
         prices = prices or RowPrices.on(None, recorded.heads, recorded.kv_heads)
+        masks_of_kinds, layers = zip(*(kinds or ((batch_masks, 1),)), strict=True)
         layout: Layout = Balancer(
-            workers, recorded.seq, block or 1, shared, per_node, prices
-        ).layout([batch_masks])
+            workers, recorded.seq, block or 1, shared, per_node, prices, layers, recorded.chunk
+        ).layout(masks_of_kinds)
     else:
         layout = make_layout(
             setup.layout, workers, recorded.seq, recorded.block_size, unit=block or 1
@@ -289,6 +307,11 @@ def make_case(
 def _check(setup: ReplaySetup, recorded: RecordedSetup, block: int | None, per_node: int) -> None:
     workers, stripe = setup.workers, recorded.block_size
     require_enough_blocks(setup, recorded.seq, block, stripe, workers)
+    if setup.layout == Balanced.name and recorded.chunk is not None:
+        chunks = -(-recorded.seq // recorded.chunk)
+        if chunks < workers:
+            why = f"{recorded.seq} tokens in chunks of {recorded.chunk} are too few for {workers}"
+            raise InvalidSetup(setup, "workers", f"{why} workers; allowed: 1 to {chunks}")
     if workers % per_node:
         why = f"does not divide {workers} workers; allowed: {divisors(workers)}"
         raise InvalidSetup(setup, "per_node", why)

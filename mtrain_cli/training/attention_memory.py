@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
+from mtrain_cli.attention.block_lists import mask_list_bytes
+from mtrain_cli.attention.mask import KeySpans
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.mask_words import BLOCK, most_partial_blocks, word_bytes
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.parallel.layout import Balanced, Layout, Striped
+from mtrain_cli.parallel.layout import Balanced, Contiguous, Layout, Striped, Zigzag
 from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import Program, ShardSizes, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import ScheduleOptions
@@ -45,6 +49,7 @@ class AttentionMemory:
         self.intervals = most_intervals(config)
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
+        self._masks = config.mask, config.data.document_mask, config.train.micro_batch
         self.sizes = shard_sizes(config, layout, exchange, e)
         if self.index is not None:
             self.sizes = replace(self.sizes, column_width=self.index.column_width)
@@ -57,7 +62,7 @@ class AttentionMemory:
         )
         self._program = exchange.name, exchange.options(layout.workers), traits
 
-    @property
+    @cached_property
     def pool(self) -> int:
         """Bytes of the exchange's pool, which stays allocated from layer to layer."""
         return _pool(*self._program, self.sizes)
@@ -77,8 +82,29 @@ class AttentionMemory:
         """Bytes of the columns that a ring gathers in forward and keeps for backward."""
         return _saved(*self._program, self.sizes).get("columns", 0)
 
+    @cached_property
+    def mask_tables(self) -> int:
+        """Bytes that FlashAttention-4 derives from the masks and keeps for a micro-batch.
+
+        These are the lists of blocks and the words of bits of dense attention, for sequences of one
+        document. Layers with different masks have tables of their own.
+        """
+        mask, documents, sequences = self._masks
+        heads, layout = self.exchange.heads, self.layout
+        whole = layout.workers == heads or layout.name in (Contiguous.name, Zigzag.name)
+        rectangles = whole and not documents and mask.kind in ("causal", "full")
+        if self.kernel != "flash4" or self.index is not None or rectangles:
+            return 0
+        kinds = (replace(mask, full_every=0), CAUSAL) if mask.full_every else (mask,)
+        seen: int | Fraction = layout.padded_seq
+        if self.sizes.casts:
+            own = layout.tokens_per_worker * heads
+            seen = min(own * (1 + sum(received for _, received in self.sizes.casts)), seen)
+        return sum(_mask_tables(kind, layout, heads, int(seen), sequences) for kind in kinds)
+
+    @cached_property
     def in_backward(self) -> int:
-        """Return the peak bytes of backward, without the tensors that forward saved.
+        """Peak bytes of backward, without the tensors that forward saved.
 
         At the peak, backward holds the exchange's pool, the gradients of q, k and v, the KV of
         other workers, and the kernel's buffers.
@@ -193,6 +219,23 @@ def _peak_of_backward(
         call, columns: bytes that the kernel allocates; see `Program.peak_bytes`.
     """
     return _programs(exchange, options, traits)[1].peak_bytes(sizes, call, columns)
+
+
+@cache
+def _mask_tables(mask: MaskConfig, layout: Layout, heads: int, keys: int, sequences: int) -> int:
+    """Return the bytes of the tables of one mask (`AttentionMemory.mask_tables`).
+
+    Args:
+        heads: number of ranks that share heads.
+        keys: number of keys of a sequence with which a rank computes.
+    """
+    queries = Placement(layout, heads).inside.positions(0)
+    whole = MaskRule(document_mask=False, mask=mask).undivided(layout.seq, layout.padded_seq)
+    # Workers hold whole blocks, so that the number of partial blocks depends little on the layout
+    # of the keys.
+    partial = most_partial_blocks(KeySpans(*whole.bounds(queries), layout.padded_seq))
+    lists = mask_list_bytes(sequences, len(queries), keys, BLOCK)
+    return lists + word_bytes(sequences, len(queries), keys, sequences * partial)
 
 
 class KernelBuffers(NamedTuple):

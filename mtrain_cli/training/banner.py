@@ -10,7 +10,7 @@ from rich.text import Text
 from mtrain_cli import __version__
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.config.unused_settings import unused_ring_keys
+from mtrain_cli.config.unused_settings import unused_after_auto
 from mtrain_cli.console import two_columns
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
@@ -55,7 +55,7 @@ def banner(
         ("run", str(run_dir)),
         *(
             ("warning", line)
-            for line in (*_unused_cluster(plan), *_unused_ring_keys(plan, run_dir))
+            for line in (*_unused_cluster(plan), *_unused_after_auto(plan, run_dir))
         ),
     ]
     return Group(Text(f"mtrain {__version__}", style="bold"), two_columns(rows))
@@ -76,8 +76,8 @@ def _unused_cluster(plan: RunPlan) -> list[str]:
     return ["the run uses this machine's CPU; topology.cluster only affects plans"]
 
 
-def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
-    """Return warnings about settings that only a ring reads, if the run's exchange is not a ring.
+def _unused_after_auto(plan: RunPlan, run_dir: Path) -> list[str]:
+    """Return warnings about settings that the exchange and layout chosen by auto do not read.
 
     Warn only about settings on the run's command line.
     """
@@ -85,7 +85,8 @@ def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
         overrides = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return unused_ring_keys(overrides.splitlines(), plan.config, plan.exchange.name)
+    words, layout = overrides.splitlines(), plan.layout.name
+    return unused_after_auto(words, plan.config, plan.exchange.name, layout)
 
 
 def _weights(config: Config, resumed: int | None) -> str:

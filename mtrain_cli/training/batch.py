@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,6 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.dispatch import Balancer
@@ -96,7 +95,7 @@ class Batch:
         return self.attend.plan.masks
 
     @property
-    def attention(self) -> Attend:
+    def attention(self) -> ContextAttention | MixedAttention:
         """The attention of each layer."""
         return self.attend if self.mixed is None else self.mixed
 
@@ -132,10 +131,23 @@ class MixedAttention:
         attend = self.full if self.mask.is_full(layer) else self.window
         return attend(q, k, v, layer)
 
+    def for_next_batch(self) -> MixedAttention:
+        """As `ContextAttention.for_next_batch`, for both kinds of layers."""
+        return replace(self, window=self.window.for_next_batch(), full=self.full.for_next_batch())
+
+    def with_kept_indices(self) -> MixedAttention:
+        """Return this attention: it is dense, so it has no index to keep."""
+        return self
+
     @property
     def full_share(self) -> float:
         """Share of the layers that are full."""
-        return sum(map(self.mask.is_full, range(self.layers))) / self.layers
+        return len(self.full_layers) / self.layers
+
+    @property
+    def full_layers(self) -> frozenset[int]:
+        """Numbers of the layers that are full."""
+        return frozenset(filter(self.mask.is_full, range(self.layers)))
 
 
 class BatchMaker:
@@ -170,7 +182,9 @@ class BatchMaker:
         """
         self.layers = layers
         self.full: BatchMaker | None = None
+        self.kind = ""
         if mask.mask.full_every:
+            self.kind = "window"
             self.full = BatchMaker(
                 exchange,
                 kernel,
@@ -179,6 +193,7 @@ class BatchMaker:
                 keep=keep,
                 offload=offload,
             )
+            self.full.kind = "full"
         self.exchange = exchange
         self.kernel = kernel
         self.device = device
@@ -282,9 +297,10 @@ class BatchMaker:
 
     def _wrap(self, plan: Plan) -> ContextAttention:
         on_device = plan.to(self.device)
-        return ContextAttention.of(
+        attend = ContextAttention.of(
             self.exchange, self.kernel, on_device, self.pattern, self.offload
         )
+        return replace(attend, kind=self.kind)
 
 
 def _padded(values: NDArray[np.int32], length: int, padding: int) -> NDArray[np.int32]:

@@ -33,7 +33,7 @@ def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
     found = [folder / f"step-{step}" for step in committed_steps(folder)]
-    if not found and (folder.name == "checkpoints" or (folder / "resolved.yaml").is_file()):
+    if not found and (folder.name == "checkpoints" or (folder / RESOLVED).is_file()):
         raise NoCheckpointError(f"{folder}: holds no checkpoint")
     return found or [folder]
 

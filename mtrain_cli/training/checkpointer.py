@@ -42,6 +42,7 @@ from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileEr
 from mtrain_cli.training.checkpoint_source import CheckpointError, NoCheckpointError, checkpoints_of
 
 T = TypeVar("T")
+Targets = Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]]
 # A rank with a slow disk keeps the other ranks waiting in a collective.
 GROUP_TIMEOUT = timedelta(hours=1)
 
@@ -329,16 +330,21 @@ class Checkpointer:
 
 
 def load_model_state(
-    path: str | os.PathLike[str], report: Callable[[str], None] | None = None
+    path: str | os.PathLike[str],
+    report: Callable[[str], None] | None = None,
+    targets: Targets | None = None,
 ) -> tuple[int, dict[str, Tensor]]:
     """Return the step and the whole model of a checkpoint, read by this process alone.
 
-    The model is a dict of CPU tensors by parameter name.
+    The model is a dict of tensors by parameter name.
 
     Args:
         path: a `step-N` folder, or a run or checkpoints folder. From a run or checkpoints folder,
             read the newest intact checkpoint.
         report: called with the reason why a checkpoint is skipped. By default, log the reason.
+        targets: returns the tensors to fill, from the shapes of the checkpoint's tensors. Their
+            dtype and device may be any. By default, allocate tensors on the CPU in the
+            checkpoint's dtype.
 
     Raises:
         NoCheckpointError: there is no intact checkpoint.
@@ -350,7 +356,7 @@ def load_model_state(
         found = _verify(candidate, 0, 1)
         try:
             if not found:
-                return Manifest.read(candidate).step, _read_model(candidate)
+                return Manifest.read(candidate).step, _read_model(candidate, targets)
         except ForeignFileError as error:
             found = [str(error)]
         problems.append(f"{candidate}: {'; '.join(found)}")
@@ -418,22 +424,30 @@ def _read(
     return next((name for name in stored if name not in planner.state_dict), None)
 
 
-def _read_model(folder: Path) -> dict[str, Tensor]:
-    """Return the model of a checkpoint as CPU tensors by parameter name.
+def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tensor]:
+    """Return the model of a checkpoint by parameter name: see `load_model_state`.
+
+    DCP reads one tensor at a time into memory.
 
     Raises:
         ForeignFileError: a file holds data that DCP does not write.
     """
-    reader = CheckpointReader(folder)
-    found = checkpoint_files.tensors_of(reader.metadata, "model.").items()
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found}
+    reader, prefix = CheckpointReader(folder), "model."
+    found = checkpoint_files.tensors_of(reader.metadata, prefix).items()
+    if targets is None:
+        model = {
+            name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in found
+        }
+    else:
+        model = targets({name.removeprefix(prefix): tuple(entry.size) for name, entry in found})
     try:
-        _read(folder, tensors, reader)
+        _read(folder, {f"{prefix}{name}": tensor for name, tensor in model.items()}, reader)
     except (OSError, ForeignFileError):
         raise
     except Exception as error:
         raise ForeignFileError(_one_line(error)) from error
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    return model
 
 
 def _verify(folder: Path, part: int, parts: int) -> list[str]:

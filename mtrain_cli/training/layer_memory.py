@@ -115,7 +115,7 @@ class LayerMemory:
         recomputed = self._recomputed() if self.recomputes else 0
         gate = BackwardBytes(self._at_gate(products) + recomputed, self.attention.pool, 0)
         kept, freed = self.hidden + self.out + recomputed, self._freed_before_attention(products)
-        attention = BackwardBytes(kept, self.attention.in_backward(), freed)
+        attention = BackwardBytes(kept, self.attention.in_backward, freed)
         return max(gate, attention, key=lambda at: at.layer + at.exchange - at.freed)
 
     def _recomputed(self) -> int:

@@ -17,7 +17,7 @@ from mtrain_cli.parallel.layout import Balanced, Layout, make_layout
 from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.traffic import LayerMasks, MovedRows, Nodes, Traffic, count_traffic
 
-# auto takes the balanced layout only if it costs less than this share of the present choice.
+# auto takes the balanced layout only if it costs less than this share of the other layout.
 _WORTH_IT = 0.98
 
 
@@ -45,7 +45,7 @@ def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
 
     A mask other than ``causal`` may leave some queries with few keys. For dense attention, ``auto``
     then compares two costs (`mtrain_cli.parallel.dispatch`) of a sequence that is one document: of
-    the balanced layout with a group cast, and of the layout and exchange that ``auto`` takes else.
+    the balanced layout with a group cast, and of the layout and exchange for ``causal``.
     """
     balancer = make_balancer(config, cp, per_node)
     exchange, dense = config.topology.exchange, config.sparsity.pattern == "dense"
@@ -67,12 +67,12 @@ def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
         or not (by_mask or exchange == "auto")
     ):
         return LayoutChoice(layout)
-    now, balanced = _static_costs(balancer, config.mask, layout, by_mask=by_mask)
+    static_cost, balanced = _static_costs(balancer, config.mask, layout, by_mask=by_mask)
     named = exchange if by_mask else cast
-    present = f"{layout.name} and {exchange if by_mask else 'whole shards'} {now:.2f}"
-    prices = f"a batch costs {balanced:.2f} of its mean pairs, with {present}"
+    other = f"{layout.name} and {exchange if by_mask else 'whole shards'} {static_cost:.2f}"
+    prices = f"a batch costs {balanced:.2f} of its mean pairs, with {other}"
     reason = f"auto: with balanced and {named}, {prices}"
-    if balanced > _WORTH_IT * now:
+    if balanced > _WORTH_IT * static_cost:
         return LayoutChoice(layout, reason)
     static = _static_layout(balancer, config.mask)
     return LayoutChoice(static, reason, balancer, None if by_mask else named)
@@ -85,7 +85,8 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
     if topology.cluster != "auto":
         cluster = load_cluster(topology.cluster, f"topology.cluster={topology.cluster}")
     heads = topology.ulysses if isinstance(topology.ulysses, int) else 1
-    heads = heads if cp % heads == 0 else 1  # `choose_exchange` refuses other numbers
+    whole_nodes = cp <= per_node or per_node % heads == 0 or heads % per_node == 0
+    heads = heads if cp % heads == 0 and whole_nodes else 1  # `choose_exchange` refuses others
     full = sum(map(mask.is_full, range(model.num_layers)))
     return Balancer(
         cp,
@@ -95,6 +96,7 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
         per_node=per_node,
         prices=RowPrices.on(cluster, model.num_heads, model.num_kv_heads),
         layers=(model.num_layers - full, full) if mask.full_every else (1,),
+        given_chunk=topology.chunk,
     )
 
 
@@ -110,12 +112,12 @@ def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> 
     if not free or balancer.groups == 1 or config.sparsity.pattern != "dense":
         return ""
     layout = make_layout(config.layout, cp, config.seq, topology.block_size)
-    now, balanced = _costs(balancer, balancer.dispatch(masks), masks, layout, by_mask=False)
-    if balanced > _WORTH_IT * now:
+    static_cost, balanced = _costs(balancer, balancer.dispatch(masks), masks, layout, by_mask=False)
+    if balanced > _WORTH_IT * static_cost:
         return ""
     return (
         f"topology.layout=balanced may be faster: the first batch would cost {balanced:.2f} of "
-        f"its mean pairs, with {layout.name} and whole shards {now:.2f}"
+        f"its mean pairs, with {layout.name} and whole shards {static_cost:.2f}"
     )
 
 
@@ -149,7 +151,7 @@ def _costs(
     """Return the costs of a layout and of the balanced one, divided by a rank's mean pairs.
 
     dispatch: the balanced dispatch of ``masks``.
-    by_mask: whether only the rows that a mask needs move in the present layout.
+    by_mask: whether only the rows that a mask needs move in ``layout``.
     """
     inside = Placement(layout, balancer.heads).inside
     shards = [inside.positions(rank) for rank in range(inside.workers)]
@@ -166,7 +168,7 @@ def _costs(
 
 
 def _whole_shards(traffic: Traffic, rows: int, nodes: Nodes) -> Traffic:
-    """Return the traffic if every rank receives all shards, each of which enters a node once.
+    """Return the traffic if every rank receives all shards, and each shard enters a node once.
 
     rows: number of rows of a shard, summed over layers.
     """

@@ -145,6 +145,7 @@ def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
         steps=trainer.config.train.steps,
         step=trainer.step,
         workers=trainer.places,
+        chosen=trainer.plan.chosen,
         records=progress_record.record_pattern(run_dir.logs, launcher),
     )
 

@@ -85,7 +85,8 @@ class MemoryMoment:
     loss: float32 logits of one chunk, and their gradient unless the compute dtype is float32; the
         LM head's float32 gradient, 4 V C; the final hidden states before and after their norm, and
         the gradient of the normed states, 3 e C T.
-    inputs: tokens, positions and labels (int64), cosine and sine (float32).
+    inputs: tokens, positions and labels (int64), cosine and sine (float32), and what
+        FlashAttention-4 derives from the masks (`AttentionMemory.mask_tables`).
     """
 
     name: str
@@ -158,6 +159,7 @@ def estimate_memory(
     kernel: str,
     dtype_bytes: int,
     cuda: bool,
+    attention: AttentionMemory | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of context rank 0, which has the largest shards, after the first step.
 
@@ -167,8 +169,11 @@ def estimate_memory(
         kernel: a kernel's name, not `auto`.
         dtype_bytes: bytes of the compute dtype.
         cuda: whether workers run on GPUs.
+        attention: memory of a layer's attention; None to count it.
     """
-    step = _StepMemory(config, workers, layout, exchange, kernel, dtype_bytes)
+    if attention is None:
+        attention = AttentionMemory(config, layout, exchange, kernel, dtype_bytes)
+    step = _StepMemory(config, workers, layout, attention, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
     states = step.states
@@ -188,15 +193,14 @@ class _StepMemory:
         config: Config,
         workers: int,
         layout: Layout,
-        exchange: ExchangeChoice,
-        kernel: str,
+        attention: AttentionMemory,
         e: int,
     ) -> None:
         model, train = config.model, config.train
         self.model, self.train, self.e = model, train, e
         self.micro_batches = train.global_batch // (train.micro_batch * (workers // layout.workers))
         self.states = StateMemory(config, workers, self.micro_batches, e)
-        self.attention = AttentionMemory(config, layout, exchange, kernel, e)
+        self.attention = attention
         self.layer = LayerMemory(config, layout, self.attention, self.states.layer_weights, e)
         self.layers_on_host = layers_on_host(train.offload_activations, model.num_layers)
         # Layers with unsharded weights under train.shard=full: the current one and, if several
@@ -254,7 +258,8 @@ class _StepMemory:
             index=self.kept_index(layers),
             exchange=exchange,
             loss=loss,
-            inputs=self.layer.tokens * (3 * 8 + 4 * self.model.head_dim),
+            inputs=self.layer.tokens * (3 * 8 + 4 * self.model.head_dim)
+            + self.attention.mask_tables,
         )
 
     def backward_of(self, layer: int, whole_layers: int, *, scatters: bool) -> MemoryMoment:

@@ -385,17 +385,22 @@ def _exchange_change(
 def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
     """Return the longest sequence that fits, in tokens. Return None if none was found.
 
-    Double `shortest` while the run fits. Then try seven evenly spaced lengths below the first
-    length that does not fit (such as 576k, 640k, ... below 1m). With `train.memory=auto`, a
-    sequence fits if the run fits with any setting.
+    Double `shortest` while the run fits. Then bisect the seven evenly spaced lengths below the
+    first length that does not fit (such as 576k, 640k, ... below 1m). With `train.memory=auto`, a
+    sequence fits if the run fits with any setting. Lengths below one that fits are taken to fit.
 
     Args:
         shortest, most: smallest and largest length to try.
     """
 
+    config = plan.requested or plan.config
+    if plan.exchange.traits.by_mask and plan.exchange.stages == 1:
+        # Do not price stages again for each length.
+        config = config.changed(topology={"stages": 1})
+
     def fits(seq: int) -> bool:
         try:
-            other = plan.replan(replace(plan.requested or plan.config, seq=seq))
+            other = plan.replan(replace(config, seq=seq))
         except ConfigError:
             return False
         return _can_fit(other)
@@ -404,10 +409,11 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
     low = next((seq for seq in (shortest, plan.config.seq) if fits(seq)), None)
     if low is None:
         return None
-    while low < most and fits(2 * low):
+    known = plan.config.seq if fits(plan.config.seq) else 0
+    while low < most and (2 * low <= known or fits(2 * low)):
         low *= 2
-    longer = (low + eighth * low // 8 for eighth in range(7, 0, -1))
-    return next((seq for seq in longer if fits(seq)), low)
+    longer = [low + eighth * low // 8 for eighth in range(8)]
+    return longer[bisect_left(longer, True, lo=1, key=lambda seq: not fits(seq)) - 1]
 
 
 def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
@@ -435,9 +441,20 @@ def _can_fit(plan: RunPlan) -> bool:
     if plan.has_room_for(plan.memory):
         return True
     return plan.config.train.memory == "auto" and any(
-        plan.has_room_for(plan.estimate(_with_fewest_offloaded(plan, *variant)[0]))
-        for variant in _variants(plan)
+        _variant_fits(plan, config, changes) for config, changes in _variants(plan)
     )
+
+
+def _variant_fits(plan: RunPlan, config: Config, changes: dict[str, Any]) -> bool:
+    """Return whether a setting fits, if need be with fewer layers offloaded."""
+    memory = plan.estimate(config)
+    if plan.has_room_for(memory):
+        return True
+    if "train.offload_activations" not in changes or not memory.host:
+        return False
+    if not plan.has_room_for(replace(memory, host=0, saving=0)):
+        return False
+    return plan.has_room_for(plan.estimate(_with_fewest_offloaded(plan, config, changes)[0]))
 
 
 def _label(config: Config, chosen: Config) -> str:

@@ -8,15 +8,16 @@ import torch
 
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.kernel_registry import choose
-from mtrain_cli.config.schema import Config, TopologyConfig
+from mtrain_cli.config.schema import Config
 from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.dispatch import Balancer
-from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.layout_choice import LayoutChoice, choose_layout
+from mtrain_cli.training.stage_choice import choose_staged_exchange
 
 
 @dataclass(frozen=True)
@@ -58,21 +59,16 @@ def compiles(config: Config, device: str) -> bool:
     return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
 
 
-def run_exchange(
-    chosen: LayoutChoice, topology: TopologyConfig, needs: ExchangeNeeds
-) -> ExchangeChoice:
+def run_exchange(chosen: LayoutChoice, config: Config, needs: ExchangeNeeds) -> ExchangeChoice:
     """Choose the exchange of a run, after its layout.
 
     Raises:
         ConfigError: the settings do not fit the model, the nodes or the pattern.
     """
     if chosen.exchange is None:
-        return choose_exchange(topology, needs)
-    choice = choose_exchange(replace(topology, exchange=chosen.exchange), needs)
-    reason = chosen.reason
-    if topology.layout != "auto":
-        reason = "moves the rows that a balanced layout leaves with other workers"
-    return replace(choice, reason=reason)
+        return choose_staged_exchange(config, chosen.layout, needs)
+    reason = "moves the rows that a balanced layout leaves with other workers"
+    return choose_staged_exchange(config, chosen.layout, needs, (chosen.exchange, reason))
 
 
 def context_layout(config: Config, environment: Environment) -> LayoutChoice:
@@ -163,7 +159,7 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
         config, kernel_request(config, environment.device, dtype, capability), pattern
     )
     needs = exchange_needs(config, environment, layout, dtype, kernel, memory)
-    exchange = run_exchange(chosen, config.topology, needs)
+    exchange = run_exchange(chosen, config, needs)
     return ResolvedRun(
         layout=layout,
         layout_reason=chosen.reason,

@@ -29,7 +29,7 @@ from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_search, resolution
-from mtrain_cli.training.attention_memory import shard_sizes
+from mtrain_cli.training.attention_memory import AttentionMemory, shard_sizes
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
@@ -121,6 +121,15 @@ class RunPlan:
     @property
     def dims(self) -> ParallelDims:
         return self.environment.dims
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """Layout, exchange and kernel, by the key that may leave the choice to ``auto``."""
+        return {
+            "topology.layout": self.layout.name,
+            "topology.exchange": self.exchange.label,
+            "train.kernel": self.kernel,
+        }
 
     @property
     def dtype_bytes(self) -> int:
@@ -228,6 +237,14 @@ class RunPlan:
             kernel=self.kernel,
             dtype_bytes=self.dtype_bytes,
             cuda=self.environment.device == "cuda",
+            attention=self._attention,
+        )
+
+    @functools.cached_property
+    def _attention(self) -> AttentionMemory:
+        """Memory of a layer's attention, which does not depend on the memory settings."""
+        return AttentionMemory(
+            self.config, self.layout, self.exchange, self.kernel, self.dtype_bytes
         )
 
     def replan(self, config: Config) -> RunPlan:
@@ -484,7 +501,7 @@ def _plan_gpus(
     needs = resolution.exchange_needs(
         config, environment, chosen.layout, dtype, make_kernel(choice[0]), memory
     )
-    exchange = resolution.run_exchange(chosen, config.topology, needs)
+    exchange = resolution.run_exchange(chosen, config, needs)
     return dataclasses.replace(
         _complete(config, environment, chosen.layout, exchange, choice, dtype),
         layout_reason=chosen.reason,

@@ -403,23 +403,28 @@ class Trainer:
             )
         if not self._checked_layouts:
             self._checked_layouts = True
-            self._check_layouts(on_host)
+            if self.choices.balancer is not None:
+                self._check_layouts(on_host)
+            elif self.environment.rank == 0 and self.device.type == "cuda":
+                self._advice = self._layout_advice(on_host[0])
         return on_host, waited
+
+    def _layout_advice(self, batch: HostBatch) -> str:
+        """Return a line if a balanced layout would suit this batch better, else ""."""
+        cp = self.environment.dims.cp
+        masks = [plan.masks for plan in (batch.plan, batch.full_plan) if plan is not None]
+        return layout_advice(self.config, cp, min(self.environment.workers_per_node, cp), masks)
 
     def _check_layouts(self, on_host: Sequence[HostBatch]) -> None:
         """Check that the ranks of each context group gave the first batches the same layout.
 
         Every rank balances its batches itself. Ranks with different versions of NumPy might not
-        find the same layout. If batches are not balanced, see whether that would be better.
+        find the same layout.
+
+        Raises:
+            ConfigError: two ranks found different layouts.
         """
         dims, rank = self.environment.dims, self.environment.rank
-        if self.choices.balancer is None:
-            if rank == 0 and self.device.type == "cuda":
-                plans = [on_host[0].plan, on_host[0].full_plan]
-                masks = [plan.masks for plan in plans if plan is not None]
-                per_node = min(self.environment.workers_per_node, dims.cp)
-                self._advice = layout_advice(self.config, dims.cp, per_node, masks)
-            return
         layouts = repr([host.layout for host in on_host])
         digest = hashlib.sha256(layouts.encode()).hexdigest()
         group = dims.coordinate("dp", rank)

@@ -10,7 +10,12 @@ import torch
 from attention.dense_problems import make_dense_problem
 from attention.sparse_problems import Problem, make_problem
 
-from mtrain_cli.attention.block_lists import index_lists, list_widths, lists_of_spans
+from mtrain_cli.attention.block_lists import (
+    index_lists,
+    list_widths,
+    lists_of_spans,
+    mask_list_bytes,
+)
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.mask_settings import MaskConfig
@@ -143,6 +148,8 @@ def test_lists_of_spans_equal_the_mask(seed, slices):
     tiles = Tiles.make(spans)
     block = 8
     by_query, by_key = lists_of_spans(tiles.low, tiles.high, tiles.num_keys, block)
+    allocated = sum(t.nbytes for lists in (by_query, by_key) for t in lists.values())
+    assert mask_list_bytes(2, q.shape[1], k.shape[1], block) == allocated
     rows, columns = -(-q.shape[1] // block), -(-k.shape[1] // block)
     seen = tiles.seen()[:, 0]
     want: dict[str, set[tuple[int, int, int]]] = {"partial": set(), "full": set()}

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from mtrain_cli.attention.mask import SequenceMask, SliceKind
-from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.mask_settings import CAUSAL
-from mtrain_cli.config.schema import ConfigError
 
 DOCUMENTS = np.array([0] * 5 + [1] * 7)
 WINDOW = ["mask=sliding_window", "mask.window=16", "mask.full_every=3"]
@@ -41,5 +40,13 @@ def test_a_rule_of_two_kinds_of_layers():
     assert window.mask.full_every == 0
     assert full.mask == CAUSAL
     assert MaskRule(True).by_layers(7) == ((MaskRule(True), 7),)
-    with pytest.raises(ConfigError, match=r"mask\.full_every=3: this command takes one mask"):
-        MaskRule.of_all_layers(config)
+    kinds = config.mask.layer_kinds(7)
+    assert {kind: len(layers) for kind, layers in kinds.items()} == {"window": few, "full": many}
+    assert all(map(config.mask.is_full, kinds["full"]))
+    assert CAUSAL.layer_kinds(2) == {"": [0, 1]}
+
+
+def test_full_layers_are_counted_with_the_others():
+    window, full = ([SequenceMask.causal(12, 16)] for _ in range(2))
+    kinds = FullLayers(full, frozenset({2, 5}), 7).kinds(window)
+    assert [(masks is window, layers) for masks, layers in kinds] == [(True, 5), (False, 2)]

@@ -11,7 +11,13 @@ from mtrain_cli.attention import mask_words as module
 from mtrain_cli.attention.block_lists import block_flags
 from mtrain_cli.attention.mask import KeySpans, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.attention.mask_words import BLOCK, mask_words, most_partial_blocks, word_and_bit
+from mtrain_cli.attention.mask_words import (
+    BLOCK,
+    mask_words,
+    most_partial_blocks,
+    word_and_bit,
+    word_bytes,
+)
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.config.mask_settings import MaskConfig
 
@@ -64,6 +70,8 @@ def test_words_equal_the_mask_in_every_partial_block(seed, slices, monkeypatch):
     most = sum(map(most_partial_blocks, tiles.spans))
     assert int(partial.sum()) <= most
     assert len(words) == len(found.of_keys) == max(1, most)
+    allocated = sum(t.nbytes for t in (ids, words, found.of_keys))
+    assert word_bytes(2, tiles.num_queries, tiles.num_keys, most) == allocated
 
 
 @pytest.mark.parametrize(
@@ -90,6 +98,7 @@ def test_too_many_partial_blocks_have_no_words(monkeypatch):
     most = sum(map(most_partial_blocks, tiles.spans))
     monkeypatch.setattr(module, "_MOST_BYTES", 2 * most * BLOCK * 16 - 1)
     assert mask_words(tiles) is None
+    assert word_bytes(2, tiles.num_queries, tiles.num_keys, most) == 0
     assert "words" in tiles.cache
     monkeypatch.setattr(module, "_MOST_BYTES", 2 * most * BLOCK * 16)
     assert mask_words(random_tiles(3, 9)) is not None

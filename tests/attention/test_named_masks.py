@@ -119,7 +119,6 @@ def test_contexts_start_with_their_document():
             ["mask=sliding_window", "mask.full_every=2", "sparsity=vertical_slash"],
             r"mask.full_every=2: with sparsity.pattern=vertical_slash, all layers share a mask",
         ),
-        (["mask=sliding_window", "mask.full_every=2", "profile.every=2"], r"profile records one"),
         (["mask=full", "sparsity=vertical_slash"], r"mask.kind=full: sparsity.pattern=vertical_sl"),
         (
             ["mask=sliding_window", "mask.global_tokens=4", "sparsity=moba"],

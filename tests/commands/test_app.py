@@ -130,12 +130,15 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
             "--config-dir DIR recipe=mine.",
         ),
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
-        (["trian"], "Did you mean train? Commands: train, status, profile, simulate, report, con"),
+        (["trian"], "Did you mean train? Commands: train, generate, status, profile, simulate, "),
         (
             ["profile", "x"],
             "No such command x. Commands: imbalance, kernels, links, non-attention, ",
         ),
-        (["data", "x"], "No such command x. Commands: prepare, show. See `mtrain data --help`."),
+        (
+            ["data", "x"],
+            "No such command x. Commands: prepare, show, needles, ruler. See `mtrain data --help`.",
+        ),
         (["checkpoint", "exprt"], "Commands: import, export, verify. See `mtrain checkpoint "),
         (["config", "lst"], "Commands: list, show. See `mtrain config --help`."),
         (["--zzzzz"], "No such option: --zzzzz. See `mtrain --help`."),

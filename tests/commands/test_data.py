@@ -136,6 +136,16 @@ def test_data_commands_do_not_import_torch(corpus: Path, tmp_path: Path) -> None
     assert result.returncode == 0, result.stderr
 
 
+def test_tokens_without_keys_are_counted_in_the_summary(tmp_path: Path) -> None:
+    records = [{"ids": [1] * 3, "mask": [[1, 2, 0, 1, 0], [2, 2, 0, 3, 0]], "at": None}]
+    source, out = write_jsonl(tmp_path / "q.jsonl", records), tmp_path / "store"
+    for words in (("prepare", source, out, *COLUMNS), ("show", out)):
+        assert (
+            "  tokens that see no key: 2; slices without queries or keys: 1\n"
+            in _run(*words).stdout
+        )
+
+
 COLUMNS = ["--tokens-key", "ids", "--mask-key", "mask", "--positions-key", "at"]
 
 
@@ -149,6 +159,7 @@ def test_masks_and_positions_are_kept_and_shown(tmp_path: Path) -> None:
         "rotary positions in the column at: 20 of 21 documents, up to 15",
     )
     assert all(line in result.stdout for line in lines)
+    assert "see no key" not in result.stdout
     command = shlex.split(result.stdout.splitlines()[-1])
     config = compose([*command[2:], "seq=64"])
     assert (config.data.mask_key, config.data.positions_key) == ("mask", "at")

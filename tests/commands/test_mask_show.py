@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from attention.mask_definitions import cells
+from masked_documents import masked_store
 from reporting.test_html import figures_in
 from typer.testing import CliRunner
 
+from mtrain_cli.attention.mask import KeySlice
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.train import require_labels
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.reporting.mask_view import views
+from mtrain_cli.training.layout_choice import make_balancer
 
 NAMES = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -113,7 +119,36 @@ def test_training_needs_a_label_that_the_mask_hides(tmp_path):
     require_labels(compose(["seq=64"]))
 
 
-def test_masks_of_the_data_are_not_shown():
-    found = run("show", "seq=1k", "data=tokens", "data.path=/", "data.mask_key=mask")
+def test_the_masks_of_the_data_are_shown(tmp_path):
+    store, file = masked_store(tmp_path), tmp_path / "mask.html"
+    words = ["data=tokens", f"data.path={store}", "data.mask_key=mask", "seq=150"]
+    found = run("show", *words, "topology.workers=2", "topology.block_size=16", "--plot", str(file))
     assert found.exit_code == 0, found.output
-    assert "data.mask_key=mask: masks from the data are not shown; mask=causal is" in found.stdout
+    sample = open_dataset(compose(words))[0]
+    allowed = cells([KeySlice(*row) for row in sample.slices.tolist()], 150, 150) > 0
+    assert allowed.sum() < 150 * 151 // 4
+    text = " ".join(found.stdout.split())
+    assert "mask first sequence of the data; seq 150" in text
+    assert f"pairs {int(allowed.sum()):,}, " in text
+    assert f"labels {int((sample.labels >= 0).sum())} of 150 count" in text
+    assert "intervals 2 per query at most; dense attention only" in text
+    assert all(f"{name} " in text for name in NAMES)
+    assert "<h1>first sequence of the data, seq 150</h1>" in file.read_text()
+    config = compose([*words, "topology.block_size=16"])
+    (view,) = views(config, 2, sample=sample)
+    shares, made = view.shares, make_balancer(config, 2, 2).layout([[view.mask]])
+    assert shares[NAMES.index("balanced")].layout == made
+    assert {int(share.traffic.pairs.sum()) for share in shares} == {int(allowed.sum())}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "data.mask_key=mask: the masks are in the data, but data.path is not set; give data."),
+        (["data.path=nosuch"], "data.path=nosuch: no such file or folder"),
+    ],
+)
+def test_masks_of_missing_data_are_refused(words, line):
+    found = run("show", "recipe=shared_question", *words)
+    assert (found.exit_code, found.stdout, line in found.stderr) == (2, "", True)
+    assert len(found.stderr.strip().splitlines()) == 1

@@ -33,6 +33,7 @@ def test_masks_are_timed_and_saved(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     document = json.loads(out.read_text())
     assert document["kind"] == "masks"
+    assert document["times"][-1]["sizes"] == "4x4x4 tokens, window 4x2x4"
     assert [(t["mask"], t["kernel"]) for t in document["times"]] == [
         (mask, kernel) for mask in ("documents", "video") for kernel in ("flex", "sdpa")
     ]
@@ -52,6 +53,9 @@ def test_all_masks_fit_80_columns():
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[1:9]] == list(mask_benchmark.MASKS)
     assert "A wider terminal also shows heads" in lines[-1]
+    assert "window: 16 tokens at seq 64" in lines
+    assert "video: 4x4x4 tokens, window 4x2x4 at seq 64" in lines
+    assert not [line for line in lines if line.startswith(("full:", "causal:"))]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,11 @@ import json
 import os
 
 import pytest
+import yaml
 from commands import typed_line
 from simulation.recordings import SEQ, record
+
+from mtrain_cli.config.cluster import shipped
 
 
 def run(*words: str, columns: int = 80):
@@ -104,6 +107,12 @@ def test_json_matches_the_table(tmp_path):
             "--workers 5: the recorded number of workers per node, 4, does not divide 5 workers; "
             "add --per-node, one of 1, 5",
         ),
+        (
+            ["--workers 12 --cluster h200_1x8"],
+            "--workers 12: the number of GPUs per node of h200_1x8, 8, does not divide 12 workers; "
+            "add --per-node, one of 1, 2, 3, 4, 6, 12",
+        ),
+        (["--cluster h200"], "--cluster h200: no such cluster (did you mean h200_1x8?)"),
         (["--per-node 0"], "--per-node=0: must be at least 1"),
         (
             ["--layers 0,4"],
@@ -121,6 +130,28 @@ def test_invalid_replays_are_one_line(tmp_path, words, message):
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_cluster_prices_the_rows_of_a_balanced_layout(tmp_path):
+    """If rows cost nothing, all workers compute the same number of pairs."""
+    content = yaml.safe_load(shipped()["h100_4x8"].read_text())
+    content["links"]["inner"]["collective_bandwidth_gbps"] = {"value": 1e6, "source": "guess"}
+    (tmp_path / "fast.yaml").write_text(yaml.safe_dump(content))
+    record(tmp_path, "dense")
+    words = f"{tmp_path} --layout balanced --exchange group_cast --workers 4 --json"
+    fast, usual = (
+        json.loads(run(words, f"--cluster {name}").stdout)["cases"][0]["forward"]["worker"]
+        for name in (tmp_path / "fast.yaml", "h100_4x8")
+    )
+    assert fast < 1.01
+    assert usual > 1.1
+
+
+def test_a_cluster_gives_the_workers_of_a_node(tmp_path):
+    record(tmp_path, "dense")
+    result = run(str(tmp_path), "--cluster h100_4x8 --workers 8,16 --json")
+    cases = json.loads(result.stdout)["cases"]
+    assert {(case["workers"], case["per_node"]) for case in cases} == {(8, 8), (16, 8)}
 
 
 def test_a_run_without_indices_is_one_line(tmp_path):

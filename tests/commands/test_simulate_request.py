@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from commands.typed_line import STRIPED, run, simulate
+import yaml
+from commands.typed_line import STRIPED, document, run, simulate
 from simulation.recordings import SEQ, record
 
 from mtrain_cli.commands.simulate_request import SimulateRequest
@@ -15,6 +17,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.pattern_settings import SparseSettings
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.training.run_plan import make_plan
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +132,30 @@ def test_a_relative_file_of_a_cluster_is_the_cluster_of_the_prediction(tmp_path)
     words = "model=tiny seq=16k --workers 4 --exchange ring --no-files"
     for cluster in ("topology.cluster=mine.yaml", "topology.cluster=mine.yaml cluster=mine.yaml"):
         assert simulate(cluster, words, STRIPED).exit_code == 0
+
+
+@pytest.mark.parametrize("more", ["", "--attention-only"])
+def test_automatic_choices_take_the_rates_of_the_predicted_cluster(more):
+    """Links with a tenth of the bandwidth make stages pay, which they do not on H100s."""
+    content = yaml.safe_load(shipped()["h100_4x8"].read_text())
+    for link in content["links"].values():
+        for key in ("capacity_gbps", "collective_bandwidth_gbps", "bandwidth_gbps"):
+            if key in link:
+                link[key] = {"value": link[key]["value"] / 10, "source": "guess"}
+    Path("slow.yaml").write_text(yaml.safe_dump(content))
+    words = "model=qwen3b seq=512k mask=sliding_window mask.window=32k --layout zigzag"
+    words += f" --exchange hierarchical_group_cast {more}"
+
+    def exchange(cluster: str) -> str:
+        return document(words, cluster)["cases"][0]["exchange"]
+
+    config = compose(["model=qwen3b", "seq=512k", "mask=sliding_window", "mask.window=32k"])
+    for cluster in ("h100_4x8", "slow.yaml"):
+        topology = {"cluster": cluster, "layout": "zigzag", "exchange": "hierarchical_group_cast"}
+        planned = make_plan(config.changed(topology={**topology, "device": "cuda"}))
+        assert exchange(f"--cluster {cluster}") == planned.exchange.label
+        assert exchange(f"topology.cluster={cluster}") == planned.exchange.label
+        assert ("stages" in planned.exchange.label) == (cluster == "slow.yaml")
 
 
 def test_an_index_of_another_model_is_refused(tmp_path):

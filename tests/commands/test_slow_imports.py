@@ -33,6 +33,9 @@ WITHOUT_TORCH = (
         ("checkpoint export nope .", ".: already exists"),
         ("checkpoint import nope out", "nope/config.json: no such file"),
         ("checkpoint verify nope", "nope: not a run or a run's checkpoint"),
+        ("generate nope --prompt a", "nope: no such folder"),
+        ("generate nope --prompt-file nope.txt", "--prompt-file nope.txt: no such file"),
+        ("generate nope --prompt a --top-p 2", "--top-p 2: must be above 0 and at most 1"),
     ],
 )
 def test_a_wrong_name_is_refused_before_slow_imports(tmp_path, command, problem):

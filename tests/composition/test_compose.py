@@ -144,13 +144,32 @@ def test_repeating_the_original_overrides_changes_nothing(saved):
         ("seed=1", "seed"),
         ("data.shuffle=false", "data.shuffle"),
         ("model.num_layers=2", "model.num_layers"),
+        ("mask=sliding_window", "mask"),
+        ("mask.window=1k", "mask.window"),
     ],
 )
-def test_a_change_of_model_or_data_is_refused_in_one_line(saved, word, key):
+def test_a_change_of_model_data_or_mask_is_refused_in_one_line(saved, word, key):
     (line,) = complaints(resume, saved, [word])
     assert line.startswith(f"{key}=")
     assert "a resumed run keeps its" in line
     assert line.endswith("start a new run to change it")
+
+
+@pytest.mark.parametrize(
+    ("mask", "same", "other"),
+    [
+        ("sliding_window", "window=64", "window=128"),
+        ("sliding_window", "full_every=2", "full_every=0"),
+        ("video", "causal=true", "causal=false"),
+    ],
+)
+def test_a_resumed_run_keeps_the_keys_of_its_mask(mask, same, other):
+    sizes = ["mask.frames=8", "mask.height=16", "mask.width=16"] if mask == "video" else []
+    run = compose([f"mask={mask}", f"mask.{same}", *sizes, "seq=2k", "data.document_mask=false"])
+    assert resume(run, [f"mask.{same}"]) == run
+    key = other.partition("=")[0]
+    (line,) = complaints(resume, run, [f"mask.{other}"])
+    assert line.startswith(f"mask.{other}: a resumed run keeps its mask.{key}=")
 
 
 def test_mistakes_on_resuming_are_reported_like_any_other(saved):

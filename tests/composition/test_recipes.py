@@ -14,7 +14,7 @@ from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import survey
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.commands.train import require_labels
-from mtrain_cli.composition.compose import compose, resume
+from mtrain_cli.composition.compose import compose, replaced_recipe_keys, resume
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.resolved_file import load, save
@@ -249,6 +249,44 @@ def test_the_command_line_overrides_a_recipe() -> None:
     assert config.model.hidden_size == 896, (
         "a group on the command line replaces all that the recipe says about it"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["recipe=video", "data=stdlib", "topology=local"],
+            "recipe=video: data=stdlib, topology=local replace its data.document_mask=false, "
+            "topology.device=cuda, topology.exchange=group_cast; to keep a value, give its key, "
+            "too",
+        ),
+        (
+            ["recipe=video", "data=stdlib", "data.document_mask=true", "topology.device=cpu"],
+            "",
+        ),
+        (
+            ["recipe=shared_question", "data=stdlib", "data.eval_sequences=2"],
+            "recipe=shared_question: data=stdlib replaces its data.mask_key=mask, "
+            "data.positions_key=positions; to keep a value, give its key, too",
+        ),
+        (
+            ["recipe=sliding_window_qwen3b_512k", "mask=sliding_window"],
+            "recipe=sliding_window_qwen3b_512k: mask=sliding_window replaces its "
+            "mask.full_every=6; to keep a value, give its key, too",
+        ),
+        (["recipe=sliding_window_qwen3b_512k", "mask=full"], ""),
+        (["recipe=stdlib_64k", "model=tiny"], ""),
+        (["recipe=stdlib_8k", "sparsity=dense"], ""),
+        (["recipe=stdlib_8k", "seq=1k"], ""),
+        (["recipe=nothing_like_it", "data=stdlib"], ""),
+        (["data=stdlib", "topology=local"], ""),
+    ],
+)
+def test_a_line_names_the_recipe_keys_that_another_group_replaces(words, line) -> None:
+    assert replaced_recipe_keys(words) == line
+    if line:
+        kept = re.findall(r"[a-z_]+\.[a-z_.]+=[^,;]+", line.partition(" its ")[2])
+        assert replaced_recipe_keys([*words, *kept]) == ""
 
 
 def test_each_required_value_is_one_line(tmp_path: Path) -> None:

@@ -21,11 +21,18 @@ KEYS = keys.all_keys()
         ("run.name", 7, "7"),
         ("mask.window", ["2", 3, 4], (2, 3, 4)),
         ("mask.window", "4k", 4096),
+        ("topology.balanced_chunk", "4k", 4096),
+        ("topology.balanced_chunk", "auto", "auto"),
     ],
 )
 def test_a_value_gets_the_type_of_its_key(name, value, converted):
     result = KEYS[name].convert(value)
     assert (result, type(result)) == (converted, type(converted))
+
+
+WINDOW = (
+    r"expected a number of tokens .* with mask=sliding_window, or a list of .* with mask=video$"
+)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +44,12 @@ def test_a_value_gets_the_type_of_its_key(name, value, converted):
         ("sparsity.last_q", "8k", "expected a whole number"),
         ("data.path", 1.5j, "expected text or null"),
         ("optim.betas", [0.9], r"expected a list of 2 numbers such as \[0.9,0.9\]"),
-        ("mask.window", [2, 3], r"expected a list of 3 numbers such as \[4,4,4\], or a number of"),
-        ("mask.window", [2, 3, "x"], r"expected a list of 3 numbers such as \[4,4,4\], or a num"),
-        ("mask.window", 4.5, r"expected a number of tokens .*, or a list of 3 numbers such as \["),
+        ("mask.window", [2, 3], WINDOW),
+        ("mask.window", [2, 3, "x"], WINDOW),
+        ("mask.window", 4.5, WINDOW),
+        ("mask.window", True, WINDOW),
+        ("topology.balanced_chunk", "many", r"expected a number of tokens .* 1024 k\), or auto$"),
+        ("seq", "auto", r"expected a number of tokens .* 1024 k\)$"),
         ("train.kernel", "flash5", r"expected one of .* \(did you mean flash4\?\)"),
         ("data.path", "a\nb", "holds a control character"),
     ],
@@ -64,6 +74,7 @@ def test_values_are_shown_as_a_user_types_them():
 
 def test_a_limit_that_nobody_reaches_is_left_out_of_tables():
     assert KEYS["optim.rewarm"].allowed == "true or false"
+    assert KEYS["topology.balanced_chunk"].allowed.startswith("tokens or auto, a multiple of 16")
     assert KEYS["train.tile_mib"].allowed.endswith("at most 1,048,576 (1 TiB)")
 
 

@@ -11,11 +11,11 @@ from mtrain_cli.config.option import FRACTION, POSITIVE, SHARE, Range, at_least,
 def test_an_option_is_a_field_with_its_facts():
     @dataclasses.dataclass
     class Settings:
-        steps: int = option(POSITIVE, default=3)
+        steps: int = option(POSITIVE, expected="some", default=3)
 
     [item] = dataclasses.fields(Settings)
     assert Settings().steps == 3
-    assert item.metadata == {"allowed": POSITIVE, "tokens": False}
+    assert item.metadata == {"allowed": POSITIVE, "tokens": False, "expected": "some"}
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_runs_of_earlier_versions_keep_their_schedule(tmp_path: Path) -> None:
         ),
         (
             ["optim.schedule=wsd", "optim.decay_steps=90", "train.steps=100"],
-            "optim.decay_steps=90: the schedule has 100 steps, of which 10 are warm-up "
+            "optim.decay_steps=90: the schedule has 100 steps, and 10 of them are warm-up "
             "(optim.warmup_steps); allowed: 1 to 89",
         ),
         (["optim.decay_steps=0"], "optim.decay_steps=0: must be at least 1"),
@@ -138,7 +138,7 @@ def test_an_invalid_schedule_is_one_line(words: list[str], line: str) -> None:
         ),
         (
             ["optim.rewarm=true", "train.steps=120", "optim.schedule=wsd", "optim.decay_steps=15"],
-            "optim.decay_steps=15: the schedule has 20 steps, of which 10 are warm-up "
+            "optim.decay_steps=15: the schedule has 20 steps, and 10 of them are warm-up "
             "(optim.warmup_steps); allowed: 1 to 9",
         ),
     ],

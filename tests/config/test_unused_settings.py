@@ -1,7 +1,7 @@
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.unused_settings import repeated_keys, unused_keys, unused_ring_keys
+from mtrain_cli.config.unused_settings import repeated_keys, unused_after_auto, unused_keys
 
 RING = ["topology.exchange=ring", "topology.device=cuda"]
 
@@ -80,17 +80,32 @@ def test_settings_that_may_have_an_effect_are_not_reported(words):
 def test_settings_made_useless_by_auto_are_reported():
     words = ["topology.prefetch=2"]
     config = compose(words)
-    (line,) = unused_ring_keys(words, config, "all_gather")
+    (line,) = unused_after_auto(words, config, "all_gather", "striped")
     assert line == (
         "topology.prefetch=2: has no effect, topology.exchange=all_gather (chosen by auto) is not "
         "a ring"
     )
-    assert unused_ring_keys(words, config, "ring") == []
-    assert (
-        unused_ring_keys(words, compose([*words, "topology.exchange=all_gather"]), "all_gather")
-        == []
-    ), "the launcher reports it already"
+    assert unused_after_auto(words, config, "ring", "striped") == []
+    chosen = compose([*words, "topology.exchange=all_gather"])
+    assert unused_after_auto(words, chosen, "all_gather", "striped") == [], (
+        "the launcher reports it already"
+    )
     assert len(unused_keys(["topology.gpu_memory_gib=80"], compose(), device="cpu")) == 1
+
+
+def test_a_chunk_is_reported_where_auto_takes_a_layout_without_chunks():
+    words = ["topology.balanced_chunk=512"]
+    config = compose(words)
+    assert unused_keys(words, config) == []
+    assert unused_after_auto(words, config, "ring", "balanced") == []
+    line = (
+        "topology.balanced_chunk=512: has no effect, topology.layout=striped (chosen by auto) has "
+        "no chunks"
+    )
+    assert unused_after_auto(words, config, "ring", "striped") == [line]
+    assert unused_keys(words, config, layout="striped") == [line]
+    words = ["topology.balanced_chunk=auto"]
+    assert unused_after_auto(words, compose(words), "ring", "striped") == []
 
 
 def test_a_key_or_group_given_twice_is_reported():

@@ -94,6 +94,16 @@ def test_the_defaults_are_valid(defaults):
             "topology.block_size=100: must be a power of two, at least 16",
         ),
         ({"topology__block_size": 8}, "topology.block_size=8: must be a power of two, at least 16"),
+        (
+            {"topology__layout": "balanced", "topology__balanced_chunk": 100},
+            "topology.balanced_chunk=100: must be a multiple of 16, at least 16",
+        ),
+        (
+            {"topology__layout": "zigzag", "topology__balanced_chunk": 512},
+            "topology.balanced_chunk=512: only topology.layout=balanced has chunks, not "
+            "topology.layout=zigzag; give topology.layout=balanced, or "
+            "topology.balanced_chunk=auto",
+        ),
         ({"topology__workers": 0}, "topology.workers=0: must be at least 1"),
         (
             {"topology__workers": 4, "topology__context_parallel": 3},
@@ -214,6 +224,15 @@ def test_the_defaults_are_valid(defaults):
                 "data__document_mask": False,
             },
             "data.document_mask=false: data.positions_key=at gives each document positions of",
+        ),
+        (
+            {**MASKED, "data__positions_key": "at", "data__document_mask": False},
+            "data.document_mask=false: data.mask_key=mask and data.positions_key=at give each "
+            "document masks and positions of its own",
+        ),
+        (
+            {"data__mask_key": "mask", "data__positions_key": "at"},
+            "data.mask_key=mask, data.positions_key=at: data=stdlib has no masks and positions for",
         ),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
         ({"run__name": "a/b"}, "run.name=a/b: may only contain letters"),
@@ -367,3 +386,44 @@ def test_masks_from_the_data_need_dense_attention():
     assert compose(masked).data.mask_key == "mask"
     positions = compose(["data=tokens", "data.path=/", "data.positions_key=at", "sparsity=moba"])
     assert positions.data.positions_key == "at"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "seq=8k topology.workers=4 topology.balanced_chunk=4k",
+            "topology.balanced_chunk=4096: seq=8192 has 2 such chunks for 4 workers; give chunks "
+            "of at most 2048",
+        ),
+        (
+            "seq=100 data.document_mask=false topology.workers=8 topology.balanced_chunk=16",
+            "topology.balanced_chunk=16: seq=100 has 7 such chunks for 8 workers; give fewer "
+            "workers or a longer seq",
+        ),
+        (
+            "seq=512k topology.balanced_chunk=16",
+            "topology.balanced_chunk=16: seq=524288 has 32,768 such chunks, and a batch could take "
+            "minutes to plan; at most 4,096 are allowed. Give chunks of at least 128",
+        ),
+        (
+            "seq=64k topology.balanced_chunk=192 sparsity=vertical_slash",
+            "topology.balanced_chunk=192: must be a multiple of sparsity.block=128, since workers "
+            "hold whole pattern blocks",
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", ["balanced", "auto"])
+def test_a_chunk_of_a_wrong_size_is_refused(words, message, layout):
+    with pytest.raises(ConfigError) as caught:
+        compose([*words.split(), f"topology.layout={layout}"], plan=True)
+    assert caught.value.problems == (message,)
+
+
+def test_the_advice_for_a_chunk_works():
+    words = ["seq=8k", "topology.workers=4", "topology.layout=balanced"]
+    compose([*words, "topology.balanced_chunk=2k"])
+    compose(["seq=512k", "topology.layout=balanced", "topology.balanced_chunk=128"])
+    # Each of many workers has as many chunks as with auto.
+    many = ["topology.workers=256", "topology.balanced_chunk=64", "topology.layout=balanced"]
+    compose(["seq=512k", *many, "train.global_batch=256"], plan=True)

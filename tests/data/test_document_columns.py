@@ -14,7 +14,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import prepare
 from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.document_columns import SLICES
-from mtrain_cli.data.filters import Filters
+from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.record_key import RecordKey
 from mtrain_cli.data.store import TokenStore
@@ -124,6 +124,26 @@ def test_a_cut_document_whose_tokens_see_nothing_is_not_causal(tmp_path: Path) -
     source = write_jsonl(tmp_path / "a.jsonl", [line])
     store = prepared(source, tmp_path / "store", filters=Filters(max_tokens=4, truncate=True))
     assert not by_slices(store.columns.slices_of(0), 4).any()
+
+
+def test_tokens_that_see_no_key_and_empty_slices_are_counted(tmp_path: Path) -> None:
+    assert mask_counts(tmp_path / "all", records()) == (0, 0)
+    lines = [
+        {"ids": [1] * 6, "mask": [[0, 6, 5, 6, "causal"]], "at": None},  # the last token sees a key
+        {"ids": [1] * 3, "mask": [[1, 2, 0, 1, 0], [2, 2, 0, 3, 0], [0, 3, 3, 3, 1]], "at": None},
+        {"ids": [1] * 9, "mask": None, "at": None},
+    ]
+    assert mask_counts(tmp_path / "some", lines) == (5 + 2, 2)
+    assert mask_counts(tmp_path / "none", lines[1:2], Filters(max_tokens=1, truncate=True)) == (
+        1,
+        2,
+    )
+
+
+def mask_counts(folder: Path, lines: list[dict[str, Any]], filters: Filters = EVERYTHING) -> tuple:
+    folder.mkdir()
+    store = prepared(write_jsonl(folder / "a.jsonl", lines), folder / "store", filters=filters)
+    return store.meta.columns.keyless, store.meta.columns.empty_slices
 
 
 def test_an_interrupted_store_equals_a_whole_one(

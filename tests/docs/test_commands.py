@@ -99,7 +99,8 @@ def test_commands_that_need_files_or_gpus_compose_as_written(block: Block, folde
 
 def make_files(folder: Path) -> None:
     """What the reader of a page has: texts, shards, weights."""
-    for name in ("books/one.txt", "all/code/index.json", "all/book/index.json"):
+    texts = ("books/one.txt", "all/books/one.txt", "all/needles/needles.jsonl")
+    for name in (*texts, "all/code/index.json", "all/book/index.json"):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).touch()
     weights = folder / "Qwen2.5-3B"

@@ -114,7 +114,11 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
     yield (
         material / "run",
         inside("run", "checkpoints/*/*", "resolved.yaml"),
-        [["checkpoint", "export", "THIS", "OUT"], ["status", "THIS"]],
+        [
+            ["checkpoint", "export", "THIS", "OUT"],
+            ["generate", "THIS", "--prompt", "a", "--max-new", "2", "topology.device=cpu"],
+            ["status", "THIS"],
+        ],
     )
     yield material / "meas", inside("meas", "*.json", "*.npz", "*.parquet", "*.yaml"), [
         ["report", "THIS"], ["report", "THIS", "--json"], ["profile", "what-if", "THIS"],
@@ -142,7 +146,10 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
         ["checkpoint", "import", "THIS", "OUT"],
         ["train", "train.init_from=THIS", "--cfg"], ["train", "train.init_from=THIS", "--dry-run"],
     ]  # fmt: skip
-    yield material / "hf", inside("hf", "*"), [["checkpoint", "import", "THIS", "OUT"]]
+    yield material / "hf", inside("hf", "*"), [
+        ["checkpoint", "import", "THIS", "OUT"],
+        ["generate", "THIS", "--prompt", "a", "--max-new", "2", "topology.device=cpu"],
+    ]  # fmt: skip
     yield (
         material / "tokens",
         inside("tokens", "*"),

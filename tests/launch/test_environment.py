@@ -155,6 +155,21 @@ def test_sizes_that_do_not_fit_are_refused_with_the_possible_values(
     assert caught.value.problems[0].startswith(line)
 
 
+def test_workers_without_a_chunk_are_refused_once_their_number_is_known(machine):
+    words = ["seq=8k", "topology.layout=balanced", "topology.balanced_chunk=2k"]
+    machine(4)
+    assert resolve_environment(compose.compose(words)).dims.cp == 4
+    machine(8)
+    with pytest.raises(ConfigError) as caught:
+        resolve_environment(compose.compose(words))
+    assert caught.value.problems == (
+        "topology.balanced_chunk=2048: seq=8192 has 4 such chunks for 8 workers; give chunks of "
+        "at most 1024",
+    )
+    halves = [*words, "topology.context_parallel=4", "train.global_batch=2"]
+    assert resolve_environment(compose.compose(halves)).dims.dp == 2
+
+
 def test_all_problems_are_reported_together(default):
     with pytest.raises(ConfigError) as caught:
         resolve_environment(

@@ -308,6 +308,28 @@ def test_a_decoder_of_another_shape_is_refused_before_anything_is_loaded(tmp_pat
     assert all(torch.equal(value, before[name]) for name, value in decoder.named_parameters())
 
 
+def test_loading_maps_no_more_than_one_tensor_at_a_time(tmp_path, monkeypatch):
+    """Mapped pages of a file count as memory of the process."""
+    export(tmp_path, tiny_model(), max_file_bytes=40_000)
+    mapped = []
+
+    def fill(parameter, read) -> None:
+        mapped.append(_maps(tmp_path))
+        parameter.copy_(read(0, None))
+        mapped.append(_maps(tmp_path))
+
+    monkeypatch.setattr("mtrain_cli.model.huggingface._fill", fill)
+    load_decoder(tiny_model(), tmp_path)
+    assert set(mapped[2::2]) == {0}  # before the first, the headers of all files were checked
+    assert set(mapped[3::2]) == {1}
+
+
+def _maps(folder: Path) -> int:
+    """Return how many files of a folder this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split()[-1] for line in lines if f"{folder}/" in line})
+
+
 def test_rotary_settings_may_differ_from_the_folder(tmp_path):
     weights = export(tmp_path / "hf", tiny_model())
     read = load_decoder(tiny_model(rope=YARN), tmp_path / "hf")

@@ -225,6 +225,7 @@ class Given:
         self.of, self.kernel = exchange, kernel
         self.exchange = self
         self.recorder = None
+        self.kind = ""
         self.kept = {}
         self.lse = torch.empty(0)
 

@@ -195,7 +195,7 @@ def test_bad_sizes_are_refused():
     mask = sliding_window(1024, 10)
     with pytest.raises(ValueError, match="Pad the masks to a multiple of 384"):
         balance([[mask]], 3, 128)
-    with pytest.raises(ValueError, match="4 workers do not fill nodes of 3"):
+    with pytest.raises(ValueError, match="gpus_per_node=3: does not divide 4 workers"):
         balance([[mask]], 4, 128, per_node=3)
     with pytest.raises(ValueError, match="Blocks of 128 rows do not divide chunks of 64 tokens"):
         balance([[mask]], 4, 64, block=128)
@@ -255,3 +255,13 @@ def test_prices_follow_the_cluster():
     assert slow.outer / slow.inner == pytest.approx(inner / outer, rel=0.02)
     few, many = (RowPrices.on(None, 16, kv_heads).inner for kv_heads in (2, 4))
     assert many == pytest.approx(2 * few, abs=1)
+
+
+def test_a_given_chunk_replaces_the_chosen_one():
+    mask = documents(1 << 14, 1024, 3)
+    for chunk in (128, 512, 2048, 3000):
+        layout = Balancer(4, 1 << 14, given_chunk=chunk).layout([[mask]])
+        assert layout.block_size == chunk
+        assert layout.padded_seq % (4 * chunk) == 0
+        starts = layout.positions(1).reshape(-1, chunk)
+        assert (starts % chunk == np.arange(chunk)).all()

@@ -176,5 +176,5 @@ def test_peak_memory_equals_the_closed_form(
     if work.rows is not None:  # the estimate takes the largest of all ranks
         monkeypatch.setattr(attention_memory, "_casts", lambda *_: work.rows.shares)
     how = ExchangeChoice(name, "", per_node=per_node or ranks, chunks=chunks, stages=stages)
-    told = attention_memory.AttentionMemory(config, parts, how, "flash4", 2).in_backward()
+    told = attention_memory.AttentionMemory(config, parts, how, "flash4", 2).in_backward
     assert held.most == told

@@ -103,4 +103,4 @@ def test_pool_and_peak_are_those_of_the_program(
     estimate = attention_memory.AttentionMemory(config, layout, choice, "flash4", 2)
     assert pool == estimate.pool
     # What is there before backward includes the pool.
-    assert peak - now + pool == estimate.in_backward()
+    assert peak - now + pool == estimate.in_backward

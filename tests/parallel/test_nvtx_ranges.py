@@ -5,18 +5,23 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 from parallel.test_recording import HEAD_DIM, HEADS, KV_HEADS, SEQ
 
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.data.dataset import Sample
 from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import Recorder
+from mtrain_cli.training.batch import BatchMaker
 
 
 class Domain:
@@ -66,6 +71,31 @@ def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recordi
     assert set(names) == wanted | ({"pass.forward", "pass.backward"} if recording_too else set())
     assert names["attention.forward"] == {0}
     assert domain.made == len(names), "what a range says is made once"
+
+
+def test_layers_with_different_masks_have_a_range_of_their_kind(monkeypatch):
+    domain = Domain()
+    monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
+    layout = make_layout("striped", 1, SEQ, 4)
+    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    mask = MaskRule(False, MaskConfig.sliding(3, full_every=2))
+    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=mask, layers=3)
+    attend = make([Sample(*np.zeros((3, SEQ), np.int32))]).attention
+    q, k, v = (
+        torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    for layer in range(3):
+        attend(q, k, v, layer).sum().backward()
+    of_layers = [said for said in domain.said if said and " layer." in said[0]]
+    assert of_layers == [
+        (f"{kind} layer.{direction}", layer)
+        for layer, kind in enumerate(("window", "full", "window"))
+        for direction in ("forward", "backward")
+    ]
+    # The ranges of the passes lie inside.
+    assert domain.said[0] == of_layers[0]
+    assert domain.said[-1] is None
+    assert domain.said[1] == ("attention.forward", 0) or domain.said[1][0] == "arrange.forward"
 
 
 def test_range_names():

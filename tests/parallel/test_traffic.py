@@ -121,7 +121,7 @@ def test_bits_keep_and_count_the_flags(blocks):
 def test_nodes_of_different_sizes_are_refused():
     mask = SequenceMask.causal(60, 60)
     thirds = [np.arange(r * 20, r * 20 + 20) for r in range(3)]
-    with pytest.raises(ValueError, match="3 workers do not fill nodes of 2"):
+    with pytest.raises(ValueError, match="does not divide 3 workers; allowed: 1, 3"):
         count_traffic([[mask]], thirds, per_node=2, block=20)
 
 

@@ -40,6 +40,22 @@ def test_masks_are_those_of_their_names():
         assert np.array_equal(mask.spans(np.arange(96), np.arange(96)).seen(), seen), name
 
 
+def test_sizes_describe_the_masks():
+    sizes = {name: make_mask(name, 100).sizes for name in MASKS}
+    count, longest = documents(100)[-1] + 1, np.bincount(documents(100)).max()
+    drawn = f"{count} documents of up to {longest} tokens"
+    assert sizes == {
+        "full": "",
+        "causal": "",
+        "documents_full": drawn,
+        "documents": drawn,
+        "window": "25 tokens",
+        "documents_block_causal": f"{drawn}, in blocks of 12",
+        "video": "4x5x5 tokens, window 4x3x5",
+        "shared_question": "question of 20 tokens, 8 answers of up to 10",
+    }
+
+
 @pytest.mark.parametrize(("seq", "intervals"), [(4096, 9), (32768, 9), (131072, 9), (7, 1)])
 def test_a_video_has_nine_intervals_at_usual_lengths(seq, intervals):
     assert make_mask("video", seq).mask.intervals == intervals

@@ -166,3 +166,27 @@ def test_a_negative_number_of_steps_is_refused(tmp_path):
     results = mtrain(tmp_path, "train", "profile.every=-1")
     assert results.returncode == 2
     assert results.stderr == "mtrain: profile.every=-1: must be 0 or more\n"
+
+
+def test_layers_with_different_masks_are_recorded_by_kind(tmp_path):
+    """The pairs of each layer are those of its mask, in every step and micro-batch."""
+    dense = [word for word in WORDS if not word.startswith(("sparsity", "model.num_layers"))]
+    window = ["mask=sliding_window", "mask.window=40", "mask.full_every=3", "model.num_layers=4"]
+    words = [*dense, *window, "data.document_mask=false", "train.steps=2", "profile.every=1"]
+    metrics = train(tmp_path, *words, "run.name=one")
+    recorded = open_records(tmp_path / "runs/one/profile")
+    frame = recorded.frame()
+    forward = frame[(frame.direction == "forward") & (frame.layer >= 0)]
+    for iteration in (1, 2):
+        for layer in range(4):
+            mine = forward[(forward.iteration == iteration) & (forward.layer == layer)]
+            pairs = 500 * 501 // 2 if layer == 2 else 40 * 500 - 40 * 39 // 2
+            assert mine.groupby("micro").pairs.sum().tolist() == [4 * pairs] * 2
+    (facts,) = recorded.summary["cases"]
+    assert facts["layer_kinds"] == {"window": [0, 1, 3], "full": [2]}
+    assert facts["density"] == pytest.approx(metrics[-1]["density"], rel=2e-5)
+    (case,) = analyse(recorded)
+    assert [kind.layers for kind in case.kinds] == [(0, 1, 3), (2,)]
+    indices = load_indices(tmp_path / "runs/one/profile/index.npz")
+    assert indices.full is not None
+    assert indices.full.layers == {2}

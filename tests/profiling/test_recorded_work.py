@@ -7,10 +7,15 @@ import torch
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.data.dataset import Sample
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.profiling.recorded_work import Estimated, own_work
+from mtrain_cli.profiling.recorded_work import Estimated, estimated, own_work
+from mtrain_cli.training.batch import BatchMaker
 
 SEQ, BLOCK, HEADS = 64, 16, 2
 
@@ -49,3 +54,23 @@ def test_every_layer_of_every_micro_batch_has_its_own_work():
     assert {key: int(work["forward"].pairs.sum()) for key, work in found.items()} == {
         key: HEADS * pairs for key, pairs in wanted.items()
     }
+
+
+def test_each_kind_of_layer_has_the_work_of_its_masks():
+    layout = make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK)
+    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    rule = MaskRule(True, MaskConfig.sliding(5, full_every=3))
+    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=rule, layers=7)
+    documents = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
+    tokens = np.zeros(SEQ, np.int32)
+    batches = [make([Sample(tokens, tokens, of)]) for of in (documents, np.zeros_like(documents))]
+    found = own_work(
+        exchange, HEADS, range(7), [estimated(b.attention.with_kept_indices()) for b in batches]
+    )
+    for micro, parts in enumerate((2, 1)):
+        length = SEQ // parts
+        full, window = length * (length + 1) // 2, 5 * length - 10
+        pairs = [int(found[micro, layer]["forward"].pairs.sum()) for layer in range(7)]
+        assert pairs == [
+            HEADS * parts * (full if layer in (2, 5) else window) for layer in range(7)
+        ]

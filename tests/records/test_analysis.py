@@ -168,6 +168,31 @@ def test_a_pass_and_its_layers_last_as_long_as_the_slowest_worker(tmp_path):
     )
 
 
+def test_each_kind_of_layer_is_analysed_by_itself(tmp_path):
+    """Layers 1 and 4 take three times as long as layers 0 and 2."""
+    kinds = {"window": [0, 2], "full": [1, 4]}
+
+    def of(_iteration: int, layer: int, _group: int) -> Play:
+        ms = 3 if layer in kinds["full"] else 1
+        return Play(ring(2), lambda _d, r, _s: ms * (1 + r), pairs=lambda *_: 10 * ms)
+
+    rows = [rows_of(of, iteration=i, layers=(0, 1, 2, 4)) for i in range(2)]
+    facts = facts_of(ring(2), layers=4) | {"layer_kinds": kinds}
+    (found,) = analyse(open_records(write(tmp_path, rows, [facts])))
+    assert [kind.kind for kind in found.with_kinds] == ["", "window", "full"]
+    assert [kind.layers for kind in found.with_kinds] == [(0, 1, 2, 4), (0, 2), (1, 4)]
+    assert [kind.samples for kind in found.with_kinds] == [8, 4, 4]
+    assert [kind.label for kind in found.kinds] == [f"{found.label}, {k} layers" for k in kinds]
+    for kind, ms in zip(found.kinds, (1, 3), strict=True):
+        forward = kind.passes["forward"]
+        assert forward.pairs == pytest.approx(np.full((2, 2), 10 * ms))
+        assert forward.attention == pytest.approx(np.array([[ms, ms], [2 * ms, 2 * ms]]))
+    assert found.passes["forward"].pairs == pytest.approx(np.full((2, 2), 20))
+    spent = [kind.bin_ms("attention") for kind in found.kinds]
+    assert found.bin_ms("attention") == pytest.approx(sum(spent))
+    assert [entry["label"] for entry in found.to_json()["kinds"]] == [k.label for k in found.kinds]
+
+
 def test_percentiles_cover_the_times_of_steps(tmp_path):
     found = analysed(
         tmp_path, Play(ring(4), lambda _d, _r, s: (1.0, 1.0, 1.0, 9.0)[s], merge=0.5), layers=(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from attention.equal_indices import same_index
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.mask import KeySlice, SequenceMask
-from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.records.index_file import RecordedSetup, load_indices, save_indices
@@ -80,6 +81,41 @@ def test_every_mask_round_trips(tmp_path):
     for mask, expected in zip(found.masks, masks, strict=True):
         assert (mask.length, mask.padded) == (expected.length, expected.padded)
         assert mask.same_as(expected)
+
+
+def test_the_masks_of_full_layers_round_trip(tmp_path):
+    rule = MaskRule(True, MaskConfig.sliding(7))
+    windows = [rule.undivided(mask.length, 64) for mask in MASKS]
+    path = tmp_path / "index.npz"
+    indices = [("dense", layer, None) for layer in range(4)]
+    save_indices(path, SETUP, windows, indices, FullLayers(MASKS, frozenset({1, 3}), 4))
+    found = load_indices(path)
+    assert found.full is not None
+    assert (found.full.layers, found.full.of) == ({1, 3}, 4)
+    for kind, masks in ((windows, found.masks), (MASKS, found.full.masks)):
+        assert [(m.length, m.padded) for m in masks] == [(m.length, m.padded) for m in kind]
+        assert all(mask.same_as(other) for mask, other in zip(kind, masks, strict=True))
+    save_indices(path, SETUP, windows, indices)
+    assert load_indices(path).full is None
+
+
+def test_only_layers_with_different_masks_raise_the_schema(tmp_path):
+    """A reader of schema 1 would take all layers for windows."""
+    path, full = tmp_path / "index.npz", FullLayers(MASKS, frozenset({1}), 2)
+
+    def written(full: FullLayers | None) -> dict[str, Any]:
+        save_indices(path, SETUP, MASKS, [("dense", layer, None) for layer in range(2)], full)
+        with np.load(path) as file:
+            return json.loads(str(file["about"]))
+
+    assert written(None)["schema"] == 1
+    about = written(full)
+    assert about["schema"] == 2
+    # Earlier versions wrote full layers under schema 1.
+    changed(path, about=np.array(json.dumps(about | {"schema": 1})))
+    found = load_indices(path).full
+    assert found is not None
+    assert found.layers == {1}
 
 
 def test_damaged_intervals_are_refused(tmp_path):
@@ -193,7 +229,7 @@ def test_other_files_are_refused_in_one_line(tmp_path):
             return np.array(json.dumps(json.loads(str(file["about"])) | other))
 
     changed(path, about=about(schema=99))
-    refused("has schema 99, this version of mtrain reads 1")
+    refused("has schema 99, this version of mtrain reads 1 and 2; update mtrain, or record it")
     changed(path, about=about(kind="other"))
     refused("not an index file of mtrain")
     changed(path, about=about(setup={"seq": 3}))

@@ -135,8 +135,15 @@ def test_ulysses_does_not_change_the_rows():
 
 def test_without_time_to_balance_the_other_layouts_remain(monkeypatch):
     assert len(all_layouts()) == 4
-    monkeypatch.setattr("mtrain_cli.reporting.mask_view._MOST_CHUNKS", 8)
+    monkeypatch.setattr("mtrain_cli.reporting.mask_view.MOST_CHUNKS", 8)
     assert set(all_layouts()) == {"contiguous", "zigzag", "striped"}
+
+
+def test_a_configured_chunk_is_that_of_the_balanced_layout():
+    words = ("seq=8k", "topology.balanced_chunk=1k", "topology.layout=balanced")
+    assert all_layouts(*words)["balanced"].layout.block_size == 1024
+    with pytest.raises(ConfigError, match=r"^topology\.balanced_chunk=1024: .* for 16 workers"):
+        all_layouts(*words, workers=16)
 
 
 def test_what_cannot_be_counted_is_refused(monkeypatch):

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.resolved_file import save
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.report_source import (
     ReportSource,
@@ -105,6 +109,20 @@ def test_a_remark_says_if_workers_share_cores(tmp_path, environment, shared):
         "4 workers share 3 CPU cores: times depend on the OS scheduler; compare work instead"
     ]
     assert remarks == (expected if shared else [])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_settings_name_the_choices_of_the_run_or_else_of_its_cases(tmp_path, training):
+    recorded_once(tmp_path, PLAY)
+    save(compose(["topology.layout=zigzag"]), tmp_path / "resolved.yaml")
+    if training:
+        chosen = {"topology.layout": "zigzag", "topology.exchange": "hop", "train.memory": "x"}
+        StateReporter(RunDir(tmp_path), chosen=chosen)
+    settings, facts = open_source(tmp_path).settings, facts_of(ring(4))
+    assert facts["exchange"] == "ring"
+    assert settings["topology.exchange"] == f"{'hop' if training else 'ring'} (auto)"
+    assert settings["topology.layout"] == ("zigzag" if training else facts["layout"])
+    assert settings["train.memory"] == "manual"
 
 
 def test_shipped_profiles_are_found_by_name():

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from mtrain_cli.reporting.run_settings import read_settings
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import keys
+from mtrain_cli.reporting.run_settings import attention_lines, read_settings, with_choices
 
 
 def test_unreadable_settings_count_as_none(tmp_path):
     for content in (b"a: " + b"[" * 5000, b"\xff\xfe", b"a: [", b"- 1"):
         (tmp_path / "resolved.yaml").write_bytes(content)
         assert read_settings(tmp_path) == {}
+
+
+def test_choices_replace_auto_and_nothing_is_added():
+    settings = {"topology.exchange": "auto", "topology.layout": "zigzag", "seed": 0}
+    chosen = {"topology.exchange": "ring", "topology.layout": "zigzag", "train.kernel": "sdpa"}
+    assert with_choices(settings, chosen) == {
+        "topology.exchange": "ring (auto)",
+        "topology.layout": "zigzag",
+        "seed": 0,
+    }
+
+
+def test_the_lines_on_attention_name_mask_layout_and_exchange():
+    words = ["mask=sliding_window", "mask.window=64", "topology.exchange=ring"]
+    settings = with_choices(keys.values(compose(words)), {"topology.layout": "balanced"})
+    assert attention_lines(settings) == [
+        "mask: kind sliding_window, window 64, global_tokens 0, full_every 0, document_mask true",
+        "workers: workers auto, context_parallel auto, layout balanced (auto), exchange ring",
+        "attention: pattern dense, kernel auto, dtype auto",
+    ]
+    (line, *_) = attention_lines(keys.values(compose(["mask=video"], plan=True)))
+    assert "kind video, " in line
+    assert "causal false" in line
+    assert attention_lines({}) == []

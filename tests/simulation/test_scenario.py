@@ -88,12 +88,13 @@ def dense(*words: str) -> Scenario:
 
 @pytest.mark.parametrize("exchange", ["ring", "group_cast"])
 def test_layers_with_different_masks_are_priced_per_kind(exchange):
-    cluster, window = load_cluster("h200_1x8"), ["mask=sliding_window", "mask.window=1k"]
+    cluster, one = load_cluster("h200_1x8"), ["topology.stages=1"]
+    window = [*one, "mask=sliding_window", "mask.window=1k"]
     found = {
         name: predict_training(cluster, dense(*words), 4, "zigzag", exchange, rows=True).attention
         for name, words in {
             "window": window,
-            "full": [],
+            "full": one,
             "mixed": [*window, "mask.full_every=3"],
         }.items()
     }
@@ -114,6 +115,32 @@ def test_layers_with_different_masks_are_priced_per_kind(exchange):
     pairs = {layer: attention["pairs"][attention["layer"] == layer].sum() for layer in range(6)}
     assert {layer for layer in pairs if pairs[layer] > pairs[0]} == {2, 5}
     assert found["mixed"].facts["layers"] == 6
+    assert found["mixed"].facts["layer_kinds"] == {"window": [0, 1, 3, 4], "full": [2, 5]}
     assert sum(pairs.values()) == sum(
         count * found[name].rows["pairs"].sum() for name, count in (("window", 4), ("full", 2))
     )
+
+
+def test_layers_with_different_masks_have_every_sequence_of_the_micro_batch():
+    words = ["mask=sliding_window", "mask.window=1k", "mask.full_every=3"]
+    one, two = (dense(*words, f"train.micro_batch={n}", f"train.global_batch={n}") for n in (1, 2))
+    masks, full = two.problem.kinds
+    assert [len(masks[0]), len(full[0])] == [2, 2]
+    assert [masks[1], full[1]] == [[0, 1, 3, 4], [2, 5]]
+    cluster = load_cluster("h200_1x8")
+    pairs = [
+        predict_training(cluster, each, 4, "zigzag", "ring", rows=True).attention.rows["pairs"]
+        for each in (one, two)
+    ]
+    assert pairs[1].sum() == 2 * pairs[0].sum()
+
+
+def test_plan_and_attention_share_the_configured_chunk():
+    cluster, words = load_cluster("h200_1x8"), ("mask=sliding_window", "mask.window=1k")
+    for chunk in (512, 3072):
+        scenario = dense(*words, f"topology.balanced_chunk={chunk}")
+        found = predict_training(cluster, scenario, 4, "balanced", "group_cast")
+        padded = -(-(1 << 14) // (4 * chunk)) * 4 * chunk
+        assert found.plan.layout.block_size == chunk
+        assert found.plan.layout.padded_seq == found.attention.facts["padded_seq"] == padded
+        predict_training(cluster, scenario, 4, "zigzag", "group_cast")  # does not read the chunk

@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
@@ -363,11 +362,11 @@ def test_spearman_is_that_of_ranks():
     assert np.isnan(spearman(np.ones(3), np.arange(3.0)))
 
 
-def test_a_length_without_recorded_masks_has_the_mask_of_the_run(monkeypatch):
-    first = np.maximum(np.arange(256) - 7, 0)
-    masked = SequenceMask.from_first(first, 256)
-    monkeypatch.setattr(MaskRule, "__call__", lambda *_: masked)
-    monkeypatch.setattr(validation, "_config", lambda *_: compose(["seq=256"]))
+@pytest.mark.parametrize("full_layers", [[], [2, 5]])
+def test_a_length_without_recorded_masks_has_the_masks_of_the_run(monkeypatch, full_layers):
+    window = ["mask=sliding_window", "mask.window=8", "train.micro_batch=2", "train.global_batch=2"]
+    more = ["mask.full_every=3", "model.num_layers=6"] if full_layers else []
+    monkeypatch.setattr(validation, "_config", lambda *_: compose(["seq=256", *window, *more]))
     setup = RecordedSetup(
         seq=SEQ,
         heads=4,
@@ -380,5 +379,12 @@ def test_a_length_without_recorded_masks_has_the_mask_of_the_run(monkeypatch):
         exchange="ring",
     )
     measured = SimpleNamespace(indices=SimpleNamespace(setup=setup, patterns=()))
-    case = SimpleNamespace(facts={"pattern": "dense", "seq": 256, "micro_batch": 2}, layers=(0,))
-    assert validation._workload(measured, case).masks == (masked, masked)
+    case = SimpleNamespace(facts={"pattern": "dense", "seq": 256}, layers=(0, 2))
+    found = validation._workload(measured, case)
+    assert [mask.pairs for mask in found.masks] == [256 * 8 - 8 * 7 // 2] * 2
+    assert found.layers == (0, 2)
+    if not full_layers:
+        assert found.full is None
+        return
+    assert [mask.pairs for mask in found.full.masks] == [256 * 257 // 2] * 2
+    assert (sorted(found.full.layers), found.full.of) == (full_layers, 6)

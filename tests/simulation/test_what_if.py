@@ -12,8 +12,11 @@ from simulation.counting import count_work
 from simulation.recordings import BLOCK, HEADS, PADDED, SEQ, SETUP, bitmap, lines, masks, record
 
 from mtrain_cli.attention.index import BlockBitmap, Index
+from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.parallel.dispatch import Balancer, RowPrices
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
@@ -23,6 +26,7 @@ from mtrain_cli.simulation.what_if import (
     InvalidSetup,
     ReplaySetup,
     degrees,
+    make_case,
     replay,
     resized,
     setups_of,
@@ -30,6 +34,7 @@ from mtrain_cli.simulation.what_if import (
 from mtrain_cli.simulation.work_counts import StepWork
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
+KINDS = (MaskConfig.sliding(50), CAUSAL)
 
 
 @pytest.mark.parametrize("make", [lines, bitmap])
@@ -195,3 +200,48 @@ def test_setups_are_every_combination():
     assert [(s.workers, s.layout, s.exchange) for s in found] == list(
         itertools.product((2, 4), LAYOUTS, ("ring", "auto"))
     )
+
+
+@pytest.mark.parametrize("exchange", ["ring", "group_cast"])
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_each_kind_of_layer_is_replayed_under_its_masks(tmp_path, layout, exchange):
+    """The mean over layers is that of the kinds; a balanced layout is made for both kinds."""
+    windows, causal = ([MaskRule(True, of).undivided(SEQ, PADDED)] for of in KINDS)
+    full = FullLayers(causal, frozenset({2}), 3)
+    save_indices(
+        tmp_path / "index.npz", SETUP, windows, [("dense", n, None) for n in range(3)], full
+    )
+    setup = ReplaySetup(layout, exchange, 4, 4)
+    recorded = load_indices(tmp_path / "index.npz")
+    (whole,), (first,), (last,) = (
+        replay(recorded, "dense", [setup], layers) for layers in (None, [0], [2])
+    )
+    for name, of_all in whole.passes.items():
+        for_window, for_full = first.passes[name], last.passes[name]
+        assert int(for_window.pairs.sum()) == HEADS * windows[0].pairs
+        assert int(for_full.pairs.sum()) == HEADS * causal[0].pairs
+        assert (of_all.pairs == 2 * for_window.pairs + for_full.pairs).all()
+        assert of_all.sent == pytest.approx((2 * for_window.sent + for_full.sent) / 3)
+        worker = (2 * for_window.degrees.worker + for_full.degrees.worker) / 3
+        assert of_all.degrees.worker == pytest.approx(worker)
+        assert (exchange == "group_cast") == (for_window.sent < for_full.sent)
+    if layout == "balanced":
+        prices = RowPrices.on(None, HEADS, 2)
+        made = Balancer(4, SEQ, per_node=4, prices=prices, layers=(2, 1)).layout([windows, causal])
+        held = [made.positions(rank) for rank in range(4)]
+        tokens = [positions[positions < SEQ] for positions in held]
+        assert last.passes["forward"].pairs.tolist() == [
+            HEADS * int((positions + 1).sum()) for positions in tokens
+        ]
+
+
+def test_a_recorded_chunk_is_that_of_the_replayed_layout():
+    setup = ReplaySetup("balanced", "group_cast", 2, 2)
+    assert make_case(SETUP, masks(), setup, None).layout.block_size != 32
+    recorded = replace(SETUP, chunk=32)
+    assert make_case(recorded, masks(), setup, None).layout.block_size == 32
+    chunks = -(-SEQ // 32)
+    with pytest.raises(InvalidSetup, match=f"chunks of 32 are too few .*; allowed: 1 to {chunks}"):
+        make_case(recorded, masks(), replace(setup, workers=chunks + 1, per_node=1), None)
+    zigzag = replace(setup, layout="zigzag", workers=chunks + 1, per_node=1)
+    make_case(recorded, masks(), zigzag, None)

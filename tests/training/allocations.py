@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        if storage._cdata not in self._elsewhere:
+        if storage._cdata not in self._elsewhere and storage.device.type != "meta":
             self._storages[storage._cdata] = weakref.ref(storage)
 
     def __torch_dispatch__(

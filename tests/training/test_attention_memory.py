@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from mtrain_cli.attention.block_lists import mask_lists
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.mask_words import mask_words
+from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
@@ -62,7 +67,7 @@ def test_gradients_of_gathered_columns_stay_while_the_ring_computes_its_steps(ke
     none.index = dataclasses.replace(none.index, column_width=0)
     none.sizes = dataclasses.replace(none.sizes, column_width=0)
     gradients = 2 * 4 * ring.index.columns * ring.sizes.head_dim
-    assert ring.in_backward() - none.in_backward() >= gradients
+    assert ring.in_backward - none.in_backward >= gradients
 
 
 def test_long_sequences_need_wider_lists_of_a_bitmap():
@@ -91,7 +96,7 @@ def test_torch_needs_a_placeholder_for_out_if_queries_circulate(circulates):
     call = 4 * rows + 2 * statistics + 2 * BYTES * rows + BYTES * (rows + keys)
     # Message: q, dout, lse and delta.
     more = {"kv": statistics, "queries": 2 * BYTES * rows + 2 * statistics + BYTES * rows}
-    assert ring.in_backward() - ring.pool == made + call + more[circulates]
+    assert ring.in_backward - ring.pool == made + call + more[circulates]
 
 
 def test_a_ring_that_gathers_columns_computes_them_before_the_blocks():
@@ -102,13 +107,13 @@ def test_a_ring_that_gathers_columns_computes_them_before_the_blocks():
     delta = 4 * tokens * model.num_heads
     gradients = 2 * 4 * ring.index.columns * model.head_dim
     columns = ring.index.columns_in_backward(tokens, model.head_dim, BYTES)
-    assert ring.in_backward() - ring.pool == sums + delta + gradients + columns
+    assert ring.in_backward - ring.pool == sums + delta + gradients + columns
     # Without gathered columns, each step holds both.
     apart = memory("ring", kernel="triton", shared_columns=False)
     columns = apart.index.columns_in_backward(tokens, model.head_dim, BYTES)
     dkv = 4 * 2 * tokens * model.num_kv_heads * model.head_dim
     made = sums // 2 + dkv
-    assert apart.in_backward() - apart.pool == sums + delta + made + columns + 2 * delta
+    assert apart.in_backward - apart.pool == sums + delta + made + columns + 2 * delta
 
 
 def test_zigzag_orders_three_quarters_of_the_gradients_before_it_cuts_them_into_shards():
@@ -118,7 +123,7 @@ def test_zigzag_orders_three_quarters_of_the_gradients_before_it_cuts_them_into_
     dq = BYTES * 65536 // WORKERS * model.num_heads * model.head_dim
     zigzag = memory("all_gather", sparse=False, kernel="triton", layout="zigzag")
     # The kernel's gradients, their shards and the reordered copy.
-    assert zigzag.in_backward() - zigzag.pool == dq + 2 * gradients + 3 * gradients // 4
+    assert zigzag.in_backward - zigzag.pool == dq + 2 * gradients + 3 * gradients // 4
 
 
 def test_flash4_computes_columns_with_another_dq_and_sums_only_grouped_heads():
@@ -150,8 +155,8 @@ def test_flash4_is_called_once_for_a_zigzag_worker_with_an_index():
     sparse, dense = (
         memory("all_gather", sparse=sparse, layout="zigzag") for sparse in (True, False)
     )
-    assert dense.in_backward() >= sums + BYTES * (rows + 2 * keys) + 4 * 2 * keys
-    assert sparse.in_backward() < dense.in_backward()
+    assert dense.in_backward >= sums + BYTES * (rows + 2 * keys) + 4 * 2 * keys
+    assert sparse.in_backward < dense.in_backward
 
 
 @pytest.mark.parametrize("name", ["group_cast", "hierarchical_group_cast"])
@@ -178,9 +183,46 @@ def test_several_intervals_per_query_sum_dq_in_float32(global_tokens, sums):
     layout = make_layout("striped", WORKERS, 65536, 128, unit=128)
     exchange = ExchangeChoice("all_gather", "", per_node=WORKERS)
     found, causal = (
-        AttentionMemory(compose([*RUN, *more]), layout, exchange, "sdpa", BYTES).in_backward()
+        AttentionMemory(compose([*RUN, *more]), layout, exchange, "sdpa", BYTES).in_backward
         for more in (words, [])
     )
     model = compose(RUN).model
     row = 65536 // WORKERS * model.num_heads * model.head_dim
     assert found - causal == sums * (4 - BYTES) * row
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize(
+    "words",
+    [["mask.window=1k"], ["mask.window=1k", "mask.global_tokens=128"], ["mask.full_every=2"]],
+)
+def test_the_tables_of_masks_have_the_size_of_those_that_are_built(layout, words):
+    run = [*RUN, "mask=sliding_window", "mask.window=2k", *words, "train.micro_batch=2"]
+    config = compose([*run, "train.global_batch=2", "seq=16k"])
+    made = make_layout(layout, WORKERS, config.seq, 128)
+    exchange = ExchangeChoice("all_gather", "", per_node=WORKERS)
+    expected = 0
+    for rule, _ in MaskRule.of(config).by_layers(config.model.num_layers):
+        mask = rule.undivided(config.seq, config.seq)
+        tiles = Tiles.make([mask.spans(made.positions(0), np.arange(config.seq))] * 2)
+        for lists in mask_lists(tiles, 128):
+            expected += sum(table.nbytes for table in lists.values())
+        words_of = mask_words(tiles)
+        expected += sum(t.nbytes for t in (words_of.ids, words_of.of_queries, words_of.of_keys))
+    found = AttentionMemory(config, made, exchange, "flash4", BYTES).mask_tables
+    assert found == expected
+
+
+def test_rectangles_other_kernels_and_indices_need_no_tables_of_masks():
+    def tables(layout: str, kernel: str, *words: str) -> int:
+        config = compose([*RUN, *words])
+        made = make_layout(layout, WORKERS, config.seq, 128, unit=128)
+        exchange = ExchangeChoice("all_gather", "", per_node=WORKERS)
+        return AttentionMemory(config, made, exchange, kernel, BYTES).mask_tables
+
+    one = "data.document_mask=false"
+    assert tables("zigzag", "flash4", one) == 0
+    assert tables("zigzag", "flash4") > 0
+    assert tables("striped", "flash4", one) > 0
+    assert tables("striped", "triton") == 0
+    assert tables("striped", "flash4", *SPARSE) == 0

@@ -89,6 +89,13 @@ def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tm
         assert reason in banner_of(*words), words
 
 
+def test_the_banner_gives_the_reason_for_a_balanced_layout_once():
+    window = ["mask=sliding_window", "mask.window=64", "seq=4k", "topology.workers=2"]
+    text = banner_of(*window)
+    assert text.count("of its mean pairs, with") == 1
+    assert "exchange group_cast: moves the rows that a balanced layout leaves" in text
+
+
 def test_the_banner_warns_that_a_cluster_does_not_change_a_run_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     warning = "warning the run uses this machine's CPU; topology.cluster only affects plans"
@@ -97,10 +104,25 @@ def test_the_banner_warns_that_a_cluster_does_not_change_a_run_on_the_cpu(monkey
     assert warning not in banner_of("topology.cluster=h200_1x8", device="cpu")
 
 
-def banner_of(*words: str, resumed: int | None = None, device: str = "cpu") -> str:
+def test_the_banner_warns_of_settings_that_the_choices_of_auto_do_not_read(tmp_path):
+    words = ["topology.prefetch=2", "topology.balanced_chunk=512", "topology.workers=2"]
+    (tmp_path / "overrides.txt").write_text("\n".join(words))
+    window = ["mask=sliding_window", "mask.window=64", "seq=4k"]
+    text = banner_of(*words, *window, run_dir=tmp_path)
+    ring = "warning topology.prefetch=2: has no effect, topology.exchange=group_cast (chosen by"
+    assert ring in text
+    assert "layout balanced, chunks of 512 assigned for each batch" in text
+    assert text.count("warning") == 1
+    text = banner_of(*words, "topology.exchange=ring", run_dir=tmp_path)
+    chunk = "warning topology.balanced_chunk=512: has no effect, topology.layout=striped (chosen by"
+    assert chunk in text
+    assert text.count("warning") == 1
+
+
+def banner_of(
+    *words: str, resumed: int | None = None, device: str = "cpu", run_dir: Path = Path("runs/x")
+) -> str:
     config = compose([f"topology.device={device}", *words])
     environment = resolve_environment(config)
     plan = run_plan.plan_resolved(config, environment, resolve_run(config, environment))
-    return " ".join(
-        text(banner(plan, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
-    )
+    return " ".join(text(banner(plan, run_dir, "stdlib: 212 documents", resumed=resumed)).split())

@@ -215,6 +215,20 @@ def test_a_model_is_read_and_written_without_a_process_group(saved, tmp_path):
         load_model_state(tmp_path / "nowhere")
 
 
+def test_a_model_is_read_into_the_given_tensors(saved):
+    into = {"weight": torch.empty(300, 7, dtype=torch.bfloat16), "bias": torch.empty(3)}
+    seen = []
+
+    def targets(shapes):
+        seen.append(shapes)
+        return into
+
+    assert load_model_state(saved, targets=targets) == (2, into)
+    assert seen == [{"weight": (300, 7), "bias": (3,)}]
+    assert torch.equal(into["weight"], torch.full((300, 7), 2.0, dtype=torch.bfloat16))
+    assert torch.equal(into["bias"], torch.full((3,), 2.0))
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"

@@ -119,6 +119,21 @@ def test_a_wrong_number_of_ulysses_workers_is_left_to_the_exchange(ulysses):
     assert found.layout.name == "balanced"
 
 
+def test_groups_of_workers_that_cross_nodes_are_left_to_the_exchange():
+    """Two of nine workers of a node cannot share heads without a group across nodes."""
+    words = ("topology.layout=balanced", "topology.ulysses=2", "seq=36k")
+    assert chosen(*words, cp=18, per_node=9).balancer.heads == 1
+
+
 def test_layers_with_different_masks_are_balanced_together():
     found = chosen(*WINDOW, "mask.full_every=2", "model.num_layers=4")
     assert found.balancer.layers == (2, 2)
+
+
+def test_a_configured_chunk_is_that_of_the_balanced_layout():
+    for layout in ("balanced", "auto"):
+        words = (*WINDOW, f"topology.layout={layout}", "topology.balanced_chunk=1k")
+        found = chosen(*words)
+        assert (found.layout.name, found.layout.block_size) == ("balanced", 1024)
+        assert found.balancer.chunk == 1024
+    assert chosen(*WINDOW).layout.block_size == 512

@@ -17,6 +17,7 @@ from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import PeerLostError, RunError, read_failure
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_state import read_state
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.step_result import NonFiniteError, StepReport, check_finite
@@ -80,6 +81,9 @@ def test_a_run_saves_periodically_and_at_the_end_and_keeps_the_newest(tmp_path):
     assert gloo.run(2, run, str(tmp_path), words) == [[2, 4, 5], [2, 4, 5]]
     assert checkpoints(tmp_path) == ["step-4", "step-5"]
     assert [m["step"] for m in metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    state = read_state(RunDir(tmp_path))
+    assert state is not None
+    assert state.chosen["topology.layout"] == "striped", "topology.layout=auto"
 
 
 def test_a_last_step_that_was_just_saved_is_not_saved_twice(tmp_path):

@@ -12,6 +12,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import CHECKPOINTS
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.flops import layer_shapes, parameters, root_shapes
 from mtrain_cli.training.memory import GIB, _StepMemory, estimate_memory
 from mtrain_cli.training.state_memory import sharded_numbers
@@ -196,7 +197,8 @@ def test_the_embedding_and_the_lm_head_each_have_a_gradient_at_the_end():
     config = compose(["model=qwen3b", "seq=1k", "train.shard=optimizer", "train.global_batch=2"])
     layout = make_layout(config.layout, 8, config.seq, config.topology.block_size)
     choice = ExchangeChoice("all_gather", "", per_node=8)
-    step = _StepMemory(config, 8, layout, choice, "flash4", 2)
+    attention = AttentionMemory(config, layout, choice, "flash4", 2)
+    step = _StepMemory(config, 8, layout, attention, 2)
     lm_head = config.model.vocab_size * config.model.hidden_size
     states = step.states
     assert states.scatter(states.root_shard) == 0

@@ -615,3 +615,32 @@ def test_the_mask_counts_in_the_time_of_a_step():
     assert memory_search.density(compose(window)) == 2 / 1025
     assert memory_search.density(compose([*window, "sparsity=vertical_slash"])) == 2 / 1025
     assert memory_search.density(compose(["seq=1k"])) == 1
+
+
+def test_the_longest_sequence_is_found_with_few_plans(monkeypatch):
+    """The planned length and seven lengths above it: 1m, 2m, three eighths, and the shortest."""
+    plan = planned("topology.gpu_memory_gib=141")
+    tried, counted = [], []
+    replan, attention = run_plan.RunPlan.replan, run_plan.AttentionMemory
+
+    def recorded(self, config):
+        tried.append(config.seq)
+        return replan(self, config)
+
+    monkeypatch.setattr(run_plan.RunPlan, "replan", recorded)
+    monkeypatch.setattr(
+        run_plan, "AttentionMemory", lambda *args: counted.append(1) or attention(*args)
+    )
+    plan = dataclasses.replace(plan, config=plan.config.changed(train={"memory": "auto"}))
+    longest = memory_search.longest_seq(plan)
+    assert longest > plan.config.seq
+    first_too_long = 1 << longest.bit_length()
+    assert [seq for seq in tried if seq < plan.config.seq] == [1024]
+    assert set(tried) >= {1024, plan.config.seq, first_too_long}
+    assert len(tried) <= 2 + (first_too_long // plan.config.seq).bit_length() - 1 + 3
+    assert len(counted) == len(tried), "all memory settings share the memory of attention"
+    monkeypatch.undo()
+    eighth = first_too_long // 16
+    for seq, fits in ((longest, True), (longest + eighth, False)):
+        other = plan.replan(dataclasses.replace(plan.config, seq=seq))
+        assert memory_search._can_fit(other) == fits

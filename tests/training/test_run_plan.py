@@ -40,6 +40,11 @@ def test_the_default_plan_is_for_this_machine():
         plan.exchange.name,
         plan.kernel,
     ) == ("striped", 2048, "all_gather", "sdpa")
+    assert plan.chosen == {
+        "topology.layout": "striped",
+        "topology.exchange": "all_gather",
+        "train.kernel": "sdpa",
+    }
     assert plan.tokens_per_step == 4096
     assert plan.checkpoint == 12 * plan.parameters.total
 

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -544,3 +545,22 @@ def test_indices_are_counted_once_per_micro_batch_after_its_backward_pass():
     assert seen[:6] == [("forward", 0), ("count", layers)] * 3
     # Later calls find nothing left to count.
     assert all(entry == ("count", 0) for entry in seen[6:])
+
+
+def layouts_differ(rank: int, world: int, differing: str) -> str:
+    """Return the error about layouts that differ between groups, or between ranks of a group."""
+    window = ("mask=sliding_window", "mask.window=16", "topology.layout=balanced")
+    trainer = make(rank, world, 2, window)
+    group = rank // 2 if differing == "groups" else rank % 2
+    try:
+        trainer._check_layouts([SimpleNamespace(layout=f"layout {group}")])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_only_ranks_that_share_a_sequence_must_find_the_same_layout():
+    assert gloo.run(4, layouts_differ, "groups") == [""] * 4
+    for rank, error in enumerate(gloo.run(4, layouts_differ, "ranks")):
+        assert error.startswith("topology.layout=balanced: ranks")
+        assert f"ranks {rank} and {rank ^ 1} balance the same batch differently" in error

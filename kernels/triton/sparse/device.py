@@ -10,6 +10,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def load_rows(base, rows, stride, count):
+    """Load rows of a tensor, [rows, D]. Rows from ``count`` on are 0.
+
+    base: pointers to the elements of row 0, [D].
+    rows: numbers of the rows, int32.
+    stride: number of elements from one row to the next.
+    """
+    return tl.load(
+        base + rows[:, None].to(tl.int64) * stride, mask=(rows < count)[:, None], other=0.0
+    )
+
+
+@triton.jit
 def block_ranges(
     ENTRIES,
     COUNTS,

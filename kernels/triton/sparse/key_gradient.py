@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from mtrain_cli.kernels.triton.sparse.arguments import Tile, gate_arguments, strides, tile_for
-from mtrain_cli.kernels.triton.sparse.device import LOG2E, hidden_by_gates
+from mtrain_cli.kernels.triton.sparse.device import LOG2E, hidden_by_gates, load_rows
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
 # By block size. Fastest of the shapes tried on an H200 with head_dim 128 (profiles/notes.md).
@@ -112,16 +112,8 @@ def _backward_keys(
                 valid_queries = query_slots < queries
                 query_positions = qb * BLOCK + in_block
                 first = tl.load(FIRST + b * SEQ + query_positions)
-                q = tl.load(
-                    q_base + query_slots[:, None].to(tl.int64) * stride_qn,
-                    mask=valid_queries[:, None],
-                    other=0.0,
-                )
-                do = tl.load(
-                    do_base + query_slots[:, None].to(tl.int64) * stride_dn,
-                    mask=valid_queries[:, None],
-                    other=0.0,
-                )
+                q = load_rows(q_base, query_slots, stride_qn, queries)
+                do = load_rows(do_base, query_slots, stride_dn, queries)
                 lse = tl.load(LSE + row_base + query_slots, mask=valid_queries, other=float("-inf"))
                 lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                 delta = tl.load(DELTA + row_base + query_slots, mask=valid_queries, other=0.0)
@@ -256,12 +248,8 @@ def _backward_columns(
             qb = tl.load(QUERY_BLOCKS + i)
             query_positions = qb * BLOCK + (step % SUB) * BLOCK_M + tile_offsets
             first = tl.load(FIRST + b * SEQ + query_positions)
-            q = tl.load(
-                q_base + rows[:, None].to(tl.int64) * stride_qn, mask=valid[:, None], other=0.0
-            )
-            do = tl.load(
-                do_base + rows[:, None].to(tl.int64) * stride_dn, mask=valid[:, None], other=0.0
-            )
+            q = load_rows(q_base, rows, stride_qn, queries)
+            do = load_rows(do_base, rows, stride_dn, queries)
             lse = tl.load(LSE + row_base + rows, mask=valid, other=float("-inf"))
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + row_base + rows, mask=valid, other=0.0)

@@ -19,6 +19,7 @@ from mtrain_cli.kernels.triton.sparse.device import (
     block_ranges,
     column_ranges,
     hidden_by_gates,
+    load_rows,
 )
 from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
@@ -113,16 +114,8 @@ def _forward(
             if slot >= 0:
                 in_block = (t % SUB) * BLOCK_N + tile_offsets
                 key_slots = slot * BLOCK + in_block
-                k = tl.load(
-                    k_base + key_slots[:, None].to(tl.int64) * stride_kn,
-                    mask=(key_slots < keys)[:, None],
-                    other=0.0,
-                )
-                v = tl.load(
-                    v_base + key_slots[:, None].to(tl.int64) * stride_vn,
-                    mask=(key_slots < keys)[:, None],
-                    other=0.0,
-                )
+                k = load_rows(k_base, key_slots, stride_kn, keys)
+                v = load_rows(v_base, key_slots, stride_vn, keys)
                 key_positions = kb * BLOCK + in_block
                 hidden = (key_positions[None, :] < first[:, None]) | (
                     key_positions[None, :] > query_positions[:, None]

@@ -1,0 +1,233 @@
+"""mtrain from Python: compose a configuration, train it, and run a model.
+
+>>> from mtrain_cli import api
+>>> run = api.train(api.compose("seq=512", "train.steps=20"))
+>>> model = api.load(run, attention="dense")
+>>> model.generate("def main():", max_new=20)[0].text
+
+Mistakes raise `ConfigError` with one line for each. Under torchrun, initialize
+``torch.distributed`` before `load`; all processes then share each prompt and call the same methods.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtrain_cli.config.schema import Config, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtrain_cli.inference.engine import Engine
+    from mtrain_cli.inference.model_source import ModelSource
+    from mtrain_cli.inference.text import TextCodec
+    from mtrain_cli.launch.environment import Environment
+
+__all__ = ["Config", "ConfigError", "Generation", "Model", "compose", "load", "train"]
+
+Prompt = str | Sequence[int]
+
+
+def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> Config:
+    """Return the configuration that `mtrain train` makes of the same words.
+
+    Args:
+        overrides: such as ``"model=qwen3b"`` and ``"seq=512k"``.
+        config_dir: folder with your own option files.
+
+    Raises:
+        ConfigError: the configuration has problems.
+    """
+    from mtrain_cli.composition.compose import compose as compose_words
+
+    return compose_words(list(overrides), None if config_dir is None else Path(config_dir))
+
+
+def train(config: Config) -> Path:
+    """Train a new run on this machine as `mtrain train` does. Return the folder of the run.
+
+    Raises:
+        ConfigError: this machine cannot run the configuration. No folder is left.
+        RunError: training failed or was stopped.
+    """
+    from mtrain_cli.commands.train import train_new_run
+
+    return train_new_run(config)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a model generated for one prompt.
+
+    text: the new text; None if the model has no tokenizer.
+    ids: the new token ids, without the id that ended the text.
+    prompt_tokens: number of tokens of the prompt.
+    finish: ``end`` if an end token came, ``length`` after ``max_new`` tokens.
+    """
+
+    text: str | None
+    ids: list[int]
+    prompt_tokens: int
+    finish: str
+
+
+class Model:
+    """A model that `load` has loaded."""
+
+    def __init__(self, engine: Engine, codec: TextCodec) -> None:
+        self._engine, self._codec = engine, codec
+
+    @property
+    def source(self) -> ModelSource:
+        """The path and the configuration of the model."""
+        return self._engine.source
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            ConfigError: the model has no tokenizer.
+        """
+        return self._codec.encode(text)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        ignore_end: bool = False,
+        beyond: bool = False,
+    ) -> list[Generation]:
+        """Continue prompts, and return one `Generation` for each.
+
+        Args:
+            prompts: a prompt or several, as text or as token ids.
+            max_new: most tokens to generate for a prompt.
+            temperature, top_p, top_k, seed: see `inference.sampling.Sampling`.
+            ignore_end: go on after a token that ends a text.
+            beyond: allow more positions than the model was trained for.
+
+        Raises:
+            ConfigError: an argument is out of range, a prompt is empty or too long, has an id
+                outside the vocabulary, or does not fit the memory.
+        """
+        from mtrain_cli.inference.limits import require_prompts
+        from mtrain_cli.inference.sampling import Sampling
+
+        sampling = Sampling(temperature, top_p, top_k, seed)
+        sampling.require_valid()
+        if max_new < 1:
+            raise ConfigError(f"max_new={max_new}: must be at least 1")
+        ids = [self._ids(one) for one in _as_list(prompts)]
+        if not ids:
+            return []
+        require_prompts(self.source, ids, max_new, beyond=beyond)
+        stop = frozenset() if ignore_end else self._codec.stop
+        return [
+            Generation(self._codec.decode(c.ids), c.ids, c.prompt_tokens, c.finish)
+            for c in self._engine.generate(ids, max_new, sampling, stop)
+        ]
+
+    def token_losses(self, tokens: Prompt, *, beyond: bool = False) -> torch.Tensor:
+        """Return -log p(token | earlier tokens) of every token but the first.
+
+        The model attends with its pattern, as it does to a prompt.
+
+        Args:
+            tokens: token ids or text.
+            beyond: allow more positions than the model was trained for.
+
+        Returns:
+            float32 [tokens - 1], in nats, on the CPU.
+
+        Raises:
+            ConfigError: there are fewer than two tokens, too many, or ids outside the vocabulary.
+        """
+        from mtrain_cli.inference.limits import require_prompts
+
+        ids = self._ids(tokens)
+        if len(ids) < 2:
+            raise ConfigError(
+                f"token_losses: {len(ids)} token{'s' * (len(ids) != 1)}; give at least 2, since "
+                "the first has no loss"
+            )
+        require_prompts(self.source, [ids], 0, beyond=beyond)
+        return self._engine.token_losses(ids)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
+
+
+def load(
+    path: str | os.PathLike[str],
+    *overrides: str,
+    attention: str | None = None,
+    device: str = "auto",
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> Model:
+    """Load a model into this process.
+
+    Args:
+        path: a Hugging Face folder, a run, or a checkpoint.
+        overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
+            train.compile.
+        attention: the pattern for prompts, such as ``"dense"``; None for the run's.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        tokenizer: folder with a tokenizer to use instead of the model's.
+
+    Raises:
+        ConfigError: the path names no model, its weights are damaged, or a setting is wrong.
+    """
+    words = [*overrides, f"topology.device={device}"]
+    words += [] if attention is None else [f"sparsity={attention}"]
+    from mtrain_cli.inference.model_source import open_source
+
+    source = open_source(Path(path), words)
+    from mtrain_cli.inference.engine import Engine
+    from mtrain_cli.inference.text import open_codec
+
+    codec = open_codec(source, None if tokenizer is None else Path(tokenizer))
+    return Model(Engine(source, _environment(source.config)), codec)
+
+
+def _environment(config: Config) -> Environment:
+    """Return the environment of this process: alone, or in the group of torch.distributed."""
+    import torch.distributed as dist
+
+    from mtrain_cli.launch.environment import Environment, resolve_environment
+    from mtrain_cli.launch.parallel_dims import ParallelDims
+
+    if dist.is_available() and dist.is_initialized():
+        import torch
+
+        world, rank = dist.get_world_size(), dist.get_rank()
+        device = config.topology.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        dims = ParallelDims.of(world, cp=world)
+        return Environment(device, dims, per_node, rank, local_rank, "torchrun", per_node)
+    environment = resolve_environment(config)
+    if environment.dims.workers > 1:
+        raise ConfigError(
+            f"topology.workers={environment.dims.workers}: this process computes alone. Use "
+            "`mtrain generate`, or start the processes and torch.distributed with torchrun"
+        )
+    return environment
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts. A single prompt becomes a list of one."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

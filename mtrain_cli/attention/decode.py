@@ -1,0 +1,108 @@
+"""Attention of one query per sequence over a cache, on a GPU.
+
+One query has too little work for a GPU if one program reads all keys of a head. Both kernels
+therefore split the keys over many programs and merge the results (Flash-Decoding).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+
+from mtrain_cli import install_command
+from mtrain_cli.config.schema import ConfigError
+
+_FLASH_HEAD_DIM = 256  # the widest head of FlashAttention-2
+
+
+def decode_on_gpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse; see `Kernel.decode`."""
+    if q.is_cuda and flash_splits(q.shape[2], k.shape[2], q.shape[3], q.dtype):
+        return _flash_decode(q, k, v, used, scale)
+    from mtrain_cli.kernels.triton import decode
+
+    return decode.decode(q, k, v, used, scale)
+
+
+def flash_splits(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether PyTorch's FlashAttention-2 splits the keys of one query over programs.
+
+    With ``seqused_k``, it does so only if query heads share KV heads.
+    """
+    return (
+        heads > kv_heads
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= _FLASH_HEAD_DIM
+    )
+
+
+def split_kernel(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> str:
+    """Return the name of the kernel of `decode_on_gpu`, for banners.
+
+    Raises:
+        ConfigError: the kernel's package is not installed.
+    """
+    if flash_splits(heads, kv_heads, head_dim, dtype):
+        return "FlashAttention-2"
+    if not _has_triton():
+        raise ConfigError(
+            f"{heads} query heads, {kv_heads} key-value heads and {dtype}: new tokens need triton, "
+            f"which is not installed ({install_command('cuda')})"
+        )
+    return "triton"
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _flash_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, used: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, capacity = k.shape[:2]
+    starts = _starts(batch, 1, q.device), _starts(batch, capacity, q.device)
+    # The batch lies in one long row, in which `starts` mark the sequences.
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q[:, 0], k.flatten(0, 1), v.flatten(0, 1), *starts, 1, capacity, 0.0, False, False,
+        scale=scale, seqused_k=used,
+    )  # fmt: skip
+    lse = lse.view(-1, batch).t()
+    # For a query that sees no key, lse is inf or -inf, depending on the number of parts.
+    return out[:, None], lse.masked_fill((used == 0)[:, None], float("-inf"))[..., None]
+
+
+@cache
+def _starts(batch: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the first row of each sequence and the number of rows, int32 [batch + 1]."""
+    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
+
+
+def merge_parts(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the attention of the same queries over disjoint sets of keys.
+
+    Args:
+        parts: float32 or float64 [parts, batch, heads, head_dim + 1]: out of each part, then its
+            lse. A part without keys has out 0 and lse -inf.
+
+    Returns:
+        out [batch, 1, heads, head_dim] and lse [batch, heads, 1], in the dtype of ``parts``.
+    """
+    if parts.is_cuda and parts.dtype == torch.float32 and _has_triton():
+        from mtrain_cli.kernels.triton import decode
+
+        return decode.merge_parts(parts)
+    out, part_lse = parts[..., :-1], parts[..., -1]
+    lse = part_lse.logsumexp(0)
+    shares = torch.exp(part_lse - lse.masked_fill(lse.isneginf(), 0.0))
+    return (shares[..., None] * out).sum(0)[:, None], lse[..., None]
+
+
+def pack_part(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return out and lse of one query per sequence as a part for `merge_parts`."""
+    return torch.cat([out[:, 0].to(lse.dtype), lse], dim=-1)

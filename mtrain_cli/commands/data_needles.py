@@ -1,0 +1,131 @@
+"""`mtrain data needles`: write documents with questions that need a long memory."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from mtrain_cli.commands.completion import complete_tokenizers
+from mtrain_cli.commands.data import app
+from mtrain_cli.commands.options import (
+    MOST_DOCUMENTS,
+    MOST_TOKENS,
+    argument,
+    bounded,
+    option,
+    writing,
+)
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mtrain_cli.data.corpora import Corpus
+    from mtrain_cli.data.needles import NeedleDocument
+
+MOST_PAIRS = 2048  # a question may need two of the 4,096 names
+_FILE = "needles.jsonl"
+
+
+@app.command()
+def needles(
+    out: Annotated[Path, argument("OUT")],
+    length: Annotated[str, option("N")] = "8k",
+    pairs: Annotated[int, bounded(1, MOST_PAIRS)] = 64,
+    documents: Annotated[int, bounded(1, MOST_DOCUMENTS)] = 256,
+    seed: Annotated[int, bounded(0, MOST_DOCUMENTS)] = 1,
+    chains: Annotated[str, option("SHARE")] = "25%",
+    haystack: Annotated[str, option("stdlib|PATH")] = "stdlib",
+    tokenizer: Annotated[str, option("bytes|FILE", complete=complete_tokenizers)] = "bytes",
+) -> None:
+    """Write documents that hide numbers and ask for them later, for data=text.
+
+    Each document has exactly --length tokens: lines of Python such as magic["calm-otter"] = 4817263
+    among lines of a corpus, and later assert magic["calm-otter"] == 4817263. Half of the questions
+    stand in the last 2k tokens, half anywhere after their number.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain data needles data/needles --length 8k --pairs 64 --seed 1[/cyan]
+          Write 256 documents of 8,192 bytes
+      [cyan]mtrain train data=text data.path=data 'data.mix={books: 0.8, needles: 0.2}'[/cyan]
+          Draw a fifth of all training sequences from data/needles, the others from data/books
+
+    Args:
+        out: Folder for needles.jsonl; must not hold one.
+        length: Tokens of each document, such as 8k. Use it as seq, so that each sequence is one
+            document.
+        pairs: Needles in each document, with one question each.
+        documents: Number of documents.
+        seed: Determines names, numbers and places.
+        chains: Share of the questions about a name that stands for another name.
+        haystack: Corpus between the needles: a file or folder of text, or 'stdlib' for Python's own
+            sources. It repeats if it is too short.
+        tokenizer: Tokenizer that counts tokens: that of the training run.
+    """
+    from mtrain_cli.config.sizes import format_size, with_count
+    from mtrain_cli.console import Console
+    from mtrain_cli.data.needles import NeedleSettings, needle_documents
+    from mtrain_cli.data.tokenizers import open_tokenizer
+
+    settings = NeedleSettings(_tokens(length), pairs, _share(chains), seed)
+    opened = open_tokenizer(tokenizer, "--tokenizer")
+    made = needle_documents(_corpus(haystack), opened, settings, documents)
+    path = out.expanduser() / _FILE
+    if path.exists():
+        raise ConfigError(f"OUT={out}: already holds {_FILE}; delete it or give another folder")
+    first = next(made)  # a mistake leaves no folder behind
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, first, made)
+    console = Console(soft_wrap=True, highlight=False)
+    size = format_size(settings.length)
+    console.print(
+        f"Wrote {path}: {with_count(documents, 'document')} of {settings.length:,} tokens of "
+        f"{opened.name}, {with_count(pairs, 'question')} each"
+    )
+    given = {"data.path": out, "seq": size, "data.tokenizer": tokenizer}
+    words = " ".join(shlex.quote(f"{key}={value}") for key, value in given.items())
+    console.print(f"Next:\n  mtrain train data=text {words}")
+
+
+def _write(path: Path, first: NeedleDocument, others: Iterator[NeedleDocument]) -> None:
+    from mtrain_cli.config.atomic_files import replacing
+
+    with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
+        file.write(first.line())
+        file.writelines(document.line() for document in others)
+
+
+def _corpus(haystack: str) -> Corpus:
+    from mtrain_cli.data.corpora import stdlib_corpus
+    from mtrain_cli.data.text_files import text_corpus
+
+    if haystack == "stdlib":
+        return stdlib_corpus(origin="--haystack stdlib")
+    return text_corpus(haystack, "text", path_option="--haystack", key_option="the key text")
+
+
+def _tokens(text: str) -> int:
+    from mtrain_cli.config.sizes import EXPECTED, parse_size
+
+    try:
+        tokens = parse_size(text)
+    except ValueError:
+        raise ConfigError(f"--length {text}: expected {EXPECTED}") from None
+    if not 0 < tokens <= MOST_TOKENS:
+        raise ConfigError(f"--length {text}: must be from 1 to {MOST_TOKENS:,} tokens")
+    return tokens
+
+
+def _share(text: str) -> float:
+    from mtrain_cli.config.sizes import parse_share
+
+    try:
+        share = parse_share(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--chains {text}: must be a share from 0 to 1, such as 0.25 or 25%")
+    return share

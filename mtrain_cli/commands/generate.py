@@ -1,0 +1,185 @@
+"""`mtrain generate`: let a model continue prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtrain_cli.commands.completion import complete_models, complete_overrides
+from mtrain_cli.commands.options import (
+    MOST_IDS,
+    MOST_TOKENS,
+    argument,
+    bounded,
+    flag,
+    option,
+    warn_of_unused_settings,
+)
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from mtrain_cli.inference.text import TextCodec
+    from mtrain_cli.inference.worker import GenerateRequest
+
+STDIN, JSONL = "-", ".jsonl"
+
+
+def generate(
+    model: Annotated[Path, argument("MODEL", complete_models)],
+    overrides: Annotated[list[str] | None, argument("OVERRIDES", complete_overrides)] = None,
+    prompt: Annotated[list[str] | None, option("TEXT")] = None,
+    prompt_file: Annotated[str | None, option("FILE")] = None,
+    max_new: Annotated[int, bounded(1, MOST_TOKENS)] = 128,
+    temperature: Annotated[float, option("X")] = 0.0,
+    top_p: Annotated[float, option("X")] = 1.0,
+    top_k: Annotated[int, bounded(None, MOST_IDS)] = 0,
+    seed: Annotated[int, bounded()] = 0,
+    ignore_end: Annotated[bool, flag("--ignore-end")] = False,
+    beyond: Annotated[bool, flag("--beyond")] = False,
+    tokenizer: Annotated[Path | None, option("DIR")] = None,
+    as_json: Annotated[bool, flag("--json")] = False,
+) -> None:
+    """Let a model continue prompts, under the attention that it was trained with.
+
+    The prompt is computed like a training sequence: with the run's pattern, and shared by several
+    workers. New tokens attend to all earlier tokens. The text goes to stdout, everything else to
+    stderr.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain generate runs/latest --prompt "def main():"[/cyan]
+          Continue a line with the newest checkpoint of the last run
+      [cyan]mtrain generate Qwen2.5-3B --prompt-file book.txt --max-new 400[/cyan]
+          Continue a long text with a Hugging Face model
+      [cyan]mtrain generate runs/latest sparsity=dense topology.workers=2 --prompt Hi[/cyan]
+          Compute the prompt with dense attention, on two workers
+      [cyan]mtrain generate runs/x --prompt-file ask.jsonl --temperature 0.7 --json[/cyan]
+          Sample an answer to each line of a file, and print JSON
+
+    Args:
+        model: A Hugging Face folder, a run, or a step-N folder of a run.
+        overrides: Settings of sparsity and topology, train.kernel, train.dtype and
+            train.compile. By default, a run keeps its sparsity, a Hugging Face model is dense, and
+            one worker computes.
+        prompt: Text to continue; give the option several times for several prompts.
+        prompt_file: File with one prompt, which is the whole text; or a .jsonl file with a prompt
+            per line, {"prompt": "text"} or {"ids": [1, 2]}. - reads one prompt from stdin.
+        max_new: Most tokens to generate for a prompt.
+        temperature: Divides the logits before sampling; 0 = always the most likely token.
+        top_p: Sample from the fewest most likely tokens with this probability together.
+        top_k: Sample from this many most likely tokens; 0 = from all.
+        seed: Seed of the samples. The number of workers does not change a sample.
+        ignore_end: Go on after a token that ends a text.
+        beyond: Allow more positions than the model was trained for.
+        tokenizer: Folder with a tokenizer to use instead of the model's.
+        as_json: Print one JSON object per prompt instead of text.
+    """
+    from mtrain_cli.inference.sampling import Sampling
+
+    sampling = Sampling(temperature, top_p, top_k, seed)
+    sampling.require_valid()
+    given = _prompts(prompt, prompt_file)
+    words = list(overrides or ())
+    warn_of_unused_settings(words)
+    from mtrain_cli.inference.model_source import open_source
+
+    source = open_source(model, words)
+    from mtrain_cli.launch.environment import resolve_environment
+
+    environment = resolve_environment(source.config)
+    # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.inference.limits import require_prompts
+    from mtrain_cli.inference.text import open_codec
+    from mtrain_cli.inference.worker import GenerateRequest, answer
+
+    ids = _encode(given, open_codec(source, tokenizer))
+    require_prompts(source, ids, max_new, beyond=beyond)
+    request = GenerateRequest(
+        path=str(source.path.absolute()),
+        is_folder=source.is_folder,
+        prompts=ids,
+        max_new=max_new,
+        sampling=sampling,
+        ignore_end=ignore_end,
+        tokenizer=None if tokenizer is None else str(tokenizer.absolute()),
+        as_json=as_json,
+    )
+    if environment.dims.workers == 1:
+        answer(request, source.config, environment)
+        return
+    raise typer.Exit(_launch(request, source.config, environment, words))
+
+
+def _launch(request: GenerateRequest, config: Any, environment: Any, words: list[str]) -> int:
+    """Generate on several workers, and return the exit code. Nothing stays on the disk."""
+    from mtrain_cli.inference.worker import TARGET
+    from mtrain_cli.launch import run_dir
+    from mtrain_cli.launch.job import job_rank
+    from mtrain_cli.launch.local import launch
+    from mtrain_cli.launch.temporary_folders import private_folder
+
+    with private_folder() as folder:
+        place = {"name": "generate", "dir": str(folder / "generate"), "restarts": 0}
+        config = config.changed(run=place)
+        run = run_dir.create(config, words)
+        if not job_rank():
+            request.save(run)
+        return launch(run, environment, resume=False, target=TARGET, config=config)
+
+
+def _prompts(texts: list[str] | None, file: str | None) -> list[str | list[int]]:
+    """Return the prompts, as text or as token ids.
+
+    Raises:
+        ConfigError: there is no prompt, or the file cannot be read.
+    """
+    if texts and file is not None:
+        raise ConfigError(f"--prompt-file {file}: --prompt already gives a prompt; give only one")
+    if texts:
+        return list(texts)
+    if file is None:
+        raise ConfigError('no prompt: give --prompt TEXT, --prompt-file FILE, or "-" for stdin')
+    from mtrain_cli.data.checked_files import explain_read_errors
+
+    try:
+        if file == STDIN:
+            return [sys.stdin.buffer.read().decode("utf-8")]
+        path = Path(file).expanduser()
+        with explain_read_errors(f"--prompt-file {file}:", f"--prompt-file {file}: no such file"):
+            text = path.read_bytes().decode("utf-8-sig" if path.suffix == JSONL else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--prompt-file {file}: is not UTF-8 text (byte {error.start:,})"
+        ) from None
+    return _json_lines(file, text) if path.suffix == JSONL else [text]
+
+
+def _json_lines(file: str, text: str) -> list[str | list[int]]:
+    """Return the prompt of each line of a JSON lines file. Empty lines do not count."""
+    prompts: list[str | list[int]] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        found: Any = row.get("prompt", row.get("ids")) if isinstance(row, dict) else None
+        is_ids = isinstance(found, list) and all(type(one) is int for one in found)
+        if not isinstance(found, str) and not is_ids:
+            raise ConfigError(
+                f"--prompt-file {file}: line {number} is not a JSON object with "
+                '"prompt": "text" or "ids": [1, 2]'
+            )
+        prompts.append(found)
+    if not prompts:
+        raise ConfigError(f"--prompt-file {file}: has no prompt")
+    return prompts
+
+
+def _encode(prompts: list[str | list[int]], codec: TextCodec) -> list[list[int]]:
+    return [codec.encode(one) if isinstance(one, str) else one for one in prompts]

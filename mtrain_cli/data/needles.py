@@ -1,0 +1,291 @@
+"""Documents with questions that only a model with a long memory answers, in the words of Python.
+
+Lines of a corpus surround three kinds of lines:
+
+    magic["calm-otter"] = 4817263
+    magic["old-heron"] = magic["calm-otter"]
+    assert magic["old-heron"] == 4817263
+
+An ``assert`` is a question: a model that has read its beginning knows the number only from an
+earlier line, the needle. A line with two names is a link, which some questions must follow.
+Each document has the same number of tokens, so each training sequence of that length is one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.corpora import Corpus, split_text
+from mtrain_cli.data.tokenizers import Tokenizer
+
+_ADJECTIVES = """
+able amber big blue bold brave brief brisk broad busy calm clean clear cold cool crisp damp dark
+deep dry dull early easy fair fast fine firm flat fond free fresh gentle glad gold good grand gray
+great green happy hard high keen kind large late lean light live long loud low mild neat new nice
+odd old open pale pink plain proud quick
+"""
+_ANIMALS = """
+ant ape bat bear bee bird boar bull calf camel cat clam cobra cow crab crane crow deer dog dove
+duck eagle eel elk emu ewe finch fish fly fox frog gecko gnat goat goose gull hare hawk hen heron
+horse ibis jay koala lamb lark lion llama lynx mole moose moth mouse mule newt otter owl panda
+pig pony puma quail ram raven
+"""
+# 4,096 names such as calm-otter.
+NAMES = tuple(f"{first}-{second}" for first in _ADJECTIVES.split() for second in _ANIMALS.split())
+TAIL = 2048  # tokens at the end that hold half of the questions; a quarter of short documents
+_LONGEST_LINE = 160  # characters of a line from the corpus
+_OWN_LINES = ("magic[", "assert magic[")
+
+
+@dataclass(frozen=True)
+class NeedleSettings:
+    """What the documents hold.
+
+    length: tokens of a document, with its end token.
+    pairs: needles, with one question each.
+    chains: share of the questions that need a link, from 0 to 1.
+    seed: determines names, numbers and places.
+    """
+
+    length: int
+    pairs: int
+    chains: float
+    seed: int
+
+    @property
+    def tail(self) -> int:
+        """Tokens at the end of a document that hold half of the questions."""
+        return min(TAIL, self.length // 4)
+
+
+@dataclass(frozen=True)
+class NeedleQuestion:
+    """One question of a document. Offsets count characters, which are also bytes.
+
+    answer: the number.
+    start: offset of the number in the question.
+    needle: offset of the number in the needle.
+    links: links between the needle and the question.
+    in_tail: whether the question is one of those near the end.
+    """
+
+    answer: str
+    start: int
+    needle: int
+    links: int
+    in_tail: bool
+
+
+@dataclass(frozen=True)
+class NeedleDocument:
+    """A document and its questions, in the order of the text.
+
+    length: tokens of the document, with its end token.
+    """
+
+    text: str
+    length: int
+    questions: tuple[NeedleQuestion, ...]
+
+    def line(self) -> str:
+        """Return the document as a line of JSON that ``data=text`` reads."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The lines of one needle: needle, perhaps a link, and question."""
+
+    lines: tuple[str, ...]
+    answer: str
+    in_tail: bool
+
+
+def needle_documents(
+    corpus: Corpus, tokenizer: Tokenizer, settings: NeedleSettings, count: int
+) -> Iterator[NeedleDocument]:
+    """Yield ``count`` documents, the lines between needles from the corpus in its order.
+
+    The corpus repeats if it is too short. Lines with other characters than ASCII, and long lines,
+    are left out.
+
+    Raises:
+        ConfigError: the pairs do not fit, or the corpus has no usable line.
+    """
+    lines = _lines(corpus)
+    for number in range(count):
+        yield _Builder(tokenizer, settings, Random(f"{settings.seed} {number}")).build(lines)
+
+
+class _Builder:
+    """Builds one document."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: NeedleSettings, random: Random) -> None:
+        self._tokenizer, self._settings, self._random = tokenizer, settings, random
+        self._end = 0 if tokenizer.eos is None else 1
+
+    def build(self, lines: Iterator[str]) -> NeedleDocument:
+        """Return a document with the next of ``lines``."""
+        pairs = self._pairs()
+        placed, space = self._places(pairs)
+        body = self._fill(placed, space, lines)
+        text = self._pad(body)
+        length = self._count(text) + self._end
+        return NeedleDocument(text, length, tuple(_locate(text, pairs)))
+
+    def _pairs(self) -> list[_Pair]:
+        settings, random = self._settings, self._random
+        names = iter(random.sample(NAMES, 2 * settings.pairs))
+        linked = set(random.sample(range(settings.pairs), round(settings.chains * settings.pairs)))
+        pairs = []
+        for number in range(settings.pairs):
+            name, answer = next(names), str(random.randint(1_000_000, 9_999_999))
+            lines = [f'magic["{name}"] = {answer}\n']
+            if number in linked:
+                other = next(names)
+                lines.append(f'magic["{other}"] = magic["{name}"]\n')
+                name = other
+            lines.append(f'assert magic["{name}"] == {answer}\n')
+            pairs.append(_Pair(tuple(lines), answer, in_tail=number % 2 == 0))
+        return pairs
+
+    def _places(self, pairs: Sequence[_Pair]) -> tuple[list[tuple[int, str]], int]:
+        """Return (tokens of corpus before it, line) of each line, sorted, and the corpus's tokens.
+
+        Raises:
+            ConfigError: there is no room for the lines.
+        """
+        settings = self._settings
+        tokens = dict(self._counted([line for pair in pairs for line in pair.lines]))
+        last = sum(tokens[pair.lines[-1]] for pair in pairs if pair.in_tail)
+        space = settings.length - self._end - sum(tokens.values())
+        if space < 0 or last > settings.tail:
+            raise ConfigError(
+                f"--pairs {settings.pairs}: {settings.length:,} tokens of {self._tokenizer.name} "
+                f"have no room for them: they take {sum(tokens.values()):,}, and the questions at "
+                f"the end {last:,} of {settings.tail:,}. Give fewer pairs or a larger length."
+            )
+        free = [pair for pair in pairs if not pair.in_tail]
+        placed = [entry for pair in free for entry in self._scatter(pair.lines, 0, space)]
+        # Other lines may fall among the last questions, and take some of the room there.
+        room = min(space, settings.tail - last)
+        room -= sum(tokens[line] for place, line in placed if place >= space - room)
+        border = space - max(0, room)
+        for pair in pairs:
+            if pair.in_tail:
+                placed += self._scatter(pair.lines[:-1], 0, border)
+                placed += self._scatter(pair.lines[-1:], border, space)
+        placed.sort(key=lambda entry: entry[0])  # stable: a pair's lines keep their order
+        return placed, space
+
+    def _scatter(self, lines: Sequence[str], low: int, high: int) -> list[tuple[int, str]]:
+        places = sorted(self._random.randint(low, high) for _ in lines)
+        return list(zip(places, lines, strict=True))
+
+    def _fill(
+        self, placed: Sequence[tuple[int, str]], space: int, lines: Iterator[str]
+    ) -> list[str]:
+        """Return the lines of the document: those placed, and ``space`` tokens of the corpus.
+
+        The first lines of the corpus are dropped if all are too many together.
+        """
+        chosen: list[tuple[str, int]] = []
+        total = 0
+        while total < space:
+            for line, tokens in self._counted([next(lines) for _ in range(32)]):
+                chosen.append((line, tokens))
+                total += tokens
+        while total > space:
+            total -= chosen.pop(0)[1]
+        body, waiting, passed = [], list(reversed(placed)), space - total
+        for line, tokens in chosen:
+            while waiting and waiting[-1][0] <= passed:
+                body.append(waiting.pop()[1])
+            body.append(line)
+            passed += tokens
+        return body + [line for _, line in reversed(waiting)]
+
+    def _pad(self, body: list[str]) -> str:
+        """Return the text with a first line that fills the document up to its length."""
+        target = self._settings.length - self._end
+        text = "".join(body)
+        while self._count(text) > target:
+            # Tokens at the ends of lines can differ in the whole text: drop a line of the corpus.
+            body.remove(next(line for line in body if not line.startswith(_OWN_LINES)))
+            text = "".join(body)
+        if self._count(text) == target:
+            return text
+        for head in ("", "#", "##"):
+            letters = 0
+            for _ in range(8):
+                padded = f"{head}{' x' * letters}\n{text}"
+                missing = target - self._count(padded)
+                if missing == 0:
+                    return padded
+                letters += round(missing / self._tokens_of_x) if abs(missing) > 1 else missing
+                if letters < 0:
+                    break
+        raise ConfigError(
+            f"--tokenizer: no document of {self._tokenizer.name} gets exactly "
+            f"{self._settings.length:,} tokens; give another --length"
+        )
+
+    @property
+    def _tokens_of_x(self) -> float:
+        return self._count(" x" * 64) / 64
+
+    def _count(self, text: str) -> int:
+        """Return the tokens of a text, cut into pieces as `mtrain data prepare` does."""
+        return sum(map(len, self._tokenizer.encode(list(split_text([text])))))
+
+    def _counted(self, lines: list[str]) -> list[tuple[str, int]]:
+        return list(zip(lines, map(len, self._tokenizer.encode(lines)), strict=True))
+
+
+def _locate(text: str, pairs: Sequence[_Pair]) -> list[NeedleQuestion]:
+    """Return the questions of a text, in its order."""
+    found = [
+        NeedleQuestion(
+            pair.answer,
+            start=text.index(pair.lines[-1]) + len(pair.lines[-1]) - len(pair.answer) - 1,
+            needle=text.index(pair.lines[0]) + len(pair.lines[0]) - len(pair.answer) - 1,
+            links=len(pair.lines) - 2,
+            in_tail=pair.in_tail,
+        )
+        for pair in pairs
+    ]
+    return sorted(found, key=lambda question: question.start)
+
+
+def _lines(corpus: Corpus) -> Iterator[str]:
+    """Yield the usable lines of a corpus again and again.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    while True:
+        usable = 0
+        for unit in corpus.units:
+            for document in unit.documents(0):
+                for line in _whole_lines(document.pieces):
+                    if line.isascii() and len(line) <= _LONGEST_LINE and "magic[" not in line:
+                        usable += 1
+                        yield line
+        if not usable:
+            raise ConfigError(
+                f"{corpus.origin}: holds no line of text of at most {_LONGEST_LINE} characters"
+            )
+
+
+def _whole_lines(pieces: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a text in pieces, each with a line break."""
+    rest = ""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split("\n")
+        yield from (f"{line}\n" for line in whole)
+    if rest:
+        yield f"{rest}\n"

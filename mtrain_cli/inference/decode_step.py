@@ -1,0 +1,148 @@
+"""One step of decoding: compute the next token of every sequence of a batch.
+
+A step reads and writes tensors that stay in place, runs the same operations whatever the number of
+tokens so far, and never waits for the device. A CUDA graph can therefore repeat a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.attention.decode import merge_parts, pack_part
+from mtrain_cli.attention.kernel import Kernel
+from mtrain_cli.inference.cache import KvCache
+from mtrain_cli.inference.sampling import Sampling
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.mesh import ContextGroup
+
+_WARM_UP_STEPS = 3  # of a CUDA graph: compile kernels, and let libraries allocate their memory
+
+
+class DecodeStep:
+    """Computes the next token of every sequence of a batch.
+
+    tokens: the last token of each sequence, int64 [batch, 1]. A step replaces it by the next token.
+    positions: the position of that token, int64 [batch, 1].
+    logits: the logits of the last step, [batch, vocabulary]; None before the first step.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        kernel: Kernel,
+        group: ContextGroup,
+        sampling: Sampling,
+        max_new: int,
+    ) -> None:
+        """Allocate the tensors of a step.
+
+        Args:
+            group: the workers that share the cache. All workers run all steps.
+            max_new: most tokens to generate for a prompt.
+        """
+        self._decoder, self._cache, self._kernel = decoder, cache, kernel
+        self._group, self._sampling = group, sampling
+        batch, device = cache.batch, cache.used.device
+        self.tokens, self.positions = (
+            torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2)
+        )
+        self.logits: torch.Tensor | None = None
+        # The number of the next token, and the random number of each token.
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+        self._uniforms = torch.zeros(max(2, max_new), batch, dtype=torch.float64, device=device)
+        self._slots = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._graph: Any = None
+
+    def begin(
+        self, logits_BV: torch.Tensor, positions: list[int], uniforms: list[np.ndarray]
+    ) -> None:
+        """Choose the first token of each sequence of a new batch.
+
+        Args:
+            logits_BV: the logits after each prompt. Rows of the cache without a prompt are left
+                out.
+            positions: number of tokens of each prompt.
+            uniforms: the random numbers of each prompt (`Sampling.uniforms`).
+        """
+        rows = len(positions)
+        numbers = torch.from_numpy(np.stack(uniforms, axis=1))
+        self._uniforms[: len(numbers), :rows] = numbers.to(self._uniforms.device)
+        self.tokens.zero_()
+        self.positions.zero_()
+        # A step first moves to the position of its token.
+        lengths = torch.tensor(positions, dtype=torch.int64)
+        self.positions[:rows, 0] = lengths.to(self.positions.device)
+        self.tokens[:rows, 0] = self._sampling.choose(logits_BV, self._uniforms[0, :rows])
+        self._agree()
+        self._number.fill_(1)
+
+    def run(self) -> None:
+        """Compute the next tokens."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._compute()
+
+    @torch.no_grad()
+    def _compute(self) -> None:
+        group = self._group
+        mine = (self._number - 1) % group.size == group.rank
+        self._slots.copy_(self._cache.take_token(mine))
+        x_B1C = self._decoder.hidden(self.tokens, self.positions, self._attend)
+        self.logits = self._decoder.head(x_B1C)[:, 0]
+        uniforms_B = self._uniforms.index_select(0, self._number)[0]
+        self.tokens.copy_(self._sampling.choose(self.logits, uniforms_B)[:, None])
+        self._agree()
+        self.positions += 1
+        self._number += 1
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """Attend to all earlier tokens and the token itself, on all workers."""
+        cache = self._cache
+        cache.append(layer, k, v, self._slots)
+        scale = ContextAttention.scale(q.shape[-1])
+        out, lse = self._kernel.decode(q, cache.keys[layer], cache.values[layer], cache.used, scale)
+        if self._group.size > 1:
+            part = pack_part(out, lse)
+            out, _ = merge_parts(all_gather(part, self._group.size, self._group.whole))
+        return out.to(q.dtype)
+
+    def _agree(self) -> None:
+        """Give all workers the tokens of the first worker.
+
+        All workers merge the same numbers. But GPUs of different kinds may round products
+        differently, and a worker with another token would spoil the text of all.
+        """
+        if self._group.size > 1:
+            dist.broadcast(self.tokens, self._group.ranks[0], group=self._group.whole)
+
+    def capture(self) -> None:
+        """Record the step as a CUDA graph, which `run` then replays. Call this before `begin`.
+
+        A replay launches all kernels of a step at once. The steps that this method runs leave the
+        cache empty.
+        """
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_STEPS):
+                self._cache.reset()
+                self._number.fill_(1)
+                self._compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        self._number.fill_(1)
+        # NCCL's watchdog asks for the state of events meanwhile, on its own thread.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._compute()
+        self._graph = graph
+        self._cache.reset()

@@ -1,0 +1,329 @@
+"""A model that reads prompts and generates tokens, on one worker or on a context group.
+
+A prompt is computed like a sequence of training, sharded by the layout, under the model's pattern.
+Each worker stores the keys and values of its tokens. New tokens attend to all keys of all workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain_cli.attention.decode import split_kernel
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.config.schema import Config
+from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for
+from mtrain_cli.inference.decode_step import DecodeStep
+from mtrain_cli.inference.limits import MemoryNeed
+from mtrain_cli.inference.model_source import ModelSource, load_decoder
+from mtrain_cli.inference.sampling import Sampling
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.training.batch import Batch, BatchMaker
+from mtrain_cli.training.resolution import ResolvedRun, resolve_run
+
+END, LENGTH = "end", "length"
+OnToken = Callable[[int, int], None]
+
+
+@dataclass
+class Completion:
+    """The tokens generated for one prompt.
+
+    ids: the generated ids, without the id that ended the text.
+    finish: `END` if an end token came, `LENGTH` if ``max_new`` tokens were generated.
+    prompt_tokens: number of tokens of the prompt.
+    prefill_seconds: time to compute the prompt.
+    decode_seconds: time to generate all tokens after the first, for all prompts of the batch.
+    """
+
+    prompt_tokens: int
+    ids: list[int] = field(default_factory=list)
+    finish: str = LENGTH
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt as `BatchMaker` takes it. See `batch.PackedSample`."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    documents: np.ndarray
+    slices: IntArray | None = None
+    positions: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """A cache, and the step that extends its sequences.
+
+    max_new: most tokens that the step can generate for a prompt.
+    """
+
+    cache: KvCache
+    step: DecodeStep
+    max_new: int
+    sampling: Sampling
+
+    def suffices(self, batch: int, capacity: int, max_new: int, sampling: Sampling) -> bool:
+        """Return whether prompts of these sizes can be generated, without much idle memory."""
+        return (
+            self.cache.batch == batch
+            and capacity <= self.cache.capacity <= 2 * capacity
+            and self.max_new >= max_new
+            and self.sampling == sampling
+        )
+
+
+class Engine:
+    """A model on this worker. All workers of the context group call each method together.
+
+    choices: kernel, layout, exchange and pattern for a prompt of the model's training length.
+    decode_kernel: name of the kernel for new tokens.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        environment: Environment,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        """Load the model. With several workers, the process group must exist.
+
+        Args:
+            report: called with the reason why a damaged checkpoint is skipped.
+
+        Raises:
+            ConfigError: the weights cannot be loaded, or no kernel supports the settings.
+        """
+        self.source, self.environment = source, environment
+        self.config: Config = source.config
+        self.device = torch.device("cpu")
+        if environment.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.choices: ResolvedRun = resolve_run(self.config, environment)
+        self.decode_kernel = self.choices.kernel.name
+        if environment.device == "cuda" and self.decode_kernel != ReferenceKernel.name:
+            model = self.config.model
+            shape = model.num_heads, model.num_kv_heads, model.head_dim
+            self.decode_kernel = split_kernel(*shape, self.choices.dtype)
+        self._kept: _Decoding | None = None
+        self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
+        self.group = self._context_group(self.choices.exchange)
+        self.decoder = load_decoder(source, self.choices.dtype, self.device, report)
+
+    def _context_group(self, exchange: ExchangeChoice) -> ContextGroup:
+        """Return the communicators of an exchange. Exchanges with equal needs share them."""
+        dims = self.environment.dims
+        if dims.workers == 1:
+            return ContextGroup.alone()
+        key = exchange.per_node, exchange.heads, tuple(exchange.channels)
+        if key not in self._groups:
+            self._groups[key] = make_context_group(
+                self.environment.rank,
+                dims,
+                self.device,
+                timedelta(seconds=self.config.topology.timeout_s),
+                per_node=exchange.per_node,
+                heads=exchange.heads,
+                channels=exchange.channels,
+            )
+        return self._groups[key]
+
+    def _batch(self, ids: Sequence[int], labels: np.ndarray | None = None) -> tuple[Batch, Layout]:
+        """Return a prompt as a batch of one sequence, and its layout."""
+        choices = resolve_run(replace(self.config, seq=len(ids)), self.environment)
+        group = self._context_group(choices.exchange)
+        exchange = make_chosen_exchange(choices.exchange, choices.layout, group)
+        make = BatchMaker(
+            exchange,
+            choices.kernel,
+            self.device,
+            mask=MaskRule.of(self.config),
+            pattern=choices.pattern,
+            layers=self.config.model.num_layers,
+            balancer=choices.balancer,
+        )
+        tokens = np.asarray(ids, dtype=np.int32)
+        if labels is None:
+            labels = np.full_like(tokens, IGNORED)
+        host = make.on_host([_Prompt(tokens, labels, np.zeros_like(tokens))])
+        return make.to_device(host), host.layout
+
+    @torch.no_grad()
+    def hidden(
+        self, ids: Sequence[int], store: Callable[[int, Tensor, Tensor], None] | None = None
+    ) -> tuple[Tensor, Layout]:
+        """Compute a prompt. Return this worker's hidden states [1, tokens, hidden], and the layout.
+
+        Args:
+            store: takes layer, keys and values of this worker's tokens, padding included.
+        """
+        batch, layout = self._batch(ids)
+        attend = StoringAttention(batch.attention, batch.attend.release, store)
+        return self.decoder.hidden(batch.tokens, batch.positions, attend), layout
+
+    @torch.no_grad()
+    def prefill(self, ids: Sequence[int], cache: KvCache, row: int) -> Tensor:
+        """Compute a prompt, store its keys and values, and return the last logits [1, vocabulary].
+
+        Args:
+            row: row of the cache.
+        """
+        held = self.held(ids)
+
+        def store(layer: int, k: Tensor, v: Tensor) -> None:
+            cache.store(layer, row, k[:, :held], v[:, :held])
+
+        x_1NC, layout = self.hidden(ids, store)
+        cache.used[row] = held
+        return self.decoder.head(self._last(x_1NC, layout, len(ids)))[:, 0]
+
+    def _last(self, x_1NC: Tensor, layout: Layout, tokens: int) -> Tensor:
+        """Return the hidden state of a prompt's last token, [1, 1, hidden], on all workers."""
+        if self.group.size == 1:
+            return x_1NC[:, tokens - 1 : tokens]
+        at = [np.flatnonzero(layout.positions(r) == tokens - 1) for r in range(self.group.size)]
+        owner = next(rank for rank, found in enumerate(at) if len(found))
+        last = x_1NC.new_empty(1, 1, x_1NC.shape[-1])
+        if owner == self.group.rank:
+            place = int(at[owner][0])
+            last.copy_(x_1NC[:, place : place + 1])
+        dist.broadcast(last, self.group.ranks[owner], group=self.group.whole)
+        return last
+
+    def held(self, ids: Sequence[int]) -> int:
+        """Return how many tokens of a prompt this worker holds. They come before its padding."""
+        layout = resolve_run(replace(self.config, seq=len(ids)), self.environment).layout
+        return int((layout.positions(self.group.rank) < len(ids)).sum())
+
+    @torch.no_grad()
+    def token_losses(self, ids: Sequence[int]) -> Tensor:
+        """Return -log p(token | earlier tokens) of each token but the first, float32 [tokens - 1].
+
+        Attention has the model's pattern, as in a prompt. The result is on the CPU, in nats.
+        """
+        tokens = np.asarray(ids, dtype=np.int32)
+        labels = np.append(tokens[1:], np.int32(IGNORED))
+        batch, layout = self._batch(ids, labels)
+        attend = StoringAttention(batch.attention, batch.attend.release)
+        own = self.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)
+        shards = own[None]
+        if self.group.size > 1:
+            shards = all_gather(own.contiguous(), self.group.size, self.group.whole)
+        return layout.to_sequence(shards)[0, : len(ids) - 1].cpu()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new: int,
+        sampling: Sampling,
+        stop: frozenset[int] = frozenset(),
+        on_token: OnToken | None = None,
+    ) -> Iterator[Completion]:
+        """Generate tokens, and yield the completion of each prompt in order.
+
+        Args:
+            prompts: token ids, checked by `limits.require_prompts`.
+            stop: ids that end a text.
+            on_token: called with the number of a prompt, from 0, and each of its new ids.
+
+        Raises:
+            ConfigError: the keys and values of a prompt do not fit the memory.
+        """
+        longest = max(len(ids) for ids in prompts)
+        need = MemoryNeed.of(self.config, self.environment)
+        together = need.require_fit(longest, max_new, self.device.type)
+        together = min(together, len(prompts))
+        capacity = capacity_for([self.held(ids) for ids in prompts], max_new, self.group.size)
+        decoding = self._decoding(together, capacity, max_new, sampling)
+        for first in range(0, len(prompts), together):
+            numbers = range(first, min(first + together, len(prompts)))
+            report = partial(_report_token, on_token, first)
+            uniforms = [sampling.uniforms(number, max_new) for number in numbers]
+            chosen = [prompts[number] for number in numbers]
+            yield from self._generate(chosen, max_new, uniforms, stop, report, decoding)
+
+    def _decoding(self, batch: int, capacity: int, max_new: int, sampling: Sampling) -> _Decoding:
+        """Return a cache and its step: those of the previous call if they suffice.
+
+        A GPU then need not record the step again.
+        """
+        sampling = replace(sampling, seed=0)  # the step gets random numbers, not the seed
+        kept = self._kept
+        if kept is None or not kept.suffices(batch, capacity, max_new, sampling):
+            self._kept = kept = None  # free the memory first
+            cache = KvCache(self.config.model, batch, capacity, self.choices.dtype, self.device)
+            step = DecodeStep(
+                self.decoder, cache, self.choices.kernel, self.group, sampling, max_new
+            )
+            if self.device.type == "cuda" and max_new > 1:
+                step.capture()
+            self._kept = kept = _Decoding(cache, step, max_new, sampling)
+        return kept
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new: int,
+        uniforms: list[np.ndarray],
+        stop: frozenset[int],
+        report: OnToken,
+        decoding: _Decoding,
+    ) -> list[Completion]:
+        """Generate tokens for prompts that fit the cache together."""
+        cache, step = decoding.cache, decoding.step
+        cache.reset()
+        completions, logits = [Completion(len(ids)) for ids in prompts], []
+        for row, ids in enumerate(prompts):
+            started = self._now()
+            logits.append(self.prefill(ids, cache, row))
+            completions[row].prefill_seconds = self._now() - started
+        step.begin(torch.cat(logits), [len(ids) for ids in prompts], uniforms)
+        open_rows = set(range(len(prompts)))
+        started = self._now()
+        for number in range(max_new):
+            if number:
+                step.run()
+            for row, token in enumerate(step.tokens[: len(prompts), 0].tolist()):
+                if row not in open_rows:
+                    continue
+                if token in stop:
+                    completions[row].finish = END
+                    open_rows.remove(row)
+                    continue
+                completions[row].ids.append(token)
+                report(row, token)
+            if not open_rows:
+                break
+        for completion in completions:
+            completion.decode_seconds = self._now() - started
+        return completions
+
+    def _now(self) -> float:
+        """Return the time in seconds, after the device has finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _report_token(on_token: OnToken | None, first: int, row: int, token: int) -> None:
+    if on_token is not None:
+        on_token(first + row, token)

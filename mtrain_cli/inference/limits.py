@@ -1,0 +1,176 @@
+"""Check prompts before anything is computed: ids, positions, mask and memory. Truncate nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtrain_cli.config.option import MOST_TOKENS
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.inference.model_source import ModelSource
+from mtrain_cli.launch.environment import Environment, host_memory
+
+GIB = 2**30
+MOST_TOGETHER = 8  # prompts whose tokens are generated together
+_USABLE = 0.92  # share of the memory that tensors may take; the rest is for libraries
+_SCORE_BYTES = 8  # of a logit, in float64
+
+
+def require_prompts(
+    source: ModelSource, prompts: Sequence[Sequence[int]], max_new: int, *, beyond: bool = False
+) -> None:
+    """Check the ids and the lengths of prompts.
+
+    Args:
+        prompts: token ids.
+        max_new: most tokens to generate for a prompt.
+        beyond: allow positions for which the model was not trained.
+
+    Raises:
+        ConfigError: a prompt is empty, has an id outside the vocabulary or is too long, or the
+            model's mask hides earlier tokens.
+    """
+    vocabulary, most = source.config.model.vocab_size, source.max_position
+    problems = []
+    for number, ids in enumerate(prompts, 1):
+        name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+        outside = next(((at, one) for at, one in enumerate(ids) if not 0 <= one < vocabulary), None)
+        if not ids:
+            problems.append(f"{name} is empty; give at least one token")
+        elif outside is not None:
+            problems.append(
+                f"{name} has the id {outside[1]} at token {outside[0] + 1}; the model's "
+                f"{vocabulary:,} ids are 0 to {vocabulary - 1}"
+            )
+        elif len(ids) + max_new > most and not beyond:
+            fits = most - len(ids)
+            advice = f"--max-new {fits}" if fits > 0 else "a shorter prompt"
+            problems.append(
+                f"{name} has {len(ids):,} tokens; with --max-new {max_new:,} it exceeds the "
+                f"{most:,} positions of the model. Give {advice}, or add --beyond to go on anyway"
+            )
+    if problems:
+        raise ConfigError(*problems)
+    _require_causal(source.config, max(len(ids) for ids in prompts) + max_new)
+
+
+def _require_causal(config: Config, tokens: int) -> None:
+    window = config.mask.plain_window
+    if config.mask.kind == "causal" or (window is not None and window >= tokens):
+        return
+    problem = f"mask {config.mask.describe()}: a new token sees the whole cache"
+    if window is not None:
+        raise ConfigError(
+            f"{problem}, but this model's window ends after {window:,} tokens. Give prompts that, "
+            f"with --max-new, have at most {window:,} tokens"
+        )
+    raise ConfigError(f"{problem}, but this model's mask hides earlier tokens or shows later ones")
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The memory of one worker, by arithmetic, in bytes.
+
+    capacity: memory of the worker.
+    fixed: weights and logits.
+    per_cached: of a token in the cache.
+    per_token: of a token of a prompt while it is computed, without the MLP.
+    per_tiled: of a token in the MLP.
+    tile: most bytes in the MLP; 0 means no limit.
+    workers: number of workers that share a prompt.
+    """
+
+    capacity: int
+    fixed: int
+    per_cached: int
+    per_token: int
+    per_tiled: int
+    tile: int
+    workers: int
+
+    @staticmethod
+    def of(config: Config, environment: Environment) -> MemoryNeed:
+        """Return the needs of a model on the workers of a context group."""
+        from mtrain_cli.training.resolution import compute_dtype
+
+        model, workers = config.model, environment.dims.cp
+        itemsize = compute_dtype(config, environment.device).itemsize
+        kv = 2 * model.num_kv_heads * model.head_dim
+        width = model.num_heads * model.head_dim
+        # Residual stream, norm and result; q, k, v and out; q again in float32 while it is rotated;
+        # cosine and sine in float32.
+        work = (4 * model.hidden_size + 3 * width + 2 * kv) * itemsize + 6 * width
+        work += 8 * model.head_dim
+        moved = kv * workers * itemsize if workers > 1 else 0  # gathered keys and values
+        logits = MOST_TOGETHER * model.vocab_size * (4 + 4 * _SCORE_BYTES)
+        return MemoryNeed(
+            capacity=_worker_memory(config, environment),
+            fixed=_parameters(config) * itemsize + logits,
+            per_cached=model.num_layers * kv * itemsize,
+            per_token=work + moved,
+            per_tiled=(4 * model.intermediate_size + 3 * model.hidden_size) * itemsize,
+            tile=config.train.tile_mib << 20,
+            workers=workers,
+        )
+
+    def bytes(self, prompt: int, max_new: int, together: int = 1) -> int:
+        """Return the bytes that prompts of at most ``prompt`` tokens need on a worker."""
+        held = -(-prompt // self.workers)
+        cached = held + -(-max_new // self.workers)
+        tiled = held * self.per_tiled
+        tiled = min(tiled, self.tile) if self.tile else tiled
+        return self.fixed + together * cached * self.per_cached + held * self.per_token + tiled
+
+    def fits(self, prompt: int, max_new: int, together: int = 1) -> bool:
+        return self.bytes(prompt, max_new, together) <= _USABLE * self.capacity
+
+    def longest(self, max_new: int) -> int:
+        """Return the length of the longest prompt that fits; 0 if none fits."""
+        low, high = 0, MOST_TOKENS
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits(middle, max_new) else (low, middle - 1)
+        return low
+
+    def require_fit(self, prompt: int, max_new: int, device: str) -> int:
+        """Return how many prompts can generate together, at most `MOST_TOGETHER`.
+
+        Raises:
+            ConfigError: not even one prompt fits.
+        """
+        if not self.fits(prompt, max_new):
+            longest = self.longest(max_new)
+            says = f"the longest that fits has {longest:,} tokens"
+            if not longest:
+                says = "no prompt fits"
+            where = "of GPU memory" if device == "cuda" else "of memory"
+            raise ConfigError(
+                f"a prompt of {prompt:,} tokens with --max-new {max_new:,} needs "
+                f"{self.bytes(prompt, max_new) / GIB:,.2f} GiB per worker for weights, keys and "
+                f"values; a worker has {_USABLE * self.capacity / GIB:,.2f} GiB {where}, and "
+                f"{says}. Give a shorter prompt, a smaller --max-new or more topology.workers"
+            )
+        return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
+
+
+def _worker_memory(config: Config, environment: Environment) -> int:
+    """Return the memory of one worker in bytes: of its GPU, or its share of the host."""
+    if environment.device != "cuda":
+        given = config.topology.host_memory_gib
+        whole = host_memory() if isinstance(given, str) else round(given * GIB)
+        return whole // environment.local_workers
+    given = config.topology.gpu_memory_gib
+    if not isinstance(given, str):
+        return round(given * GIB)
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def _parameters(config: Config) -> int:
+    """Return the number of parameters of a model."""
+    from math import prod
+
+    from mtrain_cli.model.huggingface import parameter_shapes
+
+    return sum(map(prod, parameter_shapes(config.model).values()))

@@ -1,0 +1,204 @@
+"""Find the model that a path names, and load it whole on one device.
+
+A path names a Hugging Face folder, a run, or a checkpoint of a run. `open_source` does not import
+torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtrain_cli.composition import compose
+from mtrain_cli.config import resolved_file
+from mtrain_cli.config.mask_settings import CAUSAL
+from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch.job import current_job
+from mtrain_cli.model import huggingface_config
+from mtrain_cli.training.checkpoint_source import RESOLVED, find_source, run_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtrain_cli.model.decoder import Decoder
+
+# The settings that do not belong to the model.
+_SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on disk, and how to run it.
+
+    path: a Hugging Face folder, a run, its checkpoints folder, or a checkpoint.
+    is_folder: whether ``path`` is a Hugging Face folder.
+    config: model, mask, pattern, topology, kernel and dtype. ``seq`` is the sequence length of
+        training, from which an automatic rotary factor follows.
+    """
+
+    path: Path
+    is_folder: bool
+    config: Config
+
+    @property
+    def rope_factor(self) -> float:
+        """The factor by which the model stretches positions. A prompt does not change it."""
+        from mtrain_cli.model.rope import rope_factor
+
+        return rope_factor(self.config.model.rope, self.config.seq)
+
+    @property
+    def max_position(self) -> int:
+        """The number of positions for which the model was trained or stretched."""
+        if self.is_folder:
+            return self.config.seq
+        return huggingface_config.max_position(
+            self.config.model.rope, self.rope_factor, self.config.seq
+        )
+
+
+def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
+    """Find a model and read its configuration, but no weights.
+
+    By default a run keeps its pattern, a Hugging Face folder is dense, and one worker computes.
+
+    Args:
+        overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
+            train.compile.
+
+    Raises:
+        ConfigError: the path names no model, an override is wrong, or the pattern ignores its
+            input.
+    """
+    for word in overrides:
+        key = word.partition("=")[0]
+        if key == "topology.context_parallel":
+            raise ConfigError(f"{word}: all workers share each prompt; leave this setting out")
+        if key not in _SETTABLE and not key.startswith(("sparsity.", "topology.")):
+            raise ConfigError(
+                f"{word}: the model gives this setting; allowed: sparsity=, topology=, their keys, "
+                "train.kernel=, train.dtype= and train.compile="
+            )
+    is_folder = (path / "config.json").is_file() and not (path / RESOLVED).is_file()
+    if is_folder:
+        model, seq = huggingface_config.read_config(path)
+        mask = huggingface_config.read_mask(path) or CAUSAL
+        config = compose.compose([*_defaults(), *overrides])
+        config = dataclasses.replace(config, seq=seq, model=model, mask=mask)
+        config = config.changed(data={"document_mask": False})  # a prompt is one document
+    else:
+        path = _find_run(path)
+        config = _config_of_run(run_of(path), overrides)
+    if PATTERNS[config.sparsity.pattern].synthetic:
+        others = ", ".join(name for name, found in PATTERNS.items() if not found.synthetic)
+        raise ConfigError(
+            f"sparsity={config.sparsity.pattern}: chooses keys without regard to the prompt, so "
+            f"the model would read another text; allowed: {others}"
+        )
+    return ModelSource(path, is_folder, config)
+
+
+def _defaults() -> list[str]:
+    """Return the settings that differ from those of training.
+
+    One worker computes, unless torchrun or srun started several. Nothing is compiled: compiling
+    takes longer than it saves on a few prompts.
+    """
+    workers = [] if current_job() is not None else ["topology.workers=1"]
+    return [*workers, "train.compile=false"]
+
+
+def _find_run(path: Path) -> Path:
+    try:
+        return find_source(path)
+    except ConfigError as error:
+        if "not a run or" not in error.problems[0]:
+            raise
+        reason = "no model here" if path.exists() else "no such folder"
+        raise ConfigError(
+            f"{path}: {reason}. Give a Hugging Face folder (config.json and .safetensors files), a "
+            "run such as runs/latest, or a checkpoint of a run"
+        ) from None
+
+
+def _config_of_run(run: Path, overrides: Sequence[str]) -> Config:
+    """Return the configuration of a run, with the overrides instead of its topology."""
+    saved, defaults = resolved_file.load(run / RESOLVED), compose.compose(_defaults())
+    train = dataclasses.replace(
+        saved.train, kernel="auto", dtype="auto", compile=False, global_batch=1, micro_batch=1
+    )
+    base = dataclasses.replace(saved, topology=defaults.topology, train=train)
+    # The data of the run may be gone. Generation does not need them.
+    base = dataclasses.replace(base, data=defaults.data)
+    changed = compose.resume(base, overrides)
+    return dataclasses.replace(changed, data=saved.data)
+
+
+def load_decoder(
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Callable[[str], None] | None = None,
+) -> Decoder:
+    """Load the whole model on one device.
+
+    Args:
+        dtype: dtype of all weights.
+        report: called with the reason why a damaged checkpoint is skipped.
+
+    Raises:
+        ConfigError: the weights are missing, damaged or of another shape.
+    """
+    import torch
+
+    from mtrain_cli.model.decoder import Decoder
+    from mtrain_cli.model.huggingface import load_into
+    from mtrain_cli.model.layer_execution import LayerExecution
+    from mtrain_cli.model.loss import LossOptions
+    from mtrain_cli.model.parallelize import execute_layers
+
+    train = source.config.train
+    loss = LossOptions(chunk_bytes=train.loss_chunk_mib << 20)
+    with torch.device("meta"):
+        decoder = Decoder(source.config.model, source.rope_factor, loss)
+    decoder.to(dtype).to_empty(device=device)
+    decoder.requires_grad_(False)
+    execution = LayerExecution(
+        compile=train.compile is True, any_length=True, tile_bytes=train.tile_mib << 20
+    )
+    execute_layers(decoder, execution)
+    if source.is_folder:
+        load_into(decoder, source.path)
+    else:
+        _load_checkpoint(decoder, source, report)
+    return decoder.eval()
+
+
+def _load_checkpoint(
+    decoder: Decoder, source: ModelSource, report: Callable[[str], None] | None
+) -> None:
+    """Read the weights tensor by tensor into the decoder, in its dtype."""
+    from mtrain_cli.model.huggingface import parameter_problems
+    from mtrain_cli.training import checkpointer
+
+    parameters = {name: one.detach() for name, one in decoder.named_parameters()}
+
+    def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        problems = parameter_problems(
+            shapes,
+            {name: tuple(one.shape) for name, one in parameters.items()},
+            where=lambda _: source.path,
+            expected_by=str(run_of(source.path) / RESOLVED),
+        )
+        if problems:
+            raise ConfigError(*problems)
+        return parameters
+
+    try:
+        checkpointer.load_model_state(source.path, report, targets)
+    except checkpointer.CheckpointError as error:
+        raise ConfigError(*str(error).splitlines()) from error

@@ -1,0 +1,159 @@
+"""Turn prompts into token ids, and generated ids into text, also while they are generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, parse_tokenizer
+from mtrain_cli.inference.model_source import ModelSource
+from mtrain_cli.launch.temporary_folders import private_folder
+from mtrain_cli.model.tokenizer_files import (
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TokenizerFiles,
+    of_folder,
+    token_ids,
+)
+from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
+
+_INCOMPLETE = "\ufffd"  # what a tokenizer makes of a part of a character
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """The tokenizer of a model.
+
+    tokenizer: None if the model has none.
+    stop: ids that end a text.
+    missing: why there is no tokenizer; "" if there is one.
+    """
+
+    tokenizer: ByteTokenizer | FileTokenizer | None
+    stop: frozenset[int]
+    missing: str = ""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a prompt.
+
+        Raises:
+            ConfigError: the model has no tokenizer, or the prompt is not Unicode text.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(self.missing)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the prompt is not Unicode text: character {error.start + 1} is half of a "
+                "surrogate pair, or a byte that is not UTF-8"
+            ) from None
+        return self.tokenizer.encode_prompt(text).tolist()
+
+    def decode(self, ids: Sequence[int]) -> str | None:
+        """Return the text of ids; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.decode(np.asarray(ids, dtype=np.int64))
+
+
+def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
+    """Open the tokenizer of a model.
+
+    Args:
+        folder: folder with a tokenizer to use instead of the model's.
+
+    Raises:
+        ConfigError: ``folder`` has no tokenizer, or a tokenizer is broken.
+    """
+    if folder is not None:
+        return _of_files(of_folder(folder))
+    if source.is_folder:
+        try:
+            return _of_files(of_folder(source.path))
+        except ConfigError as error:
+            if "has no tokenizer files" not in error.problems[0]:
+                raise
+        stop = _ids([token_ids(source.path)["eos_token_id"]])
+        return TextCodec(None, stop, _missing(source, ""))
+    from mtrain_cli.config import resolved_file
+    from mtrain_cli.training.conversion import tokenizer_of_run
+
+    run = run_of(source.path)
+    files, reason = tokenizer_of_run(resolved_file.load(run / RESOLVED), run)
+    if files is None:
+        return TextCodec(None, frozenset(), _missing(source, reason))
+    return _of_files(files)
+
+
+def _missing(source: ModelSource, reason: str) -> str:
+    why = reason.removeprefix("no tokenizer: ").partition("; copy one")[0]
+    return (
+        f"{source.path}: has no tokenizer{f' ({why})' if why else ''}. Give --tokenizer FOLDER, or "
+        'prompts as token ids: --prompt-file FILE.jsonl with lines {"ids": [1, 2]}'
+    )
+
+
+def _of_files(files: TokenizerFiles) -> TextCodec:
+    tokenizer: ByteTokenizer | FileTokenizer
+    if files.name == ByteTokenizer.name:
+        tokenizer = ByteTokenizer()
+    elif TOKENIZER not in files.files:
+        raise ConfigError(f"{files.name}: has no {TOKENIZER}; mtrain reads no other tokenizer")
+    else:
+        with private_folder() as folder:
+            files.write(folder)
+            content, place = files.files[TOKENIZER], f"{files.name}: {TOKENIZER}"
+            tokenizer = parse_tokenizer(folder / TOKENIZER, content, place)
+    try:
+        generation = json.loads(files.files.get(GENERATION_CONFIG, b"{}"))
+    except (ValueError, RecursionError):
+        generation = {}
+    named = generation.get("eos_token_id") if isinstance(generation, Mapping) else None
+    stop = _ids([named, files.ids["eos_token_id"]])
+    if not stop and tokenizer.eos is not None:
+        stop = frozenset([tokenizer.eos])
+    return TextCodec(tokenizer, stop)
+
+
+def _ids(values: Iterable[object]) -> frozenset[int]:
+    """Return the ids among ``values``, which are ids, lists of ids, or anything else."""
+    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return frozenset(one for one in flat if isinstance(one, int) and not isinstance(one, bool))
+
+
+class TextStream:
+    """Turns ids into text as they come.
+
+    A piece of text appears when its characters are complete. The pieces add up to the text of all
+    ids, apart from an incomplete character at the end.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str | None]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._shown = 0  # number of ids whose text has appeared
+        self._start = 0  # first id to decode again: some tokenizers look at the previous token
+
+    def add(self, token: int) -> str:
+        """Add an id. Return the new text, which may be empty."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._start : self._shown])
+        text = self._decode(self._ids[self._start :])
+        if text is None or before is None:
+            return f"{token} "
+        if text.endswith(_INCOMPLETE) or len(text) <= len(before):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return text[len(before) :]
+
+    def rest(self) -> str:
+        """Return the text that has not appeared: an incomplete character at the end."""
+        before = self._decode(self._ids[self._start : self._shown])
+        text = self._decode(self._ids[self._start :])
+        return "" if text is None or before is None else text[len(before) :]

@@ -1,0 +1,184 @@
+"""Price the stages of a group cast: how long attention takes if own keys overlap with the casts.
+
+Every stage beyond the first adds kernel calls and merges, and hides a part of the casts. Whether
+this pays depends on the links. `attention_seconds` walks the programs of a layer with a clock for
+each rank. Kernels, messages and copies take the time that their pairs and bytes need at the given
+`Rates`. The simulator (`simulation.timeline`) walks the same programs with calibrated kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.parallel.cast_rows import largest_shares
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.placement import Placement
+from mtrain_cli.parallel.program import (
+    AddColumns,
+    Arrange,
+    Compute,
+    Merge,
+    Post,
+    Program,
+    Reduce,
+    ShardSizes,
+    Size,
+    Wait,
+    stage_of_keys,
+)
+from mtrain_cli.parallel.rates import Rates
+from mtrain_cli.parallel.schedule import (
+    GRADIENTS,
+    GROUP_CAST,
+    GROUP_REDUCE,
+    INNER,
+    OUTER,
+    Schedule,
+)
+from mtrain_cli.parallel.traffic import Nodes, pairs_per_query
+
+Clock = NDArray[np.float64]
+Work = dict[int | None, NDArray[np.floating]]  # FLOP by stage, [workers] each
+
+_FLOP_PER_PAIR = {False: 4, True: 10}  # by backward; per query head and dimension
+# Seconds of a call beyond its FLOP, and of the shortest copy, on H200s.
+_CALL, _COPY = 30e-6, 2e-6
+
+
+def attention_seconds(
+    schedule: Schedule,
+    layout: Layout,
+    masks: Sequence[SequenceMask],
+    sizes: ShardSizes,
+    rates: Rates,
+) -> float:
+    """Return the time of the slowest rank for attention of a layer, forward plus backward.
+
+    Args:
+        schedule: of a group cast.
+        layout: layout of the context group.
+        masks: one per sequence of a micro-batch.
+        sizes: sizes of a rank's shard. The casts follow from the masks.
+    """
+    inside = Placement(layout, schedule.heads).inside
+    nodes = Nodes.of_groups(schedule.workers, schedule.per_node, schedule.heads)
+    shards = [inside.positions(rank) for rank in range(inside.workers)]
+    pairs = pairs_by_stage(masks, shards, nodes, schedule.stages)
+    sizes = replace(sizes, casts=largest_shares(schedule, layout, masks))
+    seconds = 0.0
+    for backward in (False, True):
+        flop_per_pair = float(_FLOP_PER_PAIR[backward] * sizes.heads * sizes.head_dim)
+        work: Work = {stage: number * flop_per_pair for stage, number in pairs.items()}
+        program = lower(schedule, 0, backward=backward)
+        seconds += _Walk(program, sizes, nodes, rates).seconds(work)
+    return seconds
+
+
+def pairs_by_stage(
+    masks: Sequence[SequenceMask], shards: Sequence[IntArray], nodes: Nodes, stages: int
+) -> dict[int | None, IntArray]:
+    """Return the pairs of each rank with the keys of each stage of a group cast, [workers] each.
+
+    Key None has all pairs.
+
+    shards: the positions that each rank holds.
+    stages: as in `ScheduleOptions`.
+    """
+    per_query = pairs_per_query([masks])
+    whole = np.array([per_query[queries].sum() for queries in shards])
+    found: dict[int | None, IntArray] = {None: whole}
+    if stages == 1:
+        return found
+    own = np.array([_pairs_with(masks, queries, queries) for queries in shards])
+    found |= {0: own, 1: whole - own}
+    if stages == 3:
+        of_node = [
+            np.sort(np.concatenate(shards[start : start + nodes.per_node]))
+            for start in range(0, nodes.workers, nodes.per_node)
+        ]
+        inside = np.array(
+            [
+                _pairs_with(masks, queries, of_node[rank // nodes.per_node])
+                for rank, queries in enumerate(shards)
+            ]
+        )
+        found |= {1: inside - own, 2: whole - inside}
+    return found
+
+
+def _pairs_with(masks: Sequence[SequenceMask], queries: IntArray, keys: IntArray) -> int:
+    """Return the number of pairs of these queries with these keys. keys: ascending positions."""
+    ordered = np.sort(keys)
+    return sum(
+        int((np.searchsorted(ordered, bound[:, queries]) * sign).sum())
+        for mask in masks
+        for bound, sign in ((mask.high, 1), (mask.low, -1))
+    )
+
+
+class _Walk:
+    """Plays one program on all ranks. Clocks are float64 [nodes, ranks of a node], in seconds."""
+
+    def __init__(self, program: Program, sizes: ShardSizes, nodes: Nodes, rates: Rates) -> None:
+        self.program, self.sizes, self.nodes, self.rates = program, sizes, nodes, rates
+        self.now = np.zeros((nodes.count, nodes.per_node))
+        self.free: dict[tuple[str, bool], Clock] = {}  # by communicator
+        self.arrived: dict[int, Clock] = {}
+        self.flying: list[tuple[Clock, float]] = []  # arrival, share of the computing power
+
+    def seconds(self, flop: Work) -> float:
+        """Return the time of the slowest rank. flop: of all heads."""
+        for op in self.program.operations:
+            match op:
+                case Compute():
+                    # Non-negative keys name a rank's own shard.
+                    stage = 0 if op.keys[0] >= 0 else stage_of_keys(op.keys)
+                    seconds = flop[stage] / op.part[1] / self.rates.flops
+                    self._compute(_CALL + seconds.reshape(self.now.shape))
+                case Post() if op.transfer.kind in (GROUP_CAST, GROUP_REDUCE):
+                    self._post(op)
+                case Wait() if op.number in self.arrived:
+                    self.now = np.maximum(self.now, self.arrived[op.number])
+                case Arrange() | Merge() | Reduce() | AddColumns():
+                    if bytes_moved := self._bytes(op.moves):
+                        self.now = self.now + max(_COPY, bytes_moved / self.rates.memory)
+        return float(self.now.max())
+
+    def _bytes(self, size: Size) -> float:
+        return float(size.of(self.sizes, self.program.sharing))
+
+    def _compute(self, seconds: Clock) -> None:
+        """Advance the clocks by work that messages in flight slow down."""
+        self.flying = [entry for entry in self.flying if (entry[0] > self.now).any()]
+        lost = np.zeros_like(self.now)
+        for arrival, share in self.flying:
+            # Until the message arrives, the kernel gets 1 - share of the GPU.
+            beside = np.minimum(seconds / (1 - share), np.maximum(arrival - self.now, 0.0))
+            lost += share * beside
+        self.now = self.now + seconds + lost
+
+    def _post(self, op: Post) -> None:
+        t = op.transfer
+        queue = t.channel, t.payload in GRADIENTS
+        ready = np.maximum(self.now, self.free.get(queue, self.now))
+        if t.after is not None:
+            ready = np.maximum(ready, self.arrived[t.after])
+        # Ranks with equal local numbers cast across nodes, and the ranks of a node inside it.
+        axis = {OUTER: (0,), INNER: (1,)}.get(t.channel, (0, 1))
+        begins = np.broadcast_to(ready.max(axis=axis, keepdims=True), ready.shape)
+        size, rates = self._bytes(op.sends), self.rates
+        crosses = t.channel == OUTER or (t.channel != INNER and self.nodes.count > 1)
+        latency, moving = rates.inner_latency, size / rates.inner
+        if crosses:
+            members = 1 if t.channel == OUTER else self.nodes.per_node
+            inside = moving if members > 1 else 0.0
+            latency, moving = rates.outer_latency, max(size / rates.outer / members, inside)
+        ends = begins + latency + moving
+        self.free[queue] = self.arrived[t.number] = ends
+        self.flying.append((ends, rates.outer_share if crosses else rates.inner_share))

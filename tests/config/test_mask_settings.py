@@ -1,0 +1,133 @@
+"""The keys of masks: which belong together, which conflict, and their text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mtrain_cli.config.mask_settings import CAUSAL, MASKS, MOST_INTERVALS, MaskConfig
+
+SEQ = 4096
+VIDEO = MaskConfig(kind="video", frames=16, height=16, width=16, window=(4, 16, 16), causal=False)
+DILATED = MaskConfig(kind="dilated", block=64, stride=2, count=8)
+
+
+def lines(mask: MaskConfig, pattern: str = "dense") -> list[str]:
+    return list(mask.problems(SEQ, pattern))
+
+
+def test_every_key_belongs_to_a_mask():
+    keys = {field.name for field in dataclasses.fields(MaskConfig)} - {"kind"}
+    assert keys == {key for own in MASKS.values() for key in own}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_each_missing_key_is_one_line(kind):
+    found = lines(MaskConfig(kind=kind))
+    assert [line.partition("=")[0] for line in found] == [
+        f"mask.{field.name}"
+        for field in dataclasses.fields(MaskConfig)
+        if field.name in MASKS[kind]
+    ]
+    assert all(
+        f"=null: mask.kind={kind} needs a value; mask={kind} gives a" in line for line in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (
+            MaskConfig(kind="causal", window=4),
+            "mask.window=4: is not a key of mask.kind=causal; allowed with mask=sliding_window, "
+            "mask=video",
+        ),
+        (
+            MaskConfig(kind="full", causal=True),
+            "mask.causal=true: is not a key of mask.kind=full; allowed with mask=video",
+        ),
+        (
+            dataclasses.replace(VIDEO, window=4),
+            "mask.window=4: mask.kind=video needs three numbers, [frames, height, width], such as",
+        ),
+        (
+            dataclasses.replace(VIDEO, window=(4, 17, 16)),
+            "mask.window=[4,17,16]: 17 must be between 1 and mask.height=16",
+        ),
+        (
+            dataclasses.replace(VIDEO, frames=8),
+            "mask.frames=8, mask.height=16, mask.width=16: give 2,048 tokens, but seq=4096",
+        ),
+        (
+            dataclasses.replace(VIDEO, window=(4, 5, 8)),
+            "mask.window=[4,5,8]: a query sees 20 separate intervals of keys; at most "
+            f"{MOST_INTERVALS} are allowed. Give a smaller window, or mask.window=[4,5,16]",
+        ),
+        (
+            dataclasses.replace(DILATED, count=17),
+            "mask.count=17: a query sees 17 separate blocks; at most 16 are allowed",
+        ),
+        (
+            dataclasses.replace(MaskConfig.sliding(8), global_tokens=SEQ + 1),
+            "mask.global_tokens=4097: must be at most seq=4096",
+        ),
+        (
+            MaskConfig(kind="prefix_lm", prefix=SEQ + 1),
+            "mask.prefix=4097: must be at most seq=4096",
+        ),
+    ],
+)
+def test_a_conflict_is_one_line_that_names_key_and_value(mask, message):
+    (line,) = lines(mask)
+    assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("mask", "intervals"),
+    [
+        (CAUSAL, 1),
+        (MaskConfig.sliding(64), 1),
+        (dataclasses.replace(MaskConfig.sliding(64), global_tokens=4), 2),
+        (dataclasses.replace(MaskConfig.sliding(SEQ), global_tokens=4), 1),
+        (VIDEO, 1),
+        (dataclasses.replace(VIDEO, window=(4, 15, 16)), 4),
+        (dataclasses.replace(VIDEO, window=(2, 3, 15)), 6),
+        (DILATED, 8),
+        (dataclasses.replace(DILATED, stride=1), 1),
+        (dataclasses.replace(DILATED, stride=32), 2),
+    ],
+)
+def test_intervals_join_where_keys_are_adjacent(mask, intervals):
+    assert lines(mask) == []
+    assert mask.intervals(SEQ) == intervals
+
+
+@pytest.mark.parametrize(
+    ("mask", "key"),
+    [
+        (MaskConfig.sliding(64, full_every=2), "mask.full_every=2"),
+        (dataclasses.replace(MaskConfig.sliding(64), global_tokens=4), "mask.global_tokens=4"),
+        (MaskConfig(kind="full"), "mask.kind=full"),
+    ],
+)
+def test_sparse_patterns_refuse_other_masks(mask, key):
+    (line,) = lines(mask, "moba")
+    assert line.startswith(f"{key}: ")
+    assert "sparsity.pattern=moba" in line
+    assert lines(MaskConfig.sliding(64), "moba") == lines(CAUSAL, "moba") == []
+
+
+def test_the_text_leaves_out_what_is_off():
+    assert CAUSAL.describe() == "causal"
+    assert MaskConfig.sliding(4096).describe() == "sliding_window, window 4,096"
+    assert MaskConfig.sliding(64, 6).describe() == "sliding_window, window 64, full_every 6"
+    video = dataclasses.replace(VIDEO, causal=True).describe()
+    assert video == "video, frames 16, height 16, width 16, window 4x16x16, causal"
+
+
+def test_every_nth_layer_is_full():
+    mask = MaskConfig.sliding(64, full_every=3)
+    assert [layer for layer in range(7) if mask.is_full(layer)] == [2, 5]
+    assert not any(map(MaskConfig.sliding(64).is_full, range(7)))
+    assert (mask.plain_window, CAUSAL.plain_window, VIDEO.plain_window) == (64, None, None)

@@ -1,0 +1,306 @@
+"""Generated tokens equal those of transformers, on any number of workers and in any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import gloo
+import numpy as np
+import pytest
+import torch
+from inference.small_models import engine, source, tokens, write_hf, write_run
+
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.inference.cache import KvCache
+from mtrain_cli.inference.decode_step import DecodeStep
+from mtrain_cli.inference.engine import END, LENGTH, Engine, _Prompt
+from mtrain_cli.inference.sampling import Sampling
+from mtrain_cli.model.layer_execution import ExecutedLayer
+from mtrain_cli.model.parallelize import set_execution
+from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.training.resolution import resolve_run
+
+LENGTHS = (1, 127, 128, 129, 1000)
+NEW = 6
+SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50, seed=3)
+SPARSE = ("sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_hf(tmp_path_factory.mktemp("qwen2") / "hf")
+
+
+def transformers_ids(folder: Path, prompts: list[list[int]], max_new: int) -> list[list[int]]:
+    """Return the ids that transformers generates greedily in float32."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for ids in prompts:
+        prompt = torch.tensor([ids])
+        whole = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new,
+            do_sample=False, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        found.append(whole[0, len(ids) :].tolist())
+    return found
+
+
+def generate(engine: Engine, prompts, sampling=SAMPLED, max_new: int = NEW, **options):
+    return [c.ids for c in engine.generate(prompts, max_new, sampling, **options)]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_greedy_ids_equal_transformers(tmp_path, family):
+    folder = write_hf(tmp_path / "hf", family, num_kv_heads=4 if family == "llama" else 2)
+    prompts = [tokens(length) for length in LENGTHS]
+    expected = transformers_ids(folder, prompts, 12)
+    assert len({tuple(ids) for ids in expected}) > 3
+    found = engine(folder)
+    # One by one, then together.
+    assert [generate(found, [ids], Sampling(), 12)[0] for ids in prompts] == expected
+    assert generate(found, prompts, Sampling(), 12) == expected
+
+
+def on_workers(rank: int, world: int, folder: str, words: tuple[str, ...]) -> dict:
+    """Generate on this process, and return ids, losses and how many tokens it holds."""
+    found = engine(Path(folder), *words, environment=gloo.environment(rank, world))
+    prompts = [tokens(length) for length in LENGTHS]
+    return {
+        "greedy": generate(found, prompts, Sampling()),
+        "sampled": generate(found, prompts),
+        "losses": found.token_losses(prompts[-1]).numpy(),
+        "held": [found.held(ids) for ids in prompts],
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> dict:
+    return on_workers(0, 1, str(folder), ())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_workers_and_layouts_do_not_change_the_tokens(folder, alone, world, layout):
+    words = (f"topology.workers={world}", f"topology.layout={layout}")
+    results = gloo.run(world, on_workers, str(folder), words)
+    for result in results:
+        assert result["greedy"] == alone["greedy"]
+        assert result["sampled"] == alone["sampled"]
+        np.testing.assert_allclose(result["losses"], alone["losses"], atol=2e-5)
+    held = np.array([result["held"] for result in results])
+    assert held.sum(0).tolist() == list(LENGTHS)
+    # All but one worker hold no token of the shortest prompt.
+    assert (held[:, 0] == 0).sum() == world - 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("topology.exchange=ring", "topology.layout=striped"),
+        ("topology.exchange=ulysses",),
+        ("topology.exchange=group_cast", "topology.layout=balanced"),
+        (*SPARSE, "topology.exchange=ring"),
+        (*SPARSE, "topology.exchange=all_gather"),
+        ("sparsity=moba", "sparsity.block=16", "sparsity.chunk=64"),
+    ],
+    ids=" ".join,
+)
+def test_exchanges_and_patterns_on_two_workers(folder, words):
+    pattern = tuple(word for word in words if word.startswith("sparsity"))
+    expected = on_workers(0, 1, str(folder), pattern)
+    for result in gloo.run(2, on_workers, str(folder), ("topology.workers=2", *words)):
+        assert result["greedy"] == expected["greedy"]
+        assert result["sampled"] == expected["sampled"]
+        np.testing.assert_allclose(result["losses"], expected["losses"], atol=2e-5)
+
+
+def with_another_choice(rank: int, world: int, folder: str) -> list[list[int]]:
+    """Generate while all workers but the first choose other tokens."""
+    if rank:
+        Sampling.choose = lambda _, logits, __: logits.argmin(-1)  # in this process only
+    return generate(
+        engine(Path(folder), environment=gloo.environment(rank, world)), [tokens(40)], Sampling()
+    )
+
+
+def test_workers_take_the_tokens_of_the_first_worker(folder):
+    """GPUs of different kinds may round differently."""
+    expected = generate(engine(folder), [tokens(40)], Sampling())
+    assert gloo.run(2, with_another_choice, str(folder)) == [expected, expected]
+
+
+def test_a_seed_gives_other_tokens_than_another_seed(folder, alone):
+    found = engine(folder)
+    prompts = [tokens(length) for length in LENGTHS]
+    assert generate(found, prompts) == alone["sampled"]
+    assert generate(found, prompts, Sampling(0.9, 0.95, 50, seed=4)) != alone["sampled"]
+    assert alone["sampled"] != alone["greedy"]
+
+
+def test_batches_do_not_change_samples(folder, monkeypatch):
+    found = engine(folder)
+    prompts = [tokens(20 + n) for n in range(5)]
+    together = generate(found, prompts)
+    monkeypatch.setattr("mtrain_cli.inference.limits.MOST_TOGETHER", 2)
+    assert generate(found, prompts) == together
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_cached_logits_equal_those_of_a_whole_forward_pass(folder, length):
+    found = engine(folder)
+    ids = tokens(length)
+    cache = KvCache(found.config.model, 1, length + NEW, torch.float32, found.device)
+    step = DecodeStep(found.decoder, cache, found.choices.kernel, found.group, Sampling(), NEW)
+    logits = [found.prefill(ids, cache, 0)]
+    step.begin(logits[0], [length], [np.zeros(NEW)])
+    whole = list(ids)
+    for _ in range(NEW - 1):
+        whole.append(int(step.tokens))
+        step.run()
+        logits.append(step.logits)
+    x_1NC, _ = found.hidden(whole)
+    expected = found.decoder.head(x_1NC[:, length - 1 : len(whole)])[0]
+    torch.testing.assert_close(torch.cat(logits), expected, atol=1e-5, rtol=0)
+
+
+def training_hidden(found: Engine, ids: list[int], words: tuple[str, ...]) -> torch.Tensor:
+    """Return the hidden states of a forward pass as `Trainer` computes it."""
+    config = source(found.source.path, *words).config
+    config = type(config)(**{**vars(config), "seq": len(ids)})
+    choices = resolve_run(config, found.environment)
+    exchange = make_exchange(choices.exchange.name, choices.layout, ContextGroup.alone())
+    make = BatchMaker(
+        exchange, choices.kernel, found.device, mask=MaskRule.of(config), pattern=choices.pattern
+    )
+    arrays = np.array(ids, np.int32), np.array(ids, np.int32), np.zeros(len(ids), np.int32)
+    batch = make([_Prompt(*arrays)])
+    set_execution(found.decoder, config.train)
+    return found.decoder.hidden(batch.tokens, batch.positions, batch.attention)
+
+
+@pytest.mark.parametrize("length", [129, 1000])
+@pytest.mark.parametrize("pattern", [SPARSE, ("sparsity=xattention",), ("sparsity=moba",), ()])
+def test_the_prefill_is_bitwise_the_forward_pass_of_training(folder, pattern, length):
+    found = engine(folder, *pattern)
+    ids = tokens(length)
+    got, _ = found.hidden(ids)
+    assert torch.equal(got, training_hidden(found, ids, pattern))
+    if pattern == SPARSE and length == 1000:
+        dense, _ = engine(folder).hidden(ids)
+        assert not torch.equal(got, dense)
+
+
+@pytest.mark.parametrize("pattern", ["vertical_slash", "xattention", "moba"])
+def test_every_pattern_reads_short_prompts(folder, pattern):
+    found = engine(folder, f"sparsity={pattern}")
+    for length in (1, 2, 130):
+        assert len(generate(found, [tokens(length)])[0]) == NEW
+
+
+def test_a_run_generates_under_its_own_pattern(tmp_path):
+    write_run(tmp_path / "run", *SPARSE)
+    for path in (tmp_path / "run", tmp_path / "run/checkpoints/step-3"):
+        found = engine(path)
+        assert found.choices.pattern is not None
+        assert found.choices.pattern.name == "vertical_slash"
+        assert len(generate(found, [tokens(400, vocabulary=256)])[0]) == NEW
+    assert engine(tmp_path / "run", "sparsity=dense").choices.pattern is None
+
+
+def test_a_stop_id_ends_one_prompt_and_not_the_others(folder):
+    found = engine(folder)
+    prompts = [tokens(length) for length in LENGTHS]
+    free = list(found.generate(prompts, NEW, Sampling()))
+    stop = free[1].ids[2]
+    stopped = list(found.generate(prompts, NEW, Sampling(), frozenset([stop])))
+    for before, after in zip(free, stopped, strict=True):
+        if stop in before.ids:
+            assert after.ids == before.ids[: before.ids.index(stop)]
+            assert after.finish == END
+        else:
+            assert (after.ids, after.finish) == (before.ids, LENGTH)
+    assert stopped[1].finish == END
+
+
+def test_tiles_of_a_long_prompt_do_not_change_its_logits(tmp_path):
+    write_run(tmp_path / "run", "train.tile_mib=1", "model.intermediate_size=512")
+    tiled, ids = engine(tmp_path / "run"), tokens(400)
+    assert {layer.execution.tile_bytes for layer in tiled.decoder.layers} == {1 << 20}
+    whole = engine(tmp_path / "run")
+    for layer in whole.decoder.layers:
+        layer.execution = dataclasses.replace(layer.execution, tile_bytes=0)
+    torch.testing.assert_close(tiled.hidden(ids)[0], whole.hidden(ids)[0], atol=1e-5, rtol=0)
+
+
+def test_tokens_are_reported_as_they_come(folder):
+    reported: dict[int, list[int]] = {}
+    found = engine(folder)
+    ids = generate(
+        found,
+        [tokens(5), tokens(6)],
+        on_token=lambda prompt, token: reported.setdefault(prompt, []).append(token),
+    )
+    assert [reported[0], reported[1]] == ids
+
+
+def test_losses_equal_those_of_whole_logits(folder):
+    found = engine(folder)
+    ids = tokens(200)
+    x_1NC, _ = found.hidden(ids)
+    log_probabilities = found.decoder.head(x_1NC)[0, :199].double().log_softmax(-1)
+    expected = -log_probabilities.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+    torch.testing.assert_close(found.token_losses(ids).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_a_cache_serves_later_calls_if_it_suffices(folder):
+    found = engine(folder)
+    first, second, third = tokens(100), tokens(80), tokens(300)
+    generate(found, [first], Sampling())
+    kept = found._kept
+    for sampling, ids, reused in (
+        (Sampling(seed=5), second, True),
+        (Sampling(), tokens(20), False),
+        (Sampling(), third, False),
+        (SAMPLED, third, False),
+    ):
+        expected = generate(engine(folder), [ids], sampling)
+        assert generate(found, [ids], sampling) == expected
+        assert (found._kept is kept) == reused
+        kept = found._kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pattern", "tile_bytes", "compiled_functions"), [((), 0, 4), (SPARSE, 0, 4), ((), 1 << 15, 5)]
+)
+def test_no_length_of_prompt_compiles_the_layers_again(
+    folder, pattern, tile_bytes, compiled_functions, monkeypatch
+):
+    """`project` and `finish` compile for prompts and for new tokens. Tiles split `finish` in two.
+
+    There are more lengths than `torch.compile` would compile a function for.
+    """
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = engine(folder, *pattern), engine(folder, "train.compile=true", *pattern)
+    for layer in compiled.decoder.layers:
+        layer.execution = dataclasses.replace(layer.execution, tile_bytes=tile_bytes)
+    shapes, stages = set(), ExecutedLayer._stages
+
+    def recorded(layer, x_BNC, **rest):
+        shapes.add(tuple(x_BNC.shape))
+        return stages(layer, x_BNC, **rest)
+
+    monkeypatch.setattr(ExecutedLayer, "_stages", recorded)
+    for length in range(100, 1500, 130):
+        ids = tokens(length)
+        assert generate(compiled, [ids], Sampling()) == generate(plain, [ids], Sampling())
+        assert counters["stats"]["unique_graphs"] == compiled_functions
+    assert len(shapes) > torch._dynamo.config.recompile_limit
+    assert not counters["graph_break"]

@@ -1,0 +1,122 @@
+"""Prompts that cannot be computed are refused before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from inference.small_models import POSITIONS, source, tokens, write_hf, write_run
+
+from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.inference.limits import GIB, MOST_TOGETHER, MemoryNeed, require_prompts
+from mtrain_cli.inference.model_source import ModelSource
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.parallel_dims import ParallelDims
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> ModelSource:
+    return source(write_hf(tmp_path_factory.mktemp("model") / "hf"))
+
+
+def problems(model: ModelSource, prompts, max_new: int = 8, **options) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as raised:
+        require_prompts(model, prompts, max_new, **options)
+    return raised.value.problems
+
+
+def test_each_prompt_has_its_line(model):
+    found = problems(model, [[], [5, 97], [1, -1], tokens(POSITIONS - 7)])
+    assert found == (
+        "prompt 1 is empty; give at least one token",
+        "prompt 2 has the id 97 at token 2; the model's 97 ids are 0 to 96",
+        "prompt 3 has the id -1 at token 2; the model's 97 ids are 0 to 96",
+        "prompt 4 has 2,041 tokens; with --max-new 8 it exceeds the 2,048 positions of the model. "
+        "Give --max-new 7, or add --beyond to go on anyway",
+    )
+
+
+def test_the_last_position_is_allowed_and_beyond_insists(model):
+    require_prompts(model, [tokens(POSITIONS - 8)], 8)
+    require_prompts(model, [tokens(POSITIONS)], 8, beyond=True)
+    (line,) = problems(model, [tokens(POSITIONS)])
+    assert "Give a shorter prompt" in line
+
+
+def test_positions_of_a_run_follow_its_length_and_yarn(tmp_path):
+    words = ("model.rope.original_max_position=128",)
+    write_run(tmp_path / "plain", *words)
+    assert source(tmp_path / "plain").max_position == 512
+    write_run(tmp_path / "yarn", *words, "model.rope.scaling=yarn", "model.rope.factor=8")
+    assert source(tmp_path / "yarn").max_position == 1024
+    write_run(tmp_path / "auto", *words, "model.rope.scaling=yarn", "model.rope.factor=auto")
+    assert source(tmp_path / "auto").max_position == 512
+    assert source(tmp_path / "auto").rope_factor == 4
+
+
+@pytest.mark.parametrize(
+    ("mask", "prompt", "part"),
+    [
+        (MaskConfig.sliding(64), 60, "window ends after 64 tokens"),
+        (MaskConfig(kind="full"), 5, "hides earlier tokens or shows later ones"),
+    ],
+)
+def test_masks_that_hide_the_cache_are_refused(model, mask, prompt, part):
+    masked = dataclasses.replace(model, config=dataclasses.replace(model.config, mask=mask))
+    (line,) = problems(masked, [tokens(prompt)])
+    assert part in line
+    if mask.plain_window:
+        require_prompts(masked, [tokens(56)], 8)
+
+
+def on_cpu(workers: int = 1) -> Environment:
+    return Environment(
+        "cpu", ParallelDims.of(workers, cp=workers), workers, 0, 0, "mtrain", workers
+    )
+
+
+def need(model: ModelSource, gib: float, workers: int = 1) -> MemoryNeed:
+    config = model.config.changed(topology={"host_memory_gib": gib})
+    return MemoryNeed.of(config, on_cpu(workers))
+
+
+def test_the_longest_prompt_that_fits_is_named_and_fits(model):
+    found = need(model, 0.01)
+    with pytest.raises(ConfigError) as raised:
+        found.require_fit(10**6, 100, "cpu")
+    (line,) = raised.value.problems
+    longest = found.longest(100)
+    assert f"the longest that fits has {longest:,} tokens" in line
+    assert 1000 < longest < 10**6
+    assert found.require_fit(longest, 100, "cpu") == 1
+    with pytest.raises(ConfigError):
+        found.require_fit(longest + 1, 100, "cpu")
+
+
+def test_no_prompt_fits_a_tiny_memory(model):
+    with pytest.raises(ConfigError, match="no prompt fits"):
+        need(model, 0.0001).require_fit(5, 1, "cpu")
+
+
+def test_tiles_bound_the_memory_of_the_mlp(model):
+    whole = dataclasses.replace(need(model, 1.0), tile=0)
+    tiled = dataclasses.replace(whole, tile=1 << 20)
+    assert whole.bytes(10**5, 1) - tiled.bytes(10**5, 1) == 10**5 * whole.per_tiled - 2**20
+    assert whole.bytes(10, 1) == tiled.bytes(10, 1)
+    assert tiled.longest(1) > whole.longest(1)
+
+
+def test_workers_share_the_keys(model):
+    """Each has a worker's share of the memory, but all the weights."""
+    fixed = need(model, 1.0).fixed
+    one, four = need(model, 1.0), need(model, 4.0, workers=4)
+    assert (one.capacity, four.capacity) == (GIB, GIB)
+    assert four.fixed == fixed
+    assert four.longest(10) > 2 * one.longest(10)
+
+
+def test_short_prompts_generate_together(model):
+    found = need(model, 0.05)
+    assert found.require_fit(10, 10, "cpu") == MOST_TOGETHER
+    assert 1 <= found.require_fit(found.longest(10) // 2, 10, "cpu") < MOST_TOGETHER

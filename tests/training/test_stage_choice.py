@@ -1,0 +1,102 @@
+"""``topology.stages=auto`` compares the times of 1, 2 and 3 stages, and states them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mtrain_cli import resource_dir
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.training import stage_choice
+from mtrain_cli.training.run_plan import make_plan
+
+WINDOW = ("seq=512k", "mask=sliding_window", "mask.window=32k")
+
+
+@pytest.fixture(autouse=True)
+def no_remembered_times():
+    stage_choice._seconds.cache_clear()
+    yield
+    stage_choice._seconds.cache_clear()
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """Return the file of a cluster with a tenth of the bandwidth of ``h100_4x8``."""
+    text = (resource_dir("conf") / "cluster/h100_4x8.yaml").read_text()
+    for fast in (322, 50):
+        key = f"bandwidth_gbps: {{value: {fast}"
+        assert key in text
+        text = text.replace(key, f"bandwidth_gbps: {{value: {fast / 10}")
+    text = text.replace("low: 230, high: 370", "low: 23, high: 37")
+    path = tmp_path / "slow.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def exchange(*words: str, cluster: str = "h100_4x8"):
+    overrides = ("model=qwen3b", *words, f"topology.cluster={cluster}", "topology.device=cuda")
+    return make_plan(compose([*overrides, "topology.workers=32"], plan=True)).exchange
+
+
+def test_slow_links_get_stages_and_fast_links_do_not(slow):
+    fast = exchange(*WINDOW)
+    assert (fast.name, fast.stages) == ("hierarchical_group_cast", 1)
+    staged = exchange(*WINDOW, cluster=slow)
+    assert staged.name == fast.name
+    assert staged.stages > 1
+    assert f"{staged.stages} stages" in staged.label
+
+
+def test_the_reason_states_all_times_and_the_smallest_wins(slow):
+    chosen = exchange(*WINDOW, cluster=slow)
+    found = re.search(
+        r"moves the rows .*; with (\d) stages, attention of a layer takes (\S+) ms, "
+        r"(\S+) ms with 1 stage and (\S+) ms with \d stages \(topology\.stages=auto\)$",
+        chosen.reason,
+    )
+    assert found is not None, chosen.reason
+    stages, best, *others = map(float, found.groups())
+    assert stages == chosen.stages
+    assert best < min(others)
+
+
+@pytest.mark.parametrize(("seconds", "stages"), [(0.979, 2), (0.981, 1), (1.5, 1)])
+def test_stages_must_win_by_two_percent(monkeypatch, seconds, stages):
+    times = {1: 1.0, 2: seconds, 3: 2.0}
+    monkeypatch.setattr(
+        stage_choice, "attention_seconds", lambda schedule, *_: times[schedule.stages]
+    )
+    assert exchange(*WINDOW).stages == stages
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("topology.exchange=ring",),
+        ("topology.exchange=group_cast", "sparsity=vertical_slash"),
+        ("topology.exchange=group_cast", "topology.stages=2"),
+    ],
+)
+def test_only_auto_stages_of_dense_group_casts_are_priced(monkeypatch, words):
+    monkeypatch.delattr(stage_choice, "attention_seconds")
+    found = exchange("seq=32k", *words)
+    assert "stage" not in found.reason
+    assert found.stages == (2 if "topology.stages=2" in words else 1)
+
+
+def test_layers_with_different_masks_share_their_mean_time(monkeypatch):
+    """With every second layer full, half of the layers take the time of each mask."""
+    pairs = []
+    monkeypatch.setattr(
+        stage_choice,
+        "attention_seconds",
+        lambda _, __, masks, *___: pairs.append(masks[0].pairs) or float(masks[0].pairs),
+    )
+    words = ("topology.exchange=group_cast", "topology.layout=zigzag")
+    window = ("seq=32k", "mask=sliding_window", "mask.window=1k", "mask.full_every=6")
+    found = exchange(*window, *words)
+    both = sorted(set(pairs))
+    mean = (5 * both[0] + both[1]) / 6
+    assert f"takes {1e3 * mean:.3g} ms" in found.reason
