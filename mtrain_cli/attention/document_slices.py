@@ -9,8 +9,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mtrain_cli.attention.mask import IntArray, SliceKind
+from mtrain_cli.attention.mask import IntArray, SequenceMask, SliceKind
+from mtrain_cli.config.mask_settings import MOST_INTERVALS
+
+# Most slices of a query on average. Slices may overlap, but more than this is a mistake in the data
+# and would exhaust memory.
+MOST_SLICES = 4 * MOST_INTERVALS
 
 
 def causal_slices(length: int) -> IntArray:
@@ -48,6 +54,24 @@ def cut_slices(slices: IntArray, start: int, stop: int) -> IntArray:
     return np.concatenate(parts)
 
 
+def continues(slices: IntArray, start: int, stop: int) -> NDArray[np.bool_]:
+    """Return whether the tokens ``start`` to ``stop`` - 1 of a document see the token before them.
+
+    slices: slices that lie in the document.
+    """
+    q_start, q_stop, k_start, k_stop, kind = slices.T
+    # A bound that moves with the query is at the token before it for all queries or for none.
+    low_moves, high_moves = kind >> 1 == 1, kind & 1 == 1
+    first = np.where(low_moves, q_start, np.maximum(q_start, k_start + 1))
+    end = np.where(high_moves, q_stop, np.minimum(q_stop, k_stop + 1))
+    never = (low_moves & (k_start >= q_start)) | (high_moves & (k_stop < q_stop - 1))
+    first, end = (np.clip(bound, start, stop) - start for bound in (first, end))
+    some = ~never & (end > first)
+    change = np.bincount(first[some], minlength=stop - start + 1)
+    change = change - np.bincount(end[some], minlength=stop - start + 1)
+    return np.cumsum(change)[: stop - start] > 0
+
+
 def lie_in(slices: IntArray, length: int) -> bool:
     """Return whether all slices have a known kind and lie in a document of ``length`` tokens."""
     queries, keys, kind = slices[:, 0:2], slices[:, 2:4], slices[:, 4]
@@ -55,3 +79,26 @@ def lie_in(slices: IntArray, length: int) -> bool:
     ordered = (queries[:, 0] <= queries[:, 1]).all() and (keys[:, 0] <= keys[:, 1]).all()
     known = kind.min() >= 0 and kind.max() <= SliceKind.BICAUSAL
     return bool(inside and ordered and known)
+
+
+def slices_per_query(slices: IntArray, length: int) -> float:
+    """Return how many slices name each query of ``length`` tokens on average."""
+    return float(np.clip(slices[:, 1].astype(float) - slices[:, 0], 0, None).sum()) / max(1, length)
+
+
+def intervals_at_most(slices: IntArray, length: int, most: int) -> bool:
+    """Return whether no query of a document of ``length`` tokens sees more than ``most`` intervals.
+
+    slices: slices that lie in the document.
+    most: at most `MOST_INTERVALS`.
+    """
+    starts, stops = np.sort(slices[:, 0]), np.sort(slices[:, 1])
+    shared = np.arange(1, len(starts) + 1) - np.searchsorted(stops, starts, side="right")
+    if shared.max(initial=0) <= most:
+        return True  # no query is in more slices
+    if slices_per_query(slices, length) > MOST_SLICES:
+        return False
+    try:
+        return SequenceMask.from_slices(slices, length, length).intervals <= most
+    except ValueError:
+        return False

@@ -6,7 +6,7 @@ result is exact, but the kernel is no faster than for dense attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -16,9 +16,9 @@ from mtrain_cli.attention.mask import SliceKind
 from mtrain_cli.attention.partials import accumulation_dtype, merge
 from mtrain_cli.attention.tiles import Tiles
 
-_MASK_BYTES = 16 << 20  # maximum size of the additive mask of one CPU call
-_CACHED_MASK_BYTES = 256 << 20  # maximum size of a sequence's masks that other layers reuse
-_ROWS_PER_CALL = 512
+MASK_BYTES = 16 << 20  # maximum size of the additive mask of one CPU call
+CACHED_MASK_BYTES = 256 << 20  # maximum size of a sequence's masks that other layers reuse
+ROWS_PER_CALL = 512
 
 # Query rows, key slots and mask of one kernel call. On the CPU the mask is an additive tensor, or
 # False for none, and the slots may be a tensor. On CUDA the mask is the kind of a slice.
@@ -178,11 +178,15 @@ def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> list[Call]:
-    """Return the kernel calls that together compute sequence number b of the batch."""
+def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> Iterable[Call]:
+    """Return the kernel calls that together compute sequence number b of the batch.
+
+    On the CPU, the masks of a long sequence are made one by one: together they would take memory
+    with the square of its length.
+    """
     dtype = accumulation_dtype(q.dtype)
     if tiles.index is not None:
-        return list(_cpu_index_calls(tiles, b, dtype))
+        return _cpu_index_calls(tiles, b, dtype)
     if _on_gpu(q):
         return [
             (slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), SliceKind(s.kind))
@@ -192,11 +196,22 @@ def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> list[Call]:
     if key in tiles.cache:
         return tiles.cache[key]
     split = _cpu_calls if tiles.intervals == 1 else _cpu_interval_calls
-    calls = list(split(tiles, b, dtype))
-    masks = [mask for _, _, mask in calls if isinstance(mask, torch.Tensor)]
-    if sum(mask.nbytes for mask in masks) <= _CACHED_MASK_BYTES:
-        tiles.cache[key] = calls
-    return calls
+    return _cached(split(tiles, b, dtype), tiles, key)
+
+
+def _cached(calls: Iterator[Call], tiles: Tiles, key: str) -> Iterator[Call]:
+    """Yield calls. Keep them for the other layers if their masks are small together."""
+    kept: list[Call] = []
+    size = 0
+    for call in calls:
+        size += call[2].nbytes if isinstance(call[2], torch.Tensor) else 0
+        if size <= CACHED_MASK_BYTES:
+            kept.append(call)
+        else:
+            kept.clear()
+        yield call
+    if size <= CACHED_MASK_BYTES:
+        tiles.cache[key] = kept
 
 
 def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
@@ -209,9 +224,9 @@ def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
     rows_with_keys = (low < high).nonzero().flatten()
     start = int(rows_with_keys[0]) if len(rows_with_keys) else num_rows
     while start < num_rows:
-        stop = min(start + _ROWS_PER_CALL, num_rows)
+        stop = min(start + ROWS_PER_CALL, num_rows)
         width = max(int(high[start:stop].max()) - int(low[start]), 1)
-        stop = min(stop, start + max(16, _MASK_BYTES // (4 * width)))
+        stop = min(stop, start + max(16, MASK_BYTES // (4 * width)))
         group_low, group_high = low[start:stop], high[start:stop]
         sees_keys = group_low < group_high
         if not bool(sees_keys.any()):
@@ -230,10 +245,10 @@ def _cpu_interval_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Ca
     """Yield one call per group of rows, with only the keys that some row of the group sees."""
     start, num_rows = 0, tiles.num_queries
     while start < num_rows:
-        stop = min(start + _ROWS_PER_CALL, num_rows)
+        stop = min(start + ROWS_PER_CALL, num_rows)
         low, high = tiles.low[b, :, start:stop], tiles.high[b, :, start:stop]
         slots = _slots_seen(low, high, tiles.num_keys)
-        most = max(16, _MASK_BYTES // (4 * max(1, len(slots))))
+        most = max(16, MASK_BYTES // (4 * max(1, len(slots))))
         if stop - start > most:
             stop = start + most
             low, high = low[:, :most], high[:, :most]
@@ -265,7 +280,7 @@ def _cpu_index_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]
     """Yield one call per group of rows, with masks of all heads, [heads, rows, keys]."""
     assert tiles.index is not None
     positions, key_positions = tiles.positions()
-    rows = max(16, _MASK_BYTES // (4 * tiles.num_keys * tiles.index.heads[1]))
+    rows = max(16, MASK_BYTES // (4 * tiles.num_keys * tiles.index.heads[1]))
     slots = torch.arange(tiles.num_keys, dtype=torch.int32)
     for start in range(0, len(positions), rows):
         stop = min(start + rows, len(positions))

@@ -199,6 +199,19 @@ class SimulateRequest:
                 COLUMNS if columns is None else columns,
                 layers,
             )
+        return self._pairs_within(settings, words, config, layers)
+
+    def _pairs_within(
+        self, settings: PatternSettings, words: Sequence[str], config: Config, layers: int
+    ) -> PairSource:
+        """Return pairs within the bounds of a pattern, as `pair_source` does.
+
+        Raises:
+            ConfigError: an option is beyond the bounds of the pattern.
+        """
+        from mtrain_cli.simulation.scenario import PairSource
+
+        pattern, density, columns = settings.pattern, self.density, self.columns
         limits = ("sparsity.min_slashes=", "sparsity.max_slashes=")
         if limit := next((word for word in words if word.startswith(limits)), None):
             self._refuse(f"contradicts {limit}; give only one of the two", "density")
@@ -224,7 +237,7 @@ class SimulateRequest:
                 "density",
             )
         return PairSource(
-            index or CLUSTERED,
+            self.index or CLUSTERED,
             DENSITY if density is None else density,
             columns,
             layers,

@@ -26,20 +26,20 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.shipped_profiles import find_shipped
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 from mtrain_cli.simulation.calibration import Calibration, describe_source, same_device
+from mtrain_cli.simulation.prediction_accuracy import PredictionAccuracy, accuracy
 from mtrain_cli.simulation.validation import (
     CaseComparison,
     MeasuredRun,
     MismatchedPrediction,
     PassComparison,
     PredictedCase,
-    PredictionAccuracy,
-    accuracy,
     compare,
     digest,
     key_of,
     open_prediction,
     open_run,
     replay,
+    replayed_work,
     sources,
     write_predictions,
 )
@@ -141,16 +141,17 @@ def _compare(
     compared: list[CaseComparison] = []
     missing = []
     for number, run in enumerate(runs):
-        by_case = given
+        by_case, replayed = given, {}
         if not predictions:
             by_case = _replay(run, cluster, calibration, folder / f"predicted-{number}")
+            replayed = replayed_work(run, by_case)
         for case in run.cases:
             label, predicted = f"{run.folder.name}: {case.label}", by_case.get(key_of(case.facts))
             if predicted is None:
                 missing.append(label)
                 continue
             try:
-                compared.append(compare(run, case, predicted))
+                compared.append(compare(run, case, predicted, replayed.get(case.number)))
             except MismatchedPrediction as reason:
                 missing.append(f"{label}: {reason}")
     return compared, missing

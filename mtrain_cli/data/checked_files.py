@@ -69,5 +69,6 @@ def read_metadata(
             raise ConfigError(f"{place} is not JSON ({documents.reason(error)}){advice}") from None
     found = content.get("version") if isinstance(content, dict) else None
     if found != version:
-        raise ConfigError(f"{place} has version {found}{unsupported}")
+        shown = " ".join(str(found).split())
+        raise ConfigError(f"{place} has version {shown}{unsupported}")
     return content

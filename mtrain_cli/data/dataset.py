@@ -10,7 +10,13 @@ from typing import Protocol
 
 import numpy as np
 
-from mtrain_cli.attention.document_slices import causal_slices, cut_slices, lie_in
+from mtrain_cli.attention.document_slices import (
+    causal_slices,
+    continues,
+    cut_slices,
+    intervals_at_most,
+    lie_in,
+)
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
@@ -18,7 +24,7 @@ from mtrain_cli.data.document_columns import NO_COLUMNS, POSITIONS, SLICES
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
-from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
+from mtrain_cli.data.store import META, StoreMeta, Stretch, TokenStore
 
 # The tokens after the last whole sequence are padded to one more sequence. If they fill less than
 # this share of it, they are left out instead.
@@ -94,7 +100,7 @@ class PackedDataset:
     document_mask: if true, the last token of a document has no label. If false, the whole sequence
         is one document with number 0.
     masked: if true, each sample has the slices of its documents' masks. A document without a mask
-        is causal.
+        is causal. A token has no label if the next token does not see it.
     positioned: if true, each sample has the rotary positions of its documents. A document without
         positions has its positions in the sequence.
     location: where the tokens are, for `describe`.
@@ -180,12 +186,16 @@ class PackedDataset:
             labels[ends[ends <= self.seq] - 1] = IGNORED
             documents[ends[ends < self.seq]] = 1
             np.cumsum(documents, out=documents)
-        slices = self._slices(begin, begin + real) if self._masked else None
+        slices = None
+        if self._masked:
+            slices = self._slices(begin, begin + real)
+            # If the next token does not see this one, it continues another text, such as the
+            # question of another answer.
+            labels[: stream.size - 1][~self._continued(begin, begin + stream.size)[1:]] = IGNORED
         positions = None
         if self._positioned:
             positions = self._positions(begin, begin + stream.size)
-            # If the position does not rise, the next token continues another text, such as the
-            # question of another answer.
+            # If the position does not rise, the next token continues another text, too.
             labels[: stream.size - 1][
                 positions[1 : stream.size] <= positions[: stream.size - 1]
             ] = IGNORED
@@ -263,10 +273,26 @@ class PackedDataset:
             length = int(self._store.offsets[unit + 1] - self._store.offsets[unit])
             if own is not None and not lie_in(own, length):
                 raise self._corrupt(SLICES)
+            most = self._store.meta.columns.intervals
+            if own is not None and not intervals_at_most(own, length, most):
+                what = f"document {unit} has a query with more than {most} separate intervals of"
+                raise self._corrupt(SLICES, f"{what} keys, the most that {META} lists")
             part = causal_slices(stop - start) if own is None else cut_slices(own, start, stop)
             part[:, :4] += place
             parts.append(part)
         return np.concatenate(parts)
+
+    def _continued(self, begin: int, end: int) -> np.ndarray:
+        """Return whether each token sees the token before it, bool [end - begin].
+
+        Tokens of documents without a mask do.
+        """
+        continued = np.ones(end - begin, bool)
+        for unit, start, stop, place in self._parts(begin, end):
+            own = self._columns.slices_of(unit)
+            if own is not None:
+                continued[place : place + stop - start] = continues(own, start, stop)
+        return continued
 
     def _positions(self, begin: int, end: int) -> np.ndarray:
         """Return the rotary position of each token, int32[end - begin], at least [seq]."""
@@ -280,11 +306,10 @@ class PackedDataset:
                 positions[place : place + stop - start] = own
         return positions
 
-    def _corrupt(self, name: str) -> ConfigError:
+    def _corrupt(self, name: str, why: str = "it holds impossible values") -> ConfigError:
         """Return the error for a file of columns whose values cannot have been written."""
         return ConfigError(
-            f"{self._store.folder}: {name} is corrupt: it holds impossible values. Prepare the "
-            "store again."
+            f"{self._store.folder}: {name} is corrupt: {why}. Prepare the store again."
         )
 
     def _check(self, stream: np.ndarray) -> None:

@@ -289,7 +289,8 @@ class MdsFolder:
         return ", ".join(f"{name} ({encoding})" for name, encoding in self.encodings.items())
 
     def _error(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self.origin}: {problem}")
+        one_line = " ".join(problem.split())  # texts from the file may hold line breaks
+        return ConfigError(f"{self.origin}: {one_line}")
 
     def _subfolder_hint(self) -> str:
         inside = sorted(path.parent.name for path in self.folder.glob(f"*/{INDEX}"))
@@ -423,7 +424,7 @@ def _parse_shard(entry: dict[str, Any]) -> Shard:
     if entry["format"] != "mds":
         raise KeyError("format mds")
     packed = entry.get("zip_data")
-    raw, samples = _parse_file(entry["raw_data"]), int(entry["samples"])
+    raw, samples = _parse_file(entry["raw_data"]), _whole_number(entry, "samples")
     shard = Shard(raw, samples, entry.get("compression"), _parse_file(packed) if packed else None)
     # A shard holds at least the number of samples n and n + 1 offsets.
     if samples < 0 or not 8 + 4 * samples <= raw.size < _MAX_SHARD_BYTES:
@@ -438,13 +439,28 @@ def _parse_file(facts: dict[str, Any]) -> ShardFile:
     """Return the file that an entry of index.json describes.
 
     Raises:
-        ValueError: the entry names a file outside the folder of index.json.
+        ValueError: the entry names a file outside the folder of index.json, or a value is wrong.
     """
     name = str(facts["basename"])
     parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or set(name) & set("\\\0"):
+    if not parts or name.startswith("/") or ".." in parts or "\\" in name or not name.isprintable():
         raise ValueError(f"names the shard {name!r}, which is not in the folder")
-    return ShardFile(name, int(facts["bytes"]), dict(facts.get("hashes") or {}))
+    hashes = facts.get("hashes") or {}
+    if not isinstance(hashes, dict):
+        raise ValueError(f"has hashes {json.dumps(hashes)} for {name}, not an object of hashes")
+    return ShardFile(name, _whole_number(facts, "bytes"), hashes)
+
+
+def _whole_number(facts: dict[str, Any], key: str) -> int:
+    """Return the whole number of an entry of index.json.
+
+    Raises:
+        ValueError: the value is not a whole number.
+    """
+    value = facts[key]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"has {key} {json.dumps(value)} for a shard, not a whole number")
+    return value
 
 
 def _read_unpacked(stream: Any, size: int) -> bytearray:
@@ -469,13 +485,11 @@ def _unpacker(
     Raises:
         ConfigError: the compression is unknown, or its Python package is missing.
     """
-    kind = str(compression).partition(":")[0]
+    kind = " ".join(str(compression).partition(":")[0].split())
     if kind == "gz":
         return lambda content: gzip.GzipFile(fileobj=io.BytesIO(content)), zlib.error
     if kind != "zstd":
-        raise ConfigError(
-            f"{place}: is compressed with {compression}. Only zstd and gz can be read."
-        )
+        raise ConfigError(f"{place}: is compressed with {kind}. Only zstd and gz can be read.")
     try:  # Python's own module, from 3.14 on
         from compression import zstd  # type: ignore[import-not-found, unused-ignore]
 

@@ -137,8 +137,10 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
             f"{dataset.sequences} sequences of {config.seq:,} tokens, so none would be left to "
             "train on. Hold out fewer, use a smaller seq, or give a longer corpus."
         )
-    if not store.meta.vocab_size:
-        dataset[0]  # fails before the run starts if a token id is outside the model's vocabulary
+    if not store.meta.vocab_size or data.mask_key is not None:
+        # Fails before the run starts if a token id is outside the model's vocabulary, or a mask is
+        # damaged.
+        dataset[0]
     return dataset
 
 

@@ -25,6 +25,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mtrain_cli.config import documents
+from mtrain_cli.config.mask_settings import MOST_INTERVALS
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
 from mtrain_cli.data.corpora import Corpus
@@ -130,6 +131,12 @@ class StoreMeta:
         if meta.dtype not in _DTYPES or min(counts) < 1:
             raise ConfigError(
                 f"{origin}: {META} is broken (dtype {meta.dtype}, counts {counts}). {again}"
+            )
+        if meta.columns.intervals > MOST_INTERVALS:
+            raise ConfigError(
+                f"{origin}: {META} lists queries with {meta.columns.intervals} separate intervals "
+                f"of keys; at most {MOST_INTERVALS} are allowed. Prepare documents with slices "
+                "that touch or overlap, or with fewer slices per query."
             )
         return meta
 

@@ -12,15 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from mtrain_cli.attention.document_slices import MOST_SLICES, slices_per_query
 from mtrain_cli.attention.mask import IntArray, SequenceMask, SliceKind
-from mtrain_cli.config.mask_settings import MOST_INTERVALS
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.data.record_key import RecordKey
 
 KINDS = {name.lower(): int(kind) for name, kind in SliceKind.__members__.items()}
-# Most slices of a query on average. Slices may overlap, but more than this is a mistake in the data
-# and would exhaust memory.
-_MOST_SLICES = 4 * MOST_INTERVALS
 _SHOWN = 60  # characters of a value in a message
 
 
@@ -119,12 +116,12 @@ def _slices(value: Any, length: int, key: RecordKey, location: str) -> tuple[Int
             "key stop, kind], or null for causal attention.",
         )
     table = np.array([_slice(row, key, location) for row in value], np.int64)
-    named = np.clip(table[:, 1].astype(float) - table[:, 0], 0, None).sum()
-    if named > _MOST_SLICES * max(1, length):
+    named = slices_per_query(table, length)
+    if named > MOST_SLICES:
         raise key.value_error(
             location,
-            f"names each query in {named / max(1, length):.0f} slices on average; at most "
-            f"{_MOST_SLICES} are allowed. Join slices that overlap.",
+            f"names each query in {named:.0f} slices on average; at most {MOST_SLICES} "
+            "are allowed. Join slices that overlap.",
         )
     try:
         return table, SequenceMask.from_slices(table, length, length).intervals

@@ -6,6 +6,7 @@ tokens so far, and never waits for the device. A CUDA graph can therefore repeat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,26 @@ class DecodeStep:
             self._graph.replay()
             return
         self._compute()
+
+    def copy_tokens(self) -> Callable[[], list[int]]:
+        """Start to copy the tokens to the host. Return a function that waits for the copy.
+
+        A step that starts in between does not change the copy. So a GPU can compute the next step
+        while the host reads these tokens.
+        """
+        if not self.tokens.is_cuda:
+            tokens = self.tokens[:, 0].tolist()
+            return lambda: tokens
+        pinned = torch.empty(self._cache.batch, dtype=torch.int64, pin_memory=True)
+        pinned.copy_(self.tokens[:, 0], non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> list[int]:
+            copied.synchronize()
+            return pinned.tolist()
+
+        return wait
 
     @torch.no_grad()
     def _compute(self) -> None:

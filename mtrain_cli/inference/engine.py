@@ -249,7 +249,7 @@ class Engine:
             ConfigError: the keys and values of a prompt do not fit the memory.
         """
         longest = max(len(ids) for ids in prompts)
-        need = MemoryNeed.of(self.config, self.environment)
+        need = MemoryNeed.of(self.config, self.environment, self.choices)
         together = need.require_fit(longest, max_new, self.device.type)
         together = min(together, len(prompts))
         capacity = capacity_for([self.held(ids) for ids in prompts], max_new, self.group.size)
@@ -299,10 +299,16 @@ class Engine:
         step.begin(torch.cat(logits), [len(ids) for ids in prompts], uniforms)
         open_rows = set(range(len(prompts)))
         started = self._now()
+        # A GPU computes the next tokens while the host reads these, and a step after the last token
+        # of all texts is wasted. A CPU would only be late.
+        ahead = self.device.type == "cuda"
         for number in range(max_new):
-            if number:
+            if number and not ahead:
                 step.run()
-            for row, token in enumerate(step.tokens[: len(prompts), 0].tolist()):
+            copied = step.copy_tokens()
+            if ahead and number + 1 < max_new:
+                step.run()
+            for row, token in enumerate(copied()[: len(prompts)]):
                 if row not in open_rows:
                     continue
                 if token in stop:

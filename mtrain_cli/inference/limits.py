@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.environment import Environment, host_memory
+
+if TYPE_CHECKING:
+    from mtrain_cli.inference.attention_need import AttentionNeed
+    from mtrain_cli.training.resolution import ResolvedRun
 
 GIB = 2**30
 MOST_TOGETHER = 8  # prompts whose tokens are generated together
@@ -74,43 +79,59 @@ class MemoryNeed:
     capacity: memory of the worker.
     fixed: weights and logits.
     per_cached: of a token in the cache.
-    per_token: of a token of a prompt while it is computed, without the MLP.
-    per_tiled: of a token in the MLP.
+    per_token: of a token of a prompt while a layer computes it.
+    per_attended: of a token in attention, in addition.
+    per_tiled: of a token in the MLP, in addition.
     tile: most bytes in the MLP; 0 means no limit.
     workers: number of workers that share a prompt.
+    attention: index and masks.
     """
 
     capacity: int
     fixed: int
     per_cached: int
     per_token: int
+    per_attended: int
     per_tiled: int
     tile: int
     workers: int
+    attention: AttentionNeed
 
     @staticmethod
-    def of(config: Config, environment: Environment) -> MemoryNeed:
-        """Return the needs of a model on the workers of a context group."""
-        from mtrain_cli.training.resolution import compute_dtype
+    def of(
+        config: Config, environment: Environment, choices: ResolvedRun | None = None
+    ) -> MemoryNeed:
+        """Return the needs of a model on the workers of a context group.
 
+        Args:
+            choices: kernel and pattern; None to choose them.
+
+        Raises:
+            ConfigError: no kernel supports the settings.
+        """
+        from mtrain_cli.inference.attention_need import AttentionNeed
+        from mtrain_cli.training.resolution import resolve_run
+
+        choices = choices or resolve_run(config, environment)
         model, workers = config.model, environment.dims.cp
-        itemsize = compute_dtype(config, environment.device).itemsize
+        itemsize = choices.dtype.itemsize
         kv = 2 * model.num_kv_heads * model.head_dim
         width = model.num_heads * model.head_dim
-        # Residual stream, norm and result; q, k, v and out; q again in float32 while it is rotated;
-        # cosine and sine in float32.
-        work = (4 * model.hidden_size + 3 * width + 2 * kv) * itemsize + 6 * width
-        work += 8 * model.head_dim
-        moved = kv * workers * itemsize if workers > 1 else 0  # gathered keys and values
+        # Norm; q, k and v; q again in float32 while it is rotated; gathered keys and values.
+        attended = (2 * model.hidden_size + 2 * width + 2 * kv) * itemsize + 6 * width
+        attended += kv * workers * itemsize if workers > 1 else 0
         logits = MOST_TOGETHER * model.vocab_size * (4 + 4 * _SCORE_BYTES)
         return MemoryNeed(
             capacity=_worker_memory(config, environment),
             fixed=_parameters(config) * itemsize + logits,
             per_cached=model.num_layers * kv * itemsize,
-            per_token=work + moved,
+            # Residual stream, result of attention, result; cosine and sine in float32.
+            per_token=(2 * model.hidden_size + width) * itemsize + 8 * model.head_dim,
+            per_attended=attended,
             per_tiled=(4 * model.intermediate_size + 3 * model.hidden_size) * itemsize,
             tile=config.train.tile_mib << 20,
             workers=workers,
+            attention=AttentionNeed(config, choices, environment.device, workers),
         )
 
     def bytes(self, prompt: int, max_new: int, together: int = 1) -> int:
@@ -119,18 +140,22 @@ class MemoryNeed:
         cached = held + -(-max_new // self.workers)
         tiled = held * self.per_tiled
         tiled = min(tiled, self.tile) if self.tile else tiled
-        return self.fixed + together * cached * self.per_cached + held * self.per_token + tiled
+        # A layer computes attention, then the MLP.
+        kept, temporary = self.attention.of(prompt)
+        layer = max(held * self.per_attended + temporary, tiled)
+        work = kept + held * self.per_token + layer
+        return self.fixed + together * cached * self.per_cached + work
 
     def fits(self, prompt: int, max_new: int, together: int = 1) -> bool:
         return self.bytes(prompt, max_new, together) <= _USABLE * self.capacity
 
     def longest(self, max_new: int) -> int:
         """Return the length of the longest prompt that fits; 0 if none fits."""
-        low, high = 0, MOST_TOKENS
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits(middle, max_new) else (low, middle - 1)
-        return low
+        return _largest(lambda prompt: self.fits(prompt, max_new))
+
+    def most_new(self, prompt: int) -> int:
+        """Return the largest ``max_new`` with which a prompt fits; 0 if it does not fit at all."""
+        return _largest(lambda max_new: self.fits(prompt, max_new))
 
     def require_fit(self, prompt: int, max_new: int, device: str) -> int:
         """Return how many prompts can generate together, at most `MOST_TOGETHER`.
@@ -139,10 +164,12 @@ class MemoryNeed:
             ConfigError: not even one prompt fits.
         """
         if not self.fits(prompt, max_new):
-            longest = self.longest(max_new)
+            longest, most_new = self.longest(max_new), self.most_new(prompt)
             says = f"the longest that fits has {longest:,} tokens"
             if not longest:
                 says = "no prompt fits"
+            if most_new:
+                says += f"; this one fits with --max-new {most_new}"
             where = "of GPU memory" if device == "cuda" else "of memory"
             raise ConfigError(
                 f"a prompt of {prompt:,} tokens with --max-new {max_new:,} needs "
@@ -151,6 +178,15 @@ class MemoryNeed:
                 f"{says}. Give a shorter prompt, a smaller --max-new or more topology.workers"
             )
         return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number of tokens that fits, if all smaller ones fit; 0 if none fits."""
+    low, high = 0, MOST_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _worker_memory(config: Config, environment: Environment) -> int:

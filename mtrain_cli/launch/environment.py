@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.validate import number_of_chunks
-from mtrain_cli.launch.job import current_job
+from mtrain_cli.launch.job import Job, current_job
 from mtrain_cli.launch.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
@@ -77,16 +78,8 @@ def resolve_environment(
 
     given = _parse_count("topology.workers", topology.workers, problems)
     workers = given or (job.world_size if job else gpus or CPU_WORKERS)
-    if job and given and given != job.world_size:
-        problems.append(
-            f"topology.workers={given}: {job.launcher} started {job.world_size} processes. Use "
-            f"auto or {job.world_size}."
-        )
-    if not job and not planning and device == "cuda" and gpus and workers > gpus:
-        problems.append(
-            f"topology.workers={workers}: this machine has {gpus} GPU{'s' * (gpus > 1)}. Use at "
-            f"most {gpus}, or auto."
-        )
+    limit = gpus if device == "cuda" and not planning else 0
+    problems.extend(_wrong_number_of_workers(workers, given, job, limit))
 
     cp = _parse_divisor(
         "topology.context_parallel", topology.context_parallel, workers, workers, problems
@@ -95,16 +88,7 @@ def resolve_environment(
     workers_per_node = _parse_divisor(
         "topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems
     )
-    if cp % workers_per_node and workers_per_node % cp:
-        allowed = [
-            str(n)
-            for n in range(1, workers + 1)
-            if workers % n == 0 and (n % workers_per_node == 0 or workers_per_node % n == 0)
-        ]
-        problems.append(
-            f"topology.context_parallel={cp}: must divide the {workers_per_node} workers of a node "
-            f"or fill whole nodes. Use auto or one of {', '.join(allowed)}."
-        )
+    problems.extend(_split_nodes(workers, cp, workers_per_node))
     dims = ParallelDims.of(workers, cp=cp)
 
     per_pass = dims.dp * config.train.micro_batch
@@ -128,6 +112,41 @@ def resolve_environment(
         local_workers=local_size,
         restarts=job.restarts if job else 0,
     )
+
+
+def _wrong_number_of_workers(
+    workers: int, given: int | None, job: Job | None, gpus: int
+) -> Iterator[str]:
+    """Yield an error if the job or this machine has another number of workers.
+
+    Args:
+        given: value of ``topology.workers``; None for auto.
+        gpus: number of GPUs of this machine; 0 if it does not limit the run.
+    """
+    if job and given and given != job.world_size:
+        yield (
+            f"topology.workers={given}: {job.launcher} started {job.world_size} processes. Use "
+            f"auto or {job.world_size}."
+        )
+    if not job and gpus and workers > gpus:
+        yield (
+            f"topology.workers={workers}: this machine has {gpus} GPU{'s' * (gpus > 1)}. Use at "
+            f"most {gpus}, or auto."
+        )
+
+
+def _split_nodes(workers: int, cp: int, per_node: int) -> Iterator[str]:
+    """Yield an error if a context group has a part of one node and a part of another."""
+    if cp % per_node and per_node % cp:
+        allowed = [
+            str(n)
+            for n in range(1, workers + 1)
+            if workers % n == 0 and (n % per_node == 0 or per_node % n == 0)
+        ]
+        yield (
+            f"topology.context_parallel={cp}: must divide the {per_node} workers of a node or fill "
+            f"whole nodes. Use auto or one of {', '.join(allowed)}."
+        )
 
 
 def host_memory() -> int:

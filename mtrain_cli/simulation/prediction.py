@@ -201,6 +201,7 @@ def predict(
     rows: bool = False,
     bounds: bool = True,
     choice: ExchangeChoice | None = None,
+    prices: RowPrices | None = None,
 ) -> Prediction:
     """Predict the attention of one configuration.
 
@@ -213,6 +214,7 @@ def predict(
         bounds: also predict the best and the worst case. The prediction then takes three times as
             long.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
+        prices: prices of rows for which a balanced layout is made; None for those on ``cluster``.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -222,7 +224,7 @@ def predict(
     name = kernel or default_kernel(cluster.gpu, first is None)
     # Predict for a backward that takes delta instead of out. Every kernel supports it.
     problem = replace(problem, made=replace(problem.made, needs_out=False))
-    prices = RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
+    prices = prices or RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
     players = []
     balanced = () if problem.full is None else problem.full.kinds(problem.masks)
     for masks, numbers in problem.kinds:

@@ -9,8 +9,8 @@ analysis reads predictions and measurements, so each number has one definition
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
-from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.exchange_selection import parse_label
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
@@ -33,11 +32,17 @@ from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.scenario import PairSource
 from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, index_of, topology_of
+from mtrain_cli.simulation.work_tables import micro_batch_tables, work_table
+from mtrain_cli.training.layout_choice import row_prices
 
 PASSES = ("forward", "backward")
 DEGREES = ("worker", "step")
 _DENSE, _FIXED = "dense", "fixed"
-_LEAST_RANKED = 3
+_ONE_MICRO_BATCH = (
+    "counts are those of the first micro-batch of the last recorded iteration, which the "
+    "prediction repeats; the others have other masks or indices, and measured times are means over "
+    "all"
+)
 Key = tuple[Any, ...]
 
 
@@ -136,11 +141,19 @@ def replay(
             f"--cluster {cluster.name}: has {cluster.gpus} GPUs, but {run.folder} used {workers}; "
             "give a larger cluster, such as one from `mtrain profile links --per-node N`"
         )
-    setup = _setup(facts, _config(run, case))
+    config = _config(run, case)
+    setup = _setup(facts, config)
     try:
         work, kernel = _workload(run, case), str(facts["kernel"])
         prediction = predict(
-            cluster, work, setup, kernel=kernel, calibration=calibration, number=number, rows=True
+            cluster,
+            work,
+            setup,
+            kernel=kernel,
+            calibration=calibration,
+            number=number,
+            rows=True,
+            prices=None if config is None else row_prices(config),
         )
     except InvalidSetup as error:
         raise ConfigError(f"RUN {run.folder}: {case.label}: {error}") from None
@@ -330,7 +343,7 @@ class PassComparison:
     ranks: (measured, predicted) time of each rank, for all steps and gathered columns.
     mape: mean absolute relative error of the attention time, over all ranks and steps.
     degrees: (measured, predicted) imbalance degrees of time.
-    cells: number of entries of the work table (`_work`).
+    cells: number of entries of the work table (`work_tables`).
     equal: number of entries of the work table that are equal in measurement and prediction.
     """
 
@@ -434,13 +447,36 @@ class MismatchedPrediction(ValueError):
     """A prediction describes another configuration than the one that ran."""
 
 
-def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> CaseComparison:
+def replayed_work(
+    run: MeasuredRun, predictions: Mapping[Key, PredictedCase]
+) -> dict[int, dict[str, np.ndarray]]:
+    """Return the measured work of the micro-batch that the predictions of `replay` repeat.
+
+    Returns:
+        Tables of each pass by number of the case, as in `micro_batch_tables`.
+    """
+    cases = [case for case in run.cases if key_of(case.facts) in predictions]
+    layers = {case.number: predictions[key_of(case.facts)].analysis.layers for case in cases}
+    iteration = run.indices.setup.iteration
+    return micro_batch_tables(run.recorded, cases, layers, iteration)
+
+
+def compare(
+    run: MeasuredRun,
+    case: CaseAnalysis,
+    predicted: PredictedCase,
+    replayed: Mapping[str, np.ndarray] | None = None,
+) -> CaseComparison:
     """Compare a measured case with its prediction.
+
+    Args:
+        replayed: measured work of the micro-batch that the prediction repeats, by pass; None to
+            compare the work of the prediction with the mean over all micro-batches.
 
     Raises:
         MismatchedPrediction: measurement and prediction differ in steps or workers.
     """
-    passes = {}
+    passes, remarks = {}, predicted.remarks
     for name in PASSES:
         if name not in case.passes or name not in predicted.analysis.passes:
             continue
@@ -451,23 +487,32 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
                 f"the prediction is for exchange {theirs!r} with {other.attention.shape[1]} steps "
                 f"in {name}, but the run used {ours!r} with {measured.attention.shape[1]} steps"
             )
-        passes[name] = _compare_pass(measured, other, predicted.bounds[name], case.bare_ms(name))
+        mean = work_table(measured)
+        work = mean if replayed is None else replayed[name]
+        if not np.array_equal(work, mean):
+            remarks = tuple(dict.fromkeys([*remarks, _ONE_MICRO_BATCH]))
+        passes[name] = _compare_pass(
+            measured, other, predicted.bounds[name], case.bare_ms(name), work
+        )
     folder, facts = str(run.folder), case.facts
     return CaseComparison(
         run=folder,
         label=case.label,
         group=(folder, facts["pattern"], facts["seq"], facts["cp"]),
         passes=passes,
-        remarks=predicted.remarks,
+        remarks=remarks,
         prediction=str(predicted.folder),
         written=predicted.written,
     )
 
 
 def _compare_pass(
-    measured: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], bare: float | None
+    measured: PassAnalysis,
+    other: PassAnalysis,
+    bounds: dict[str, float],
+    bare: float | None,
+    work: np.ndarray,
 ) -> PassComparison:
-    work = [_work(analysis) for analysis in (measured, other)]
     computed = (measured.attention > 0) & (other.attention > 0)
     cells = np.abs(_relative(other.attention, measured.attention))[computed]
     return PassComparison(
@@ -484,120 +529,13 @@ def _compare_pass(
             name: (getattr(measured.time, name).mean, getattr(other.time, name).mean)
             for name in DEGREES
         },
-        cells=work[0].size,
-        equal=int((work[0] == work[1]).sum()),
+        cells=work.size,
+        equal=int((work == work_table(other)).sum()),
     )
-
-
-def _work(analysis: PassAnalysis) -> np.ndarray:
-    """Return the work table, whole numbers [ranks, 2 * steps + 1].
-
-    A row holds the number of pairs of each step, of pairs of gathered columns, and of blocks of
-    each step. A step without pairs has no records in a profile, so its blocks count as 0.
-    """
-    blocks = np.where(analysis.pairs > 0, analysis.blocks, 0)
-    return np.rint(np.column_stack([analysis.pairs, analysis.column_pairs, blocks]))
 
 
 def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return np.divide(predicted, measured, out=np.ones_like(predicted), where=measured > 0) - 1
-
-
-@dataclass(frozen=True)
-class PredictionAccuracy:
-    """Errors over all cases.
-
-    mape: mean absolute relative error of a case's time.
-    worst: relative error of a case's time with the largest absolute value.
-    passes: mean absolute relative error of the time of each pass.
-    covered: share of passes whose measured time is within the bounds.
-    degree, worst_degree: mean and largest absolute error of the imbalance degrees of time.
-    rank: Spearman correlation of measured and predicted times, for each group of three cases or
-        more.
-    cells, equal: sums of the fields of the same name in `PassComparison`.
-    chosen: by group, whether the case with the shortest predicted time also has the shortest
-        measured time.
-    common: median over cases of predicted / measured time. It differs from 1 if, for example, the
-        whole machine was slower than at calibration.
-    mape_without_common: mean absolute relative error of all predictions divided by ``common``.
-    """
-
-    mape: float
-    worst: float
-    passes: dict[str, float]
-    covered: float
-    degree: float
-    worst_degree: float
-    rank: dict[Key, float]
-    cells: int
-    equal: int
-    chosen: dict[Key, bool] = field(default_factory=dict)
-    common: float = 1.0
-    mape_without_common: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        def by_group(values: dict[Key, Any]) -> dict[str, Any]:
-            return {f"{g[0]}: {' '.join(map(str, g[1:]))}": value for g, value in values.items()}
-
-        return {
-            "mape": self.mape,
-            "common_factor": self.common,
-            "mape_beside_common_factor": self.mape_without_common,
-            "worst_error": self.worst,
-            "mape_of_passes": self.passes,
-            "inside_bounds": self.covered,
-            "degree_mean_error": self.degree,
-            "degree_worst_error": self.worst_degree,
-            "work_cells": self.cells,
-            "work_cells_equal": self.equal,
-            "spearman": by_group(self.rank),
-            "fastest_found": by_group(self.chosen),
-        }
-
-
-def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
-    """Summarize the errors of all cases."""
-    errors = np.array([case.error for case in cases])
-    every = [(name, p) for case in cases for name, p in case.passes.items()]
-    degrees = np.abs([p - m for _, one_pass in every for m, p in one_pass.degrees.values()])
-    times = {
-        group: [np.array([getattr(c, of) for c in members]) for of in ("measured", "predicted")]
-        for group, members in grouped(cases, lambda case: case.group).items()
-        if len(members) >= _LEAST_RANKED
-    }
-    common = float(np.median(errors + 1))
-    return PredictionAccuracy(
-        mape=float(np.abs(errors).mean()),
-        worst=float(errors[np.argmax(np.abs(errors))]),
-        passes={
-            name: float(np.mean([abs(p.error) for n, p in every if n == name]))
-            for name in dict.fromkeys(n for n, _ in every)
-        },
-        covered=float(np.mean([p.inside for _, p in every])),
-        degree=float(degrees.mean()),
-        worst_degree=float(degrees.max()),
-        rank={group: spearman(*pair) for group, pair in times.items()},
-        cells=sum(p.cells for _, p in every),
-        equal=sum(p.equal for _, p in every),
-        common=common,
-        mape_without_common=float(np.abs((errors + 1) / common - 1).mean()),
-        chosen={
-            group: int(pair[0].argmin()) == int(pair[1].argmin()) for group, pair in times.items()
-        },
-    )
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the Spearman correlation; NaN if an input is constant. Ties get their mean rank."""
-    ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
-    if any(np.ptp(r) == 0 for r in ranks):
-        return float("nan")
-    return float(np.corrcoef(np.stack(ranks))[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[where]
 
 
 def sources(constants: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:

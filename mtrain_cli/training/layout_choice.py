@@ -81,9 +81,6 @@ def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
 def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
     """Return the balancer of a context group, also if the run has another layout."""
     topology, model, mask = config.topology, config.model, config.mask
-    cluster = None
-    if topology.cluster != "auto":
-        cluster = load_cluster(topology.cluster, f"topology.cluster={topology.cluster}")
     heads = topology.ulysses if isinstance(topology.ulysses, int) else 1
     whole_nodes = cp <= per_node or per_node % heads == 0 or heads % per_node == 0
     heads = heads if cp % heads == 0 and whole_nodes else 1  # `choose_exchange` refuses others
@@ -94,10 +91,17 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
         unit=config.sparsity.block or 1,
         heads=cp if topology.exchange in HEAD_SHARING else heads,
         per_node=per_node,
-        prices=RowPrices.on(cluster, model.num_heads, model.num_kv_heads),
+        prices=row_prices(config),
         layers=(model.num_layers - full, full) if mask.full_every else (1,),
         given_chunk=topology.chunk,
     )
+
+
+def row_prices(config: Config) -> RowPrices:
+    """Return the prices of rows on the cluster of a run, for its balanced layouts."""
+    model, name = config.model, config.topology.cluster
+    cluster = None if name == "auto" else load_cluster(name, f"topology.cluster={name}")
+    return RowPrices.on(cluster, model.num_heads, model.num_kv_heads)
 
 
 def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> str:

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from attention.mask_definitions import by_slices
 
-from mtrain_cli.attention.document_slices import causal_slices, cut_slices, lie_in
+from mtrain_cli.attention.document_slices import (
+    causal_slices,
+    continues,
+    cut_slices,
+    intervals_at_most,
+    lie_in,
+    slices_per_query,
+)
 from mtrain_cli.attention.mask import SequenceMask
 
 
@@ -67,3 +74,33 @@ def test_causal_slices_are_causal_attention():
 )
 def test_slices_lie_in_a_document(wrong, lies):
     assert lie_in(np.array([[0, 9, 0, 9, 1], wrong]), 9) == lies
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_number_of_intervals_is_that_of_the_definition(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        length = int(rng.integers(1, 40))
+        slices = drawn(rng, length, most=6)
+        seen = np.pad(by_slices(slices, length), ((0, 0), (1, 0))).astype(np.int8)
+        intervals = int((np.diff(seen, axis=1) == 1).sum(1).max())
+        for most in range(1, 7):
+            assert intervals_at_most(slices, length, most) == (intervals <= most), (slices, most)
+
+
+def test_slices_that_would_exhaust_memory_are_too_many():
+    same = np.tile([0, 9, 0, 9, 0], (65, 1))
+    assert slices_per_query(same, 9) == 65
+    assert intervals_at_most(same[:64], 9, 1)
+    assert not intervals_at_most(same, 9, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_which_tokens_see_the_token_before_them(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        length = int(rng.integers(1, 40))
+        slices = drawn(rng, length)
+        start, stop = sorted(rng.choice(length + 1, 2, replace=False).tolist())
+        expected = np.append(False, np.diag(by_slices(slices, length), -1))
+        assert np.array_equal(continues(slices, start, stop), expected[start:stop]), slices

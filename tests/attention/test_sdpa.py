@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,7 @@ def test_the_problems_have_empty_rows():
 @pytest.mark.parametrize("rows_per_call", [8, 32, 512])
 @pytest.mark.parametrize("seed", range(4))
 def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, seed, slices):
-    monkeypatch.setattr(sdpa, "_ROWS_PER_CALL", rows_per_call)
+    monkeypatch.setattr(sdpa, "ROWS_PER_CALL", rows_per_call)
     spans, q, k, v, dout = make_dense_problem(seed, heads, kv_heads, slices=slices)
     tiles = Tiles.make(spans)
     want_out, want_lse = ReferenceKernel().forward(q, k, v, tiles, SCALE)
@@ -89,12 +91,29 @@ def test_the_surrogate_out_gives_delta(dtype, precision, kind):
     assert ((again - delta).abs() <= precision * delta.abs() + torch.finfo(again.dtype).tiny).all()
 
 
+@pytest.mark.parametrize("slices", [0, 6])
+def test_masks_that_are_large_together_are_made_one_by_one(monkeypatch, slices):
+    monkeypatch.setattr(sdpa, "ROWS_PER_CALL", 2)
+    spans, q, *_ = make_dense_problem(1, 4, 2, slices=slices)
+    for most, alive_at_most in ((1 << 20, 10**6), (0, 1)):
+        monkeypatch.setattr(sdpa, "CACHED_MASK_BYTES", most)
+        tiles, masks, alive = Tiles.make(spans), [], []
+        for _, _, mask in sdpa._calls(tiles, 0, q):
+            if isinstance(mask, torch.Tensor):
+                alive.append(1 + sum(earlier() is not None for earlier in masks))
+                masks.append(weakref.ref(mask))
+            del mask
+        assert len(alive) > 5
+        assert max(alive) <= alive_at_most
+        assert bool(tiles.cache) == (most > 0) == (max(alive) > 1)
+
+
 def test_masks_are_reused_by_other_layers_unless_they_are_large(monkeypatch):
     spans, q, k, v, _ = make_dense_problem(1, 4, 2)
     tiles = Tiles.make(spans)
     want = SdpaKernel().forward(q, k, v, tiles, SCALE)
     assert len(tiles.cache) == len(spans)
-    monkeypatch.setattr(sdpa, "_CACHED_MASK_BYTES", 0)
+    monkeypatch.setattr(sdpa, "CACHED_MASK_BYTES", 0)
     again = Tiles.make(spans)
     got = SdpaKernel().forward(q, k, v, again, SCALE)
     assert not any(
@@ -112,7 +131,7 @@ def test_a_call_under_several_intervals_takes_few_rows_and_only_keys_that_some_r
     spans, q, k, v, _ = make_dense_problem(seed, 4, 2, slices=6)
     tiles = Tiles.make(spans)
     assert tiles.intervals > 1
-    monkeypatch.setattr(sdpa, "_MASK_BYTES", 4 * tiles.num_keys * rows)
+    monkeypatch.setattr(sdpa, "MASK_BYTES", 4 * tiles.num_keys * rows)
     for b in range(2):
         seen = tiles.seen()[b, 0]
         computed = torch.zeros_like(seen)
@@ -144,7 +163,7 @@ def test_calls_under_several_intervals_have_a_mask_only_if_rows_differ(monkeypat
     low = np.concatenate([first, second], 1)
     spans = KeySpans(low, low + 3, 40)
     tiles = Tiles.make([spans])
-    monkeypatch.setattr(sdpa, "_MASK_BYTES", 0)  # as few rows per call as possible
+    monkeypatch.setattr(sdpa, "MASK_BYTES", 0)  # as few rows per call as possible
     calls = list(sdpa._cpu_interval_calls(tiles, 0, torch.float64))
     assert [(rows, keys.tolist(), mask) for rows, keys, mask in calls] == [
         (slice(0, 16), [0, 1, 2, 9, 10, 11], False),

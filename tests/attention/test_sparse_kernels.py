@@ -293,7 +293,7 @@ def test_flash4_with_exact_block_attention_equals_the_oracle(monkeypatch, kind, 
 @pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
 @pytest.mark.parametrize("rows", [16, 64])
 def test_sdpa_equals_the_oracle(monkeypatch, kind, documents, where, rows):
-    monkeypatch.setattr("mtrain_cli.attention.sdpa._MASK_BYTES", 4 * 4 * 117 * rows)
+    monkeypatch.setattr("mtrain_cli.attention.sdpa.MASK_BYTES", 4 * 4 * 117 * rows)
     problem = make_problem(
         2, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
     )

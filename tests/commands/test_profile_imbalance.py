@@ -455,8 +455,29 @@ def test_attention_alone_measures_a_layer_of_each_kind(tmp_path):
     assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
 
 
+def test_a_replay_is_compared_with_the_micro_batch_that_it_repeats(tmp_path):
+    documents = (json.dumps({"text": "abcdef" * (3 + 7 * i % 41)}) for i in range(300))
+    (tmp_path / "documents.jsonl").write_text("\n".join(documents))
+    words = "data=text data.path=documents.jsonl train.global_batch=2 topology.workers=2"
+    ways = "topology.device=cpu --layout zigzag,balanced --exchange group_cast --steps 2"
+    result = run(tmp_path, words, ways, "run.name=one")
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "measurements/one"
+    frame = open_records(folder).frame()
+    sums = frame[frame.case == 0].groupby(["iteration", "micro"]).pairs.sum()
+    assert sums.nunique() == len(sums) == 4, "documents differ"
+    validated = mtrain(tmp_path, "simulate", "validate", str(folder), "--json")
+    assert validated.returncode == 0, validated.stderr
+    document = json.loads(validated.stdout)
+    agreement = document["agreement"]
+    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
+    for case in document["cases"]:
+        assert sum("the first micro-batch of the last" in line for line in case["remarks"]) == 1
+
+
 def test_a_configured_chunk_is_recorded_and_replayed(tmp_path):
-    words = "mask=sliding_window mask.window=50 topology.balanced_chunk=32 --layout balanced"
+    """The layout depends on the prices of rows on the cluster of the run, and on the chunk."""
+    words = "topology.balanced_chunk=32 --layout balanced --exchange group_cast --seq 512"
     result = run(tmp_path, words, "topology.workers=2 --attention-only --steps 1 run.name=one")
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "measurements/one"

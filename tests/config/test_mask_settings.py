@@ -39,6 +39,11 @@ def test_each_missing_key_is_one_line(kind):
     ("mask", "message"),
     [
         (
+            MaskConfig(kind="sliding_window", window=(2, 3, 4), global_tokens=0, full_every=0),
+            "mask.window=[2,3,4]: mask.kind=sliding_window needs one number, such as 4k; three are "
+            "for mask=video",
+        ),
+        (
             MaskConfig(kind="causal", window=4),
             "mask.window=4: is not a key of mask.kind=causal; allowed with mask=sliding_window, "
             "mask=video",

@@ -1,5 +1,6 @@
 """The masks and positions of a token store, and the sequences that are made of them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention.mask_definitions import by_slices, question
-from masked_documents import FIELDS, prepared, write_jsonl
+from masked_documents import FIELDS, prepared, question_record, write_jsonl
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import ConfigError
@@ -246,6 +247,7 @@ def test_a_sequence_has_the_masks_and_positions_of_its_parts(
         assert sample.positions.shape == (seq,)
         for place in range(begin, begin + real):
             continued = place + 1 < total and place + 1 not in starts
+            continued = continued and bool(seen[place + 1, place])
             if continued and own[place]:
                 continued = at[place + 1] > at[place]
             assert (sample.labels[place - begin] != IGNORED) == continued
@@ -271,3 +273,60 @@ def test_impossible_values_are_one_clear_line(store: TokenStore, name: str, valu
     assert str(caught.value) == (
         f"{store.folder}: {name} is corrupt: it holds impossible values. Prepare the store again."
     )
+
+
+@pytest.mark.parametrize("intervals", [3, 17])
+def test_a_query_with_more_intervals_than_listed_is_one_clear_line(
+    tmp_path: Path, intervals: int
+) -> None:
+    """The kernel was chosen by the number in meta.json, and no kernel takes more than 16."""
+    length = 2 * intervals
+    queries = [[0, length, 2 * key, 2 * key + 1, "full"] for key in range(intervals)]
+    record = {"ids": [97] * length, "mask": [queries[0]] * intervals, "at": None}
+    store = prepared(write_jsonl(tmp_path / "documents.jsonl", [record]), tmp_path / "store")
+    assert store.meta.columns.intervals == 1
+    slices = np.array([[*row[:4], 0] for row in queries], "<i8")
+    slices.tofile(store.folder / SLICES)
+    dataset = PackedDataset(TokenStore.open(store.folder), length, masked=True)
+    with pytest.raises(ConfigError) as caught:
+        dataset[0]
+    assert str(caught.value) == (
+        f"{store.folder}: slices.bin is corrupt: document 0 has a query with more than 1 separate "
+        "intervals of keys, the most that meta.json lists. Prepare the store again."
+    )
+
+
+def test_a_store_that_lists_too_many_intervals_is_one_clear_line(store: TokenStore) -> None:
+    meta = store.folder / "meta.json"
+    content = json.loads(meta.read_text())
+    content["columns"]["intervals"] = 16
+    meta.write_text(json.dumps(content))
+    TokenStore.open(store.folder)
+    content["columns"]["intervals"] = 17
+    meta.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        TokenStore.open(store.folder, "data.path=mine")
+    assert str(caught.value) == (
+        "data.path=mine: meta.json lists queries with 17 separate intervals of keys; at most 16 "
+        "are allowed. Prepare documents with slices that touch or overlap, or with fewer slices "
+        "per query."
+    )
+
+
+@pytest.mark.parametrize("positioned", [False, True])
+@pytest.mark.parametrize("seq", [22, 11])
+def test_the_end_of_an_answer_does_not_predict_the_next_answer(
+    tmp_path: Path, seq: int, positioned: bool
+) -> None:
+    """A question of 4 tokens and 3 answers of 6: the next token of an answer's end is no label."""
+    record = question_record(4, 3, 6)
+    store = prepared(write_jsonl(tmp_path / "a.jsonl", [record] * 2), tmp_path / "store")
+    dataset = PackedDataset(store, seq, shuffle=False, masked=True, positioned=positioned)
+    labels = np.concatenate([dataset[number].labels for number in range(44 // seq)])
+    ignored = np.flatnonzero(labels == IGNORED).tolist()
+    # Token 3 ends the question, which the first answer continues.
+    ends = [9, 15, 21]
+    assert ignored == [*ends, *(22 + end for end in ends)]
+    plain = PackedDataset(store, seq, shuffle=False)
+    labels = np.concatenate([plain[number].labels for number in range(44 // seq)])
+    assert np.flatnonzero(labels == IGNORED).tolist() == [21, 43]

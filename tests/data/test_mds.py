@@ -227,6 +227,34 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "index.json lists no shards",
     ),
     "index of another format": (lambda f: _first(f, format="csv"), "is not an index of MDS shards"),
+    "a version of two lines": (
+        lambda f: _index(f, lambda c: c.update(version="2\n3")),
+        "index.json has version 2 3. Only MDS shards of version 2",
+    ),
+    "a column of two lines": (
+        lambda f: _every(f, column_names=["domain", "input\nids", "length"]),
+        "has no column input_ids; its columns: domain (str), input ids (ndarray:uint32)",
+    ),
+    "a name of two lines": (
+        lambda f: _first(f, raw_data={"basename": "a\nb", "bytes": 90}),
+        r"index.json names the shard 'a\nb', which is not in the folder",
+    ),
+    "a compression of two lines": (
+        lambda f: (_snappy(f), _first(f, compression="snap\npy")),
+        "is compressed with snap py. Only zstd and gz can be read.",
+    ),
+    "samples in words": (
+        lambda f: _first(f, samples="many"),
+        'index.json has samples "many" for a shard, not a whole number',
+    ),
+    "a fraction of a byte": (
+        lambda f: _first(f, raw_data={"basename": "shard.00000.mds", "bytes": 1.5}),
+        "index.json has bytes 1.5 for a shard, not a whole number",
+    ),
+    "a hash without its algorithm": (
+        lambda f: _first(f, raw_data={"basename": "a.mds", "bytes": 9, "hashes": "abc"}),
+        'index.json has hashes "abc" for a.mds, not an object of hashes',
+    ),
     "no shard": (
         lambda f: (f / "shard.00001.mds").unlink(),
         "shard.00001.mds is missing, but index.json lists it",

@@ -191,3 +191,14 @@ def test_a_mixture_may_hold_corpora_without_columns(make_config, tmp_path: Path)
 
 def test_a_plan_without_data_assumes_one_interval(make_config) -> None:
     assert most_intervals(make_config(kind="tokens", path=None, mask_key="mask")) == 1
+
+
+def test_a_damaged_mask_of_the_first_sequence_fails_before_the_run(make_config, tmp_path) -> None:
+    store = masked_store(tmp_path)
+    slices = np.fromfile(store / "slices.bin", "<i8")
+    slices[:] = -1
+    slices.tofile(store / "slices.bin")
+    data = {"kind": "tokens", "path": str(store), "seq": 16}
+    open_dataset(make_config(**data))
+    with pytest.raises(ConfigError, match=r"slices\.bin is corrupt: it holds impossible values"):
+        open_dataset(make_config(**data, mask_key="mask"))

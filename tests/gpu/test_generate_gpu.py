@@ -81,6 +81,15 @@ def test_a_graph_gives_the_tokens_of_single_steps(loaded, sampling, monkeypatch)
     assert {len(ids) for ids in replayed} == {NEW}
 
 
+def test_a_text_ends_at_its_end_token_while_the_next_step_runs(loaded):
+    prompts = [tokens(300), tokens(7)]
+    whole = [c.ids for c in loaded.generate(prompts, NEW, Sampling())]
+    end = whole[0][NEW // 2]
+    found = loaded.generate(prompts, NEW, Sampling(), frozenset({end}))
+    for ids, completion in zip(whole, found, strict=True):
+        assert completion.ids == (ids[: ids.index(end)] if end in ids else ids)
+
+
 def test_a_replay_runs_no_python(loaded, monkeypatch):
     cache = KvCache(loaded.config.model, 1, 400, loaded.choices.dtype, loaded.device)
     kernel, group = loaded.choices.kernel, loaded.group

@@ -54,6 +54,15 @@ def test_a_step_moves_each_sequence_by_one(loaded):
     assert step.tokens[:, 0].tolist() != first
 
 
+def test_a_later_step_does_not_change_a_copy_of_the_tokens(loaded):
+    step, _ = begun(loaded, [tokens(30), tokens(9)], batch=2)
+    chosen = step.tokens[:, 0].tolist()
+    copied = step.copy_tokens()
+    step.run()
+    assert copied() == chosen
+    assert step.copy_tokens()() != chosen
+
+
 def test_a_graph_could_replay_the_steps(loaded):
     """A graph reads and writes fixed memory, so no step may replace a tensor of its input."""
     step, cache = begun(loaded, [tokens(30)], batch=1)

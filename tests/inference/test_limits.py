@@ -88,10 +88,21 @@ def test_the_longest_prompt_that_fits_is_named_and_fits(model):
     (line,) = raised.value.problems
     longest = found.longest(100)
     assert f"the longest that fits has {longest:,} tokens" in line
-    assert 1000 < longest < 10**6
+    assert 500 < longest < 10**6
     assert found.require_fit(longest, 100, "cpu") == 1
     with pytest.raises(ConfigError):
         found.require_fit(longest + 1, 100, "cpu")
+
+
+def test_too_many_new_tokens_say_how_many_fit(model):
+    found = need(model, 0.01)
+    with pytest.raises(ConfigError) as raised:
+        found.require_fit(20, 10**6, "cpu")
+    most = found.most_new(20)
+    assert f"no prompt fits; this one fits with --max-new {most}. " in raised.value.problems[0]
+    assert found.require_fit(20, most, "cpu") == 1
+    assert not found.fits(20, most + 1)
+    assert found.most_new(10**6) == 0
 
 
 def test_no_prompt_fits_a_tiny_memory(model):
@@ -100,11 +111,15 @@ def test_no_prompt_fits_a_tiny_memory(model):
 
 
 def test_tiles_bound_the_memory_of_the_mlp(model):
-    whole = dataclasses.replace(need(model, 1.0), tile=0)
-    tiled = dataclasses.replace(whole, tile=1 << 20)
-    assert whole.bytes(10**5, 1) - tiled.bytes(10**5, 1) == 10**5 * whole.per_tiled - 2**20
+    whole = dataclasses.replace(need(model, 1.0), tile=0, per_attended=0)
+    tiled = dataclasses.replace(whole, tile=1 << 26)
+    assert whole.bytes(10**5, 1) - tiled.bytes(10**5, 1) == 10**5 * whole.per_tiled - 2**26
     assert whole.bytes(10, 1) == tiled.bytes(10, 1)
     assert tiled.longest(1) > whole.longest(1)
+    # The MLP comes after attention, so only the larger of them counts.
+    wide = dataclasses.replace(whole, per_attended=10**6)
+    assert wide.bytes(10, 1) == dataclasses.replace(wide, per_tiled=0).bytes(10, 1)
+    assert wide.bytes(10, 1) > whole.bytes(10, 1)
 
 
 def test_workers_share_the_keys(model):
@@ -119,4 +134,4 @@ def test_workers_share_the_keys(model):
 def test_short_prompts_generate_together(model):
     found = need(model, 0.05)
     assert found.require_fit(10, 10, "cpu") == MOST_TOGETHER
-    assert 1 <= found.require_fit(found.longest(10) // 2, 10, "cpu") < MOST_TOGETHER
+    assert 1 <= found.require_fit(found.longest(10) - 10, 10, "cpu") < MOST_TOGETHER

@@ -110,6 +110,19 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+def test_threads_of_cpu_workers_sleep_soon_unless_the_user_says_otherwise(run, monkeypatch):
+    environment = resolve_environment(resolved_file.load(run.resolved))
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert local._variables(environment, run, 60.0)["GOMP_SPINCOUNT"] == "1000"
+    on_gpus = dataclasses.replace(environment, device="cuda")
+    assert "GOMP_SPINCOUNT" not in local._variables(on_gpus, run, 60.0)
+    for name, value in {"GOMP_SPINCOUNT": "5", "OMP_WAIT_POLICY": "active"}.items():
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert "GOMP_SPINCOUNT" not in local._variables(environment, run, 60.0)
+
+
 def test_workers_form_one_group_and_leave_the_terminal_to_rank_0(run, capfd):
     assert launched(run, "adds_ranks", resume=True) == 0
     threads = max(1, len(os.sched_getaffinity(0)) // 2)

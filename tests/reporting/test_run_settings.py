@@ -34,4 +34,7 @@ def test_the_lines_on_attention_name_mask_layout_and_exchange():
     (line, *_) = attention_lines(keys.values(compose(["mask=video"], plan=True)))
     assert "kind video, " in line
     assert "causal false" in line
+    assert attention_lines({"data.mask_key": "mask", "mask.kind": "causal"}) == [
+        "mask: mask_key mask, kind causal"
+    ]
     assert attention_lines({}) == []

@@ -1,4 +1,4 @@
-"""`train.memory=auto` chooses the fastest setting that fits, and each remedy helps if none fits."""
+"""`train.memory=auto` chooses the fastest setting that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from test_trainer import make
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import environment
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.training import memory_search, run_plan
@@ -167,47 +166,6 @@ def test_more_accumulation_makes_unsharded_gradients_worth_their_memory():
     assert (few, many) == ("gradients", "optimizer")
 
 
-@pytest.mark.parametrize(("memory", "gib"), [("manual", 26), ("auto", 16)])
-def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, gib):
-    words = [f"train.memory={memory}", f"topology.gpu_memory_gib={gib}"]
-    chosen_plan = planned(*words)
-    with pytest.raises(ConfigError) as caught:
-        require_fit(chosen_plan)
-    (line,) = caught.value.problems
-    assert line.startswith("seq=512k: a worker needs ")
-    assert (
-        f"{gib}.00 GiB (topology.gpu_memory_gib, 95% of it usable) and 115.20 GiB of host memory "
-        "(90% of an assumed 128 GiB per GPU" in line
-    )
-    remedies = re.search(r"; fits with (.*)$", line)[1].split(", or ")
-    changes = [
-        re.search(r"topology\.workers=\d+", remedy)[0] if "GPUs" in remedy else remedy
-        for remedy in remedies
-    ]
-    assert any(change.startswith("seq=") for change in changes)
-    assert any(change.startswith("topology.workers=") for change in changes)
-    for change in changes:
-        helped = planned(*words, *change.split())
-        assert helped.has_room_for(helped.memory), change
-        require_fit(helped)
-    (seq,) = (change for change in changes if change.startswith("seq="))
-    longer = planned(*words, f"seq={compose([seq]).seq * 9 // 8}")
-    assert not longer.has_room_for(longer.memory)
-
-
-def test_a_run_that_fits_is_not_refused_and_states_may_fill_the_host():
-    require_fit(planned("topology.gpu_memory_gib=80", "train.activation_checkpoint=full"))
-    one = planned("topology.workers=2", "optim.offload=true", "seq=8k")
-    assert one.has_room_for(one.memory)
-    crowded = dataclasses.replace(one, host_share=64 * GIB)
-    assert not crowded.has_room_for(one.memory)
-    with pytest.raises(
-        ConfigError,
-        match=r"and \d+\.\d GiB of host memory \(.*\) with topology.exchange=all_gather, but has ",
-    ):
-        require_fit(crowded)
-
-
 def test_a_checkpoints_host_memory_counts_if_the_run_saves():
     words = [
         "topology.workers=1",
@@ -274,25 +232,6 @@ def test_host_memory_may_be_set():
         ConfigError, match=r"and 126\.00 GiB of host memory \(90% of topology\.host_memory_gib\)"
     ):
         require_fit(planned(*words, "topology.host_memory_gib=140"))
-
-
-def test_a_run_that_lacks_room_only_for_its_checkpoint_is_advised_to_save_none():
-    words = [
-        "topology.workers=1",
-        "seq=64k",
-        "train.activation_checkpoint=full",
-        "optim.offload=true",
-    ]
-    with pytest.raises(
-        ConfigError,
-        match=r"fits with (.*, or )?train\.checkpoint_every=0 train\.checkpoint_at_end=false, "
-        "or 2 GPUs",
-    ):
-        require_fit(planned(*words))
-    require_fit(planned(*words, "train.checkpoint_every=0", "train.checkpoint_at_end=false"))
-    with pytest.raises(ConfigError) as caught:
-        require_fit(planned(*words, "seq=8m"))
-    assert "checkpoint_at_end" not in caught.value.problems[0], "advised only if it helps"
 
 
 def test_the_output_shows_the_choice_the_rejected_settings_and_the_longest_sequence():
@@ -491,76 +430,6 @@ def test_the_fewest_layers_are_offloaded_and_the_most_products_kept(monkeypatch)
     assert memory_search._with_most_products(Counted(2), given, {}) == (given, {})
 
 
-def test_a_different_exchange_is_a_remedy_if_keys_take_too_much():
-    words = ["train.activation_checkpoint=full", "train.offload_activations=true", "seq=2m"]
-
-    def limited(gib, *more):
-        return planned(*words, f"topology.gpu_memory_gib={gib}", *more)
-
-    whole = "topology.exchange=all_gather", "topology.chunks=1"
-    with pytest.raises(
-        ConfigError,
-        match=r" with topology.exchange=all_gather, but has "
-        r"63.50 GiB \(topology.gpu_memory_gib, 95% of it usable\)",
-    ) as c:
-        require_fit(limited(63.5, *whole))
-    assert "; fits with topology.chunks=4, or seq=" in str(c.value)
-    # As few parts as necessary, and nothing that does not help.
-    for gib, chunks in ((70, 2), (63.5, 4), (52, 8)):
-        assert memory_search._other_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
-        assert limited(gib, "topology.exchange=all_gather", f"topology.chunks={chunks}").fits
-        assert not limited(
-            gib, "topology.exchange=all_gather", f"topology.chunks={chunks // 2}"
-        ).fits
-    assert memory_search._other_exchange(limited(48, *whole)) is None
-    assert (
-        memory_search._other_exchange(limited(52, "topology.exchange=ring"))
-        == "topology.exchange=all_gather"
-    )
-    assert memory_search._other_exchange(limited(48, "topology.exchange=ring")) is None
-    # Settings of one kind of exchange are reset with it.
-    queries = "topology.exchange=ring", "topology.circulates=queries"
-    assert (
-        memory_search._other_exchange(limited(70, *queries))
-        == "topology.exchange=all_gather topology.circulates=auto"
-    )
-    assert limited(70, "topology.exchange=all_gather").fits
-    assert (
-        memory_search._other_exchange(limited(52, "topology.exchange=ulysses"))
-        == "topology.exchange=all_gather"
-    )
-    nodes = "topology.gpus_per_node=4"
-    hierarchical = limited(54, nodes, "topology.exchange=hierarchical_ring")
-    assert (
-        memory_search._other_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
-    )
-    few = [
-        "model.num_heads=8",
-        "model.num_kv_heads=2",
-        "topology.workers=32",
-        *words[:2],
-        "seq=8m",
-        "topology.gpu_memory_gib=40",
-    ]
-    assert (
-        memory_search._other_exchange(planned(*few, *whole[:1], "topology.chunks=2"))
-        == "topology.exchange=ring topology.chunks=auto"
-    )
-    assert planned(*few, "topology.exchange=ring").fits
-    # One head has no parts, and two shards of a ring take less than all keys.
-    one = ["model.num_heads=8", "model.num_kv_heads=1", "topology.workers=32", *words[:2], "seq=8m"]
-    sizes = [
-        planned(*one, f"topology.exchange={exchange}").memory.total / 2**30
-        for exchange in ("all_gather", "ring")
-    ]
-    assert sizes[0] > 1.1 * sizes[1]
-    between = f"topology.gpu_memory_gib={sum(sizes) / 2 / 0.95}"
-    assert (
-        memory_search._other_exchange(planned(*one, between, "topology.exchange=all_gather"))
-        == "topology.exchange=ring"
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "kept"),
     [
@@ -578,35 +447,6 @@ def test_a_different_exchange_is_a_remedy_if_keys_take_too_much():
 def test_products_are_kept_if_that_saves_time_and_there_is_room(words, kept):
     chosen_plan = memory_search.with_products(planned("model=qwen0.5b", "seq=32k", *words.split()))
     assert (chosen_plan and chosen_plan.config.train.keep_mlp) is kept
-
-
-def test_more_cpu_workers_are_no_remedy_for_a_model_that_is_too_large(monkeypatch):
-    """They share the machine's memory."""
-    for place in (run_plan, environment):
-        monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
-    with pytest.raises(
-        ConfigError,
-        match=r"; only a smaller model would fit; add --dry-run topology=h200_1x8 to plan for",
-    ):
-        require_fit(
-            planned(
-                "model=qwen3b",
-                "seq=4k",
-                "topology.device=cpu",
-                "topology.workers=2",
-                "train.memory=auto",
-            )
-        )
-    with pytest.raises(ConfigError, match=r"; only a smaller model or more workers would fit$"):
-        require_fit(
-            planned(
-                "model=qwen3b",
-                "seq=4k",
-                "topology.workers=4",
-                "topology.gpu_memory_gib=0.1",
-                "train.memory=auto",
-            )
-        )
 
 
 def test_the_mask_counts_in_the_time_of_a_step():

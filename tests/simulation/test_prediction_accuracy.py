@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mtrain_cli.simulation.validation import CaseComparison, PassComparison, accuracy, key_of
+from mtrain_cli.simulation.prediction_accuracy import accuracy, spearman
+from mtrain_cli.simulation.validation import CaseComparison, PassComparison, key_of
 
 
 def compared(
@@ -101,3 +102,15 @@ def test_cases_that_differ_in_an_identifying_fact_are_different():
         if name != "per_node":
             assert key_of(facts | {name: others.get(name, 2 * value)}) != key_of(facts), name
     assert key_of(facts | {"per_node": 2}) == key_of(facts), "a plain ring does not know nodes"
+
+
+def test_spearman_is_that_of_ranks():
+    assert spearman(np.array([1.0, 2.0, 30.0]), np.array([4.0, 5.0, 6.0])) == pytest.approx(1)
+    assert spearman(
+        np.array([1.0, 2.0, 3.0, 4.0]), np.array([4.0, 3.0, 2.0, 1.0])
+    ) == pytest.approx(-1)
+    # Ties share their rank: 1, 2.5, 2.5, 4 against 1, 2, 3, 4.
+    assert spearman(
+        np.array([1.0, 2.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0])
+    ) == pytest.approx(0.9486833)
+    assert np.isnan(spearman(np.ones(3), np.arange(3.0)))

@@ -1,0 +1,77 @@
+"""The memory that generation expects to need covers what it needs, and is not much more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gloo
+import pytest
+from inference.small_models import engine, tokens, write_run
+from training.allocations import LiveBytes
+
+from mtrain_cli.inference.attention_need import AttentionBytes
+from mtrain_cli.inference.limits import MemoryNeed
+from mtrain_cli.inference.sampling import Sampling
+
+NEW = 8
+_MODEL = (
+    "model.num_layers=4", "model.hidden_size=256", "model.head_dim=64",
+    "model.intermediate_size=1024", "model.num_heads=4", "model.num_kv_heads=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("need") / "run"
+    write_run(folder, *_MODEL)
+    return folder
+
+
+def expected_and_needed(
+    rank: int, world: int, run: str, words: tuple[str, ...], prompt: int, together: int
+) -> tuple[int, int]:
+    """Generate on this process. Return the bytes that it should need, and those that it needed."""
+    found = engine(Path(run), *words, environment=gloo.environment(rank, world))
+    need = MemoryNeed.of(found.config, found.environment)
+    with LiveBytes(list(found.decoder.parameters())) as live:
+        prompts = [tokens(prompt, seed=seed) for seed in range(together)]
+        list(found.generate(prompts, NEW, Sampling()))
+    return need.bytes(prompt, NEW, together), live.peak
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt", "together", "most"),
+    [
+        ((), 1024, 1, 1.3),
+        ((), 8192, 1, 1.3),
+        ((), 2048, 4, 1.3),
+        (("train.dtype=bfloat16",), 4096, 1, 1.4),
+        (("train.kernel=reference",), 1024, 1, 1.6),
+        (("sparsity=vertical_slash",), 8192, 1, 1.5),
+        (("sparsity=xattention",), 8192, 1, 1.5),
+        (("sparsity=moba",), 1024, 1, 1.5),
+        (("sparsity=moba", "sparsity.gate=block"), 4096, 1, 2.5),
+    ],
+)
+def test_the_estimate_covers_the_tensors_of_generation(run, words, prompt, together, most):
+    expected, needed = expected_and_needed(0, 1, str(run), words, prompt, together)
+    assert needed <= expected <= most * needed
+
+
+@pytest.mark.parametrize("words", [(), ("sparsity=vertical_slash",)])
+def test_the_estimate_covers_each_of_two_workers(run, words):
+    arguments = (str(run), ("topology.workers=2", *words), 4096, 1)
+    for expected, needed in gloo.run(2, expected_and_needed, *arguments):
+        assert needed <= expected <= 2.5 * needed
+
+
+def test_an_index_counts_for_the_kernel_that_reads_it(run):
+    """On a GPU there are no masks, but lists and slots of what the index chose."""
+    words = ("topology.device=cpu", "sparsity=xattention")
+    found = engine(run, *words)
+    need = MemoryNeed.of(found.config, found.environment, found.choices).attention
+    assert need.of(0) == AttentionBytes(0, 0)
+    short, long = need._index(8192), need._index(65536)
+    assert short.kept == 0
+    # Pairs of blocks grow with the square of the length.
+    assert 60 * short.temporary < long.temporary < 68 * short.temporary
