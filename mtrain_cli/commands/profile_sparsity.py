@@ -6,17 +6,24 @@ import dataclasses
 import itertools
 import json
 import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.commands.options import (
+    MOST_SAMPLES,
     MOST_STEPS,
     MOST_TOKENS,
     Overrides,
     bounded,
+    flag,
     name_list,
     option,
+    parse_items,
     parse_names,
+    parse_whole_number,
     warn_of_unused_settings,
     with_measurement_folder,
     writing,
@@ -27,22 +34,34 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
     from mtrain_cli.console import Console
+    from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
+    from mtrain_cli.profiling.attention_request import AttentionRequest
     from mtrain_cli.profiling.pattern_quality import HeadRecord
+    from mtrain_cli.records.attention_files import AttentionFiles
     from mtrain_cli.sparsity.pattern import Pattern
+
+MOST_CELLS = 4096  # a map of so many cells has 64 MiB
 
 
 @app.command("sparsity")
 def sparsity(
     overrides: Overrides = None,
     pattern: Annotated[str, name_list()] = "vertical_slash",
-    steps: Annotated[int, bounded(1, MOST_STEPS)] = 2,
-    every: Annotated[int, bounded(0, MOST_STEPS)] = 0,
+    steps: Annotated[int | None, bounded(1, MOST_STEPS)] = None,
+    every: Annotated[int | None, bounded(0, MOST_STEPS)] = None,
     rows: Annotated[int, bounded(1, MOST_TOKENS)] = 256,
+    top_k: Annotated[str | None, option("K,...")] = None,
+    maps: Annotated[str | None, option("LAYER:HEAD,...")] = None,
+    cells: Annotated[int | None, bounded(2, MOST_CELLS)] = None,
+    rope: Annotated[bool, flag("--rope")] = False,
+    checkpoints: Annotated[Path | None, option("RUN", complete=complete_runs)] = None,
+    samples: Annotated[int | None, bounded(1, MOST_SAMPLES)] = None,
     out: Annotated[Path | None, option("FILE")] = None,
 ) -> None:
     """Measure how much of dense attention the patterns cover on real training steps, per layer.
 
-    Coverage is measured only on queries that no pattern used to estimate its index.
+    Coverage is measured only on queries that no pattern used to estimate its index. Further options
+    show what attention itself looks like.
 
     [bold]Examples[/bold]
 
@@ -50,47 +69,198 @@ def sparsity(
           Measure the tiny model at its first and second step
       [cyan]mtrain profile sparsity --pattern moba,fixed --steps 99 sparsity.top_k=3[/cyan]
           Compare two patterns as a model learns; each key applies to the pattern that has it
+      [cyan]mtrain profile sparsity --checkpoints my-run --top-k 64,1k --maps 0:0,3:2 --rope[/cyan]
+          Show the attention of every checkpoint of a run, and what stays the same between them
 
     Args:
-        overrides: As in `mtrain train`; the run uses one worker.
+        overrides: As in `mtrain train`; the run uses one worker. With --checkpoints, the settings
+            to change in the run's own settings.
         pattern: Patterns to measure, all on the same queries and keys. sparsity= sets the pattern
             of the training run, dense by default.
-        steps: Number of training steps; the first and the last are measured.
+        steps: Number of training steps, 2 by default; the first and the last are measured.
         every: Also measure every N steps; 0 = only the first and the last step.
         rows: Number of queries to sample per layer, without the queries that a pattern uses to
             estimate its index.
+        top_k: Measure the share of attention that the K largest keys of each sampled query hold,
+            per layer and head. With --checkpoints, 64,256,1k,4k by default, as far as the sequence
+            has more tokens.
+        maps: Draw the whole attention matrix of some heads, and its gradient.
+        cells: Largest number of cells along a side of a map, 512 by default.
+        rope: Compare the mean score at each distance with the prediction of rotary embedding, and
+            divide the variance of scores into slashes and columns. The time grows as seq squared.
+        checkpoints: Measure the checkpoints of a run instead of training, all on the same
+            sequences, and compare their largest keys, slashes and columns. Takes a folder, or a
+            name under runs/.
+        samples: Number of sequences to run through each checkpoint, 1 by default: held-out
+            sequences, or the first of the corpus if the run holds none out.
         out: Parquet file with one row per step, pattern, layer and head; by default a folder in
-            measurements/, which `mtrain report` can show.
+            measurements/, which `mtrain report` can show. Not with the options on attention.
     """
     from mtrain_cli.console import Console
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     words = list(overrides or ())
-    config, patterns = _patterns(words, pattern)
+    request = _parse_request(top_k, maps, cells, rope)
+    if out is not None and (request or checkpoints is not None):
+        raise ConfigError(
+            f"--out {out}: holds only the recall of patterns; leave it out, so that the results on "
+            "attention go to a folder in measurements/"
+        )
+    _require_one_worker(words)
+    if checkpoints is None:
+        if samples is not None:
+            raise ConfigError(f"--samples {samples}: only with --checkpoints RUN")
+        source, (config, patterns) = None, _patterns(words, pattern)
+    else:
+        for name, value in (("--steps", steps), ("--every", every)):
+            if value is not None:
+                raise ConfigError(f"{name} {value}: trains; leave it out with --checkpoints")
+        source, config, patterns = _of_checkpoints(checkpoints, words, pattern)
+        request = request.with_counts(config.seq)
+    request.require_fit(config)
     warn_of_unused_settings(words)
     replaced = check_output(out, _is_sparsity_file, "sparsity profile")
+    console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling.pattern_quality import profile_sparsity
+    from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
     from mtrain_cli.sparsity.pattern import display_name
 
-    measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
-    console = Console(highlight=False, soft_wrap=True)
-
-    def progress(step: int, loss: float | None) -> None:
-        console.print(f"step {step}/{steps}  loss {'n.a.' if loss is None else f'{loss:.4f}'}")
-
-    records = profile_sparsity(config, patterns, measured, rows, progress)
+    analyzer = AttentionAnalyzer(request)
+    measured = _Measured(config, patterns, rows, analyzer, console)
+    if source is None:
+        records = measured.training(steps or 2, every or 0)
+    else:
+        records = measured.checkpoints(source, samples or 1)
+    analyzer.files.sort()
     names = {p.name: display_name(p) for p in patterns}
-    _print_tables(console, records, names, measured)
+    done = sorted({record.step for record in records})
+    _print_tables(console, records, names, done)
     if out is None:
-        about = {"patterns": list(names), "steps": measured, "rows": rows}
-        folder = _save_measurement(config, words, records, about)
+        about = {"patterns": list(names), "steps": done, "rows": rows, "samples": samples or 1}
+        if source is not None:
+            about["checkpoints"] = [str(folder) for folder in source]
+        folder = _save_measurement(config, words, records, about, analyzer.files)
+        _print_attention(console, analyzer.files)
         console.print(f"files  {folder}\ndraw   mtrain report {shlex.quote(str(folder))}")
         return
     with writing(out):
         _write_parquet(records, out)
     console.print(f"{len(records)} rows in {out}{replaced}")
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A measurement to run.
+
+    analyzer: collects the results on attention.
+    """
+
+    config: Config
+    patterns: list[Pattern]
+    rows: int
+    analyzer: AttentionAnalyzer
+    console: Console
+
+    def training(self, steps: int, every: int) -> list[HeadRecord]:
+        """Train, and measure the first and the last step, and every N steps between."""
+        from mtrain_cli.profiling import pattern_quality
+
+        measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
+
+        def progress(step: int, loss: float | None) -> None:
+            self.console.print(f"step {step}/{steps}  loss {_loss(loss)}")
+
+        return pattern_quality.profile_sparsity(
+            self.config, self.patterns, measured, self.rows, progress, self.analyzer
+        )
+
+    def checkpoints(self, folders: Sequence[Path], samples: int) -> list[HeadRecord]:
+        """Measure checkpoints on the same sequences."""
+        from mtrain_cli.profiling.checkpoint_quality import profile_checkpoints
+
+        def progress(step: int, loss: float | None) -> None:
+            self.console.print(f"checkpoint step-{step}  loss {_loss(loss)}")
+
+        return profile_checkpoints(
+            self.config, folders, self.patterns, samples, self.rows, progress, self.analyzer
+        )
+
+
+def _loss(loss: float | None) -> str:
+    return "n.a." if loss is None else f"{loss:.4f}"
+
+
+def _parse_request(
+    top_k: str | None, maps: str | None, cells: int | None, rope: bool
+) -> AttentionRequest:
+    """Parse the options on attention.
+
+    Raises:
+        ConfigError: an option has a wrong value, or --cells has nothing to apply to.
+    """
+    from mtrain_cli.config.sizes import parse_size
+    from mtrain_cli.profiling.attention_request import CELLS, AttentionRequest
+
+    counts, heads = list[int](), list[tuple[int, int]]()
+    if top_k is not None:
+        counts = parse_items("--top-k", top_k, parse_size, "64,1k")
+        if (least := min(counts)) < 1:
+            raise ConfigError(f"--top-k {least}: must be at least 1")
+    if maps is not None:
+        heads = [_parse_head(item.strip()) for item in maps.split(",")]
+    elif cells is not None:
+        raise ConfigError(f"--cells {cells}: only with --maps LAYER:HEAD,...")
+    return AttentionRequest(
+        tuple(sorted(set(counts))), tuple(dict.fromkeys(heads)), cells or CELLS, rope
+    )
+
+
+def _parse_head(text: str) -> tuple[int, int]:
+    layer, _, head = text.partition(":")
+    try:
+        return parse_whole_number(layer), parse_whole_number(head)
+    except ValueError:
+        raise ConfigError(f"--maps {text}: give LAYER:HEAD,..., such as 0:3,11:0") from None
+
+
+def _require_one_worker(words: Sequence[str]) -> None:
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in ("topology.workers", "topology.context_parallel") and value not in ("1", "auto"):
+            raise ConfigError(f"{word}: `mtrain profile sparsity` uses one worker; leave it out")
+
+
+def _of_checkpoints(
+    run: Path, words: list[str], pattern: str
+) -> tuple[list[Path], Config, list[Pattern]]:
+    """Return the checkpoints of a run in ascending order, its configuration, and the patterns.
+
+    Raises:
+        ConfigError: there is no such run, it has no checkpoint, or a setting is wrong.
+    """
+    from mtrain_cli.composition import compose
+    from mtrain_cli.config import resolved_file
+    from mtrain_cli.training import checkpoint_source
+
+    source = checkpoint_source.find_source(run)
+    saved = resolved_file.load(checkpoint_source.run_of(source) / checkpoint_source.RESOLVED)
+    alone = [
+        "topology=local",
+        "topology.workers=1",
+        f"topology.block_size={saved.topology.block_size}",
+    ]
+
+    def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
+        chosen = [] if name == saved.sparsity.pattern else [f"sparsity={name}"]
+        # Results go to a folder of their own, so the run's own folder does not matter.
+        of_run = [word for word in others if word.startswith(("run.", "run="))]
+        others = [word for word in others if word not in of_run]
+        config = compose.resume(saved, [*alone, *others, *chosen, *keys])
+        return replace(config, run=compose.compose(of_run).run)
+
+    config, patterns = _compose_patterns(words, pattern, saved.sparsity.pattern, compose_with)
+    return checkpoint_source.checkpoints_of(source)[::-1], config, patterns
 
 
 def _print_tables(
@@ -105,10 +275,23 @@ def _print_tables(
         console.print(sparsity_table(rows, f"{names[name]}, step {step}"))
 
 
+def _print_attention(console: Console, files: AttentionFiles) -> None:
+    """Print the tables on attention."""
+    from mtrain_cli.reporting.attention_tables import attention_tables
+    from mtrain_cli.reporting.terminal_width import print_table
+
+    for table in attention_tables(files):
+        print_table(console, table)
+
+
 def _save_measurement(
-    config: Config, words: list[str], records: list[HeadRecord], about: dict[str, Any]
+    config: Config,
+    words: list[str],
+    records: list[HeadRecord],
+    about: dict[str, Any],
+    files: AttentionFiles,
 ) -> Path:
-    """Save the records as a folder in measurements/ and return it."""
+    """Save the results as a folder in measurements/ and return it."""
     from mtrain_cli.launch import run_dir
     from mtrain_cli.records.record_files import HEAD_ROWS, SPARSITY, write_summary
 
@@ -124,6 +307,7 @@ def _save_measurement(
     try:
         with writing(run.path / HEAD_ROWS):
             _write_parquet(records, run.path / HEAD_ROWS)
+            files.write(run.path)
             write_summary(run.path, {**header, **about})
     finally:
         run.release()
@@ -139,11 +323,34 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
         ConfigError: a pattern does not exist, or no pattern has a key.
     """
     from mtrain_cli.composition.compose import compose
+
+    def compose_with(name: str, keys: list[str], others: list[str]) -> Config:
+        return compose([*others, f"sparsity={name}", "topology.workers=1", *keys])
+
+    return _compose_patterns(overrides, names, "dense", compose_with)
+
+
+def _compose_patterns(
+    overrides: list[str],
+    names: str,
+    default: str,
+    compose_with: Callable[[str, list[str], list[str]], Config],
+) -> tuple[Config, list[Pattern]]:
+    """Return the configuration of the model's own attention, and the patterns to measure.
+
+    Args:
+        default: the pattern of the model's own attention, if the user gives none.
+        compose_with: composes the configuration with a pattern, the settings of the pattern, and
+            the other settings.
+
+    Raises:
+        ConfigError: a pattern does not exist, or no pattern has a key.
+    """
     from mtrain_cli.config.pattern_settings import PATTERNS
 
     wanted = parse_names("--pattern", names, [name for name in PATTERNS if name != "dense"])
     trained = next(
-        (w.removeprefix("sparsity=") for w in overrides if w.startswith("sparsity=")), "dense"
+        (w.removeprefix("sparsity=") for w in overrides if w.startswith("sparsity=")), default
     )
     keys = [word for word in overrides if word.startswith("sparsity.")]
     others = ("sparsity.", "topology.workers=", "sparsity=")
@@ -155,11 +362,7 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
                 "with as sparsity=NAME"
             )
     require_known_keys(keys, [*wanted, trained], wanted)
-
-    def compose_with(name: str) -> Config:
-        return compose([*rest, f"sparsity={name}", "topology.workers=1", *keys_for(name, keys)])
-
-    configs = [compose_with(name) for name in wanted]
+    configs = [compose_with(name, keys_for(name, keys), rest) for name in wanted]
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.sparsity.pattern_registry import make_pattern
 
@@ -168,7 +371,7 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
         built = make_pattern(config.sparsity, config.seed)
         assert built is not None
         patterns.append(built)
-    return compose_with(trained), patterns
+    return compose_with(trained, keys_for(trained, keys), rest), patterns
 
 
 def _is_sparsity_file(out: Path) -> bool:

@@ -101,6 +101,8 @@ def _shipped_note(paths: Sequence[Path]) -> str:
 
 
 def _document(source: ReportSource) -> dict[str, Any]:
+    from mtrain_cli.records.attention_files import without_lists
+
     optional = {
         "training": [json.loads(m.to_json()) for m in source.metrics],
         "evaluations": [asdict(evaluation) for evaluation in source.evaluations],
@@ -108,6 +110,10 @@ def _document(source: ReportSource) -> dict[str, Any]:
         "recorded": source.shipped,
         "step": source.step,
         "sparsity": list(source.sparsity),
+        **{
+            name: [without_lists(row) for row in getattr(source.attention, name)]
+            for name in ("top_keys", "overlap", "rope")
+        },
     }
     return {
         "name": source.name,

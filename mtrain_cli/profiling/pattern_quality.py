@@ -12,12 +12,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.attention.index import Index
+from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, loopback_variables, resolve_environment
 from mtrain_cli.model.decoder import Attend
+from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer, Place
+from mtrain_cli.profiling.rope_analysis import RotaryFrequencies
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.recall import recall
+from mtrain_cli.sparsity.top_keys import TopKeys
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import causal_pairs
@@ -55,6 +60,7 @@ def profile_sparsity(
     steps: Sequence[int],
     rows: int,
     progress: Callable[[int, float | None], None],
+    analyzer: AttentionAnalyzer | None = None,
 ) -> list[HeadRecord]:
     """Train on one worker. In the given steps, measure the patterns on the first sequence.
 
@@ -63,11 +69,28 @@ def profile_sparsity(
         rows: number of queries to sample per layer. The number of the step is the seed. The sample
             excludes the queries from which a pattern estimates its index.
         progress: called with step and loss after each step.
+        analyzer: analyzes attention itself, and collects its results.
 
     Raises:
         ConfigError: the patterns probe every query.
     """
-    _sampled(patterns, config.seq, 1, rows)
+    sampled_rows(patterns, config.seq, 1, rows)
+    with worker_alone(config) as trainer:
+        measurement = Measurement(trainer, patterns, rows, analyzer)
+        trainer.callbacks.append(measurement)
+        for step in range(1, max(steps) + 1):
+            if step in steps:
+                measurement.start(step)
+            else:
+                measurement.pause()
+            result = trainer.train_step(False)
+            progress(step, result.loss)
+    return measurement.records
+
+
+@contextmanager
+def worker_alone(config: Config) -> Iterator[Trainer]:
+    """Provide the trainer of a run of one worker."""
     config = dataclasses.replace(
         config, topology=dataclasses.replace(config.topology, workers=1, context_parallel=1)
     )
@@ -77,31 +100,55 @@ def profile_sparsity(
         # Close the data loader. If it still runs when Python exits, compiled modules stay alive and
         # print long warnings about leaks.
         with closing(trainer):
-            measurement = _Measurement(patterns, rows, config.seq)
-            trainer.callbacks.append(measurement)
-            for step in range(1, max(steps) + 1):
-                measurement.start(step if step in steps else None)
-                result = trainer.train_step(False)
-                progress(step, result.loss)
-    return measurement.records
+            yield trainer
 
 
-class _Measurement(Callback):
-    """Measure the patterns on each layer, at the first call of its attention in a step."""
+class Measurement(Callback):
+    """Measure attention in each layer, at the first call of the layer's attention in a step.
 
-    def __init__(self, patterns: Sequence[Pattern], rows: int, seq: int) -> None:
-        self.records: list[HeadRecord] = []
-        self._patterns, self._rows, self._seq = patterns, rows, seq
-        self._step: int | None = None
-        self._measured: set[tuple[str, int]] = set()
+    records: the density and recall of the patterns.
+    """
 
-    def start(self, step: int | None) -> None:
-        """Begin a training step.
+    def __init__(
+        self,
+        trainer: Trainer,
+        patterns: Sequence[Pattern],
+        rows: int,
+        analyzer: AttentionAnalyzer | None,
+        keep: Callable[[Place, TopKeys | None, dict[str, Index]], None] | None = None,
+    ) -> None:
+        """Prepare to measure a trainer's attention.
 
-        step: number of the training step; None to measure nothing in this step.
+        keep: called with what a layer chose: the largest keys, if they are wanted, and the index of
+            each pattern by name.
         """
-        self._step = step
+        self.records: list[HeadRecord] = []
+        self._keep = keep
+        self._measured: set[int] = set()  # layers
+        self._patterns, self._rows, self._seq = patterns, rows, trainer.config.seq
+        self._analyzer = analyzer
+        decoder = trainer.decoder
+        self._frequencies = RotaryFrequencies(
+            decoder.inverse_frequencies_F, decoder.attention_factor
+        )
+        self._step: int | None = None
+        self._sample, self._seed = 0, 0
+        self._masked: dict[IndexRequest, MaskedPositions] = {}
+
+    def start(self, step: int, sample: int = 0, seed: int | None = None) -> None:
+        """Measure the next step.
+
+        Args:
+            sample: number of the input. Density and recall are measured for sample 0 only.
+            seed: seed of the sampled queries; by default the step.
+        """
+        self._step, self._sample, self._seed = step, sample, step if seed is None else seed
         self._measured.clear()
+        self._masked.clear()
+
+    def pause(self) -> None:
+        """Measure nothing in the next step."""
+        self._step = None
 
     def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:
         if self._step is None:
@@ -110,22 +157,50 @@ class _Measurement(Callback):
         def measure_and_attend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
         ) -> torch.Tensor:
+            if layer in self._measured:  # another micro-batch, or recomputation
+                return attend(q, k, v, layer)
+            self._measured.add(layer)
             self._measure(q.detach()[:1], k.detach()[:1], batch, layer)
-            return attend(q, k, v, layer)
+            out = attend(q, k, v, layer)
+            if self._analyzer is not None and out.requires_grad:
+                masked = self._masked_of(self._patterns[0], batch, q.device)
+                self._analyzer.watch_gradient(q, k, v, out, masked, self._place(layer))
+            return out
 
         return measure_and_attend
 
-    def _measure(self, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int) -> None:
+    def _place(self, layer: int) -> Place:
         assert self._step is not None
+        return Place(self._step, self._sample, layer)
+
+    def _masked_of(self, pattern: Pattern, batch: Batch, device: torch.device) -> MaskedPositions:
+        request = pattern.request()
+        if request not in self._masked:
+            masked = MaskedPositions.make(batch.masks[:1], request.block, bitmap=request.bitmap)
+            self._masked[request] = masked.to(device)
+        return self._masked[request]
+
+    @torch.no_grad()
+    def _measure(self, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int) -> None:
+        place, indices = self._place(layer), dict[str, Index]()
+        sampled = sampled_rows(self._patterns, batch.masks[0].length, self._seed, self._rows)
         for pattern in self._patterns:
-            if (pattern.name, layer) in self._measured:
-                continue
-            self._measured.add((pattern.name, layer))
-            sampled = _sampled(self._patterns, batch.masks[0].length, self._step, self._rows)
-            self.records.extend(_heads(pattern, q, k, batch, layer, self._step, sampled, self._seq))
+            masked = self._masked_of(pattern, batch, q.device)
+            index = indices[pattern.name] = pattern.estimate(q, k, masked, layer)
+            if self._sample == 0:
+                name = pattern.name
+                self.records += _heads(name, index, q, k, masked, place, sampled, self._seq)
+        largest = None
+        if self._analyzer is not None:
+            masked = self._masked_of(self._patterns[0], batch, q.device)
+            largest = self._analyzer.scores(
+                q, k, batch.positions[0], masked, sampled, place, self._frequencies
+            )
+        if self._keep is not None:
+            self._keep(place, largest, indices)
 
 
-def _sampled(patterns: Sequence[Pattern], length: int, step: int, rows: int) -> IntArray:
+def sampled_rows(patterns: Sequence[Pattern], length: int, seed: int, rows: int) -> IntArray:
     """Sample queries that no pattern probes. Return their positions in ascending order."""
     free = np.ones(length, bool)
     for pattern in patterns:
@@ -136,35 +211,31 @@ def _sampled(patterns: Sequence[Pattern], length: int, step: int, rows: int) -> 
             f"sparsity.last_q: the patterns probe all {length} queries of a sequence, but recall "
             "needs queries that no pattern probes; give a smaller value"
         )
-    return np.sort(np.random.default_rng(step).permutation(held_out)[:rows])
+    return np.sort(np.random.default_rng(seed).permutation(held_out)[:rows])
 
 
-@torch.no_grad()
 def _heads(
-    pattern: Pattern,
+    name: str,
+    index: Index,
     q: torch.Tensor,
     k: torch.Tensor,
-    batch: Batch,
-    layer: int,
-    step: int,
+    masked: MaskedPositions,
+    place: Place,
     sampled: IntArray,
     seq: int,
 ) -> Iterator[HeadRecord]:
-    masks, request = batch.masks[:1], pattern.request()
-    masked = MaskedPositions.make(masks, request.block, bitmap=request.bitmap).to(q.device)
-    index = pattern.estimate(q, k, masked, layer)
-    counts = index.counts(masked.tables)
+    counts, mask = index.counts(masked.tables), masked.masks[0]
     kept = recall(index, q, k, masked, torch.from_numpy(sampled).to(q.device))[0]
     means, worst = kept.mean(-1), kept.amin(-1)
     for head in range(len(kept)):
         pairs = counts.pairs[0, head].item()
         yield HeadRecord(
-            step=step,
-            pattern=pattern.name,
-            layer=layer,
+            step=place.step,
+            pattern=name,
+            layer=place.layer,
             head=head,
             density=pairs / causal_pairs(seq),
-            of_mask=pairs / masks[0].pairs,
+            of_mask=pairs / mask.pairs,
             recall=means[head].item(),
             worst=worst[head].item(),
             slashes=int(counts.slashes[0, head]),

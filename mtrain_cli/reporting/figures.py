@@ -10,6 +10,7 @@ from mtrain_cli.parallel.recording import ATTENTION
 from mtrain_cli.records.analysis import BINS, CaseAnalysis, PassAnalysis
 from mtrain_cli.records.record_sums import EXPOSED, LATE
 from mtrain_cli.reporting import plots
+from mtrain_cli.reporting.attention_figures import attention_figures
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
 from mtrain_cli.reporting.profile_figures import sparsity_figures, step_figures
 from mtrain_cli.reporting.program_figure import program_figure
@@ -34,6 +35,7 @@ def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
     drawn += evaluation_figures([(source.name, source.results) for source in sources])
     drawn += step_figures([(s.name, s.step) for s in sources if s.step is not None])
     drawn += sparsity_figures([source for source in sources if source.sparsity])
+    drawn += attention_figures([(s.name, s.attention) for s in sources if s.attention])
     drawn += [
         breakdown_figure(cases),
         heat_map_figure(cases),

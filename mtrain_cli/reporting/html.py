@@ -14,7 +14,7 @@ from mtrain_cli import __version__, resource_dir
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.reporting import elements, mask_svg, tables
+from mtrain_cli.reporting import attention_tables, elements, mask_svg, tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.evaluation_tables import evaluation_tables
 from mtrain_cli.reporting.figures import figures
@@ -41,6 +41,7 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         _recorded_steps(sources),
         _sparsity(sources),
         _evaluations(sources),
+        *map(_attention, sources),
         *map(_steps, sources),
         _summary(sources),
         _compared(sources),
@@ -255,6 +256,18 @@ def _evaluations(sources: Sequence[ReportSource]) -> str:
             table = elements.table(each.heads, each.rows, range(each.words))
             content += f"<h4>{escape(each.title)}</h4>{table}{elements.note(each.note)}"
     return elements.section("Evaluations", content)
+
+
+def _attention(source: ReportSource) -> str:
+    """Return what `mtrain profile sparsity` found about attention itself, a section per table."""
+    return "".join(
+        elements.section(
+            f"{table.title}: {source.name}",
+            elements.table(table.heads, table.rows, range(table.words)),
+            f"{table.note[:1].upper()}{table.note[1:]}.",
+        )
+        for table in attention_tables.tables(source.attention)
+    )
 
 
 def _steps(source: ReportSource) -> str:

@@ -19,6 +19,7 @@ from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import read_state
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
+from mtrain_cli.records.attention_files import AttentionFiles, read_attention_files
 from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics, read_metrics
 from mtrain_cli.records.record_files import (
     HEAD_ROWS,
@@ -62,6 +63,7 @@ class ReportSource:
     evaluations: held-out losses.
     step: summary of `mtrain profile step`.
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
+    attention: what `mtrain profile sparsity` found about attention itself.
     settings: resolved configuration by dotted key, with the layout, exchange and kernel of the run
         instead of ``auto``.
     restarts: restarts of the run after failures.
@@ -80,6 +82,7 @@ class ReportSource:
     step: dict[str, Any] | None = None
     sparsity: tuple[dict[str, Any], ...] = ()
     results: tuple[evaluation_results.Result, ...] = ()
+    attention: AttentionFiles = field(default_factory=AttentionFiles)
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
     damage: str = ""
@@ -326,8 +329,12 @@ def open_source(path: Path) -> ReportSource:
                 raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
             return ReportSource(*named, step=recorded.summary, settings=_settings(path, recorded))
         if kind == SPARSITY:
-            rows = _sparsity(recorded.folder)
-            return ReportSource(*named, sparsity=rows, settings=_settings(path, recorded))
+            return ReportSource(
+                *named,
+                sparsity=_sparsity(recorded.folder),
+                attention=read_attention_files(recorded.folder),
+                settings=_settings(path, recorded),
+            )
         recorded.check_schemas()
         cases = tuple(analyse(recorded))
         if not cases and not metrics and not recorded.summary.get("sweep"):

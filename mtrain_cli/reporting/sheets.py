@@ -12,6 +12,7 @@ import numpy as np
 
 from mtrain_cli.evaluation.results import Part, Result
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, PassAnalysis
+from mtrain_cli.records.attention_files import without_lists
 from mtrain_cli.reporting.comparison import comparison
 from mtrain_cli.reporting.report_source import ReportSource
 
@@ -79,6 +80,13 @@ def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
         ],
         "positions": [row for source in sources for row in _positions(source)],
         "evaluations": [row for source in sources for row in _results(source)],
+        "top_keys": [
+            row for source in sources for row in _numbers(source, source.attention.top_keys)
+        ],
+        "overlap": [
+            row for source in sources for row in _numbers(source, source.attention.overlap)
+        ],
+        "rope": [row for source in sources for row in _numbers(source, source.attention.rope)],
         "compare": _compare(sources),
     }
     return [Sheet(name, mine) for name, mine in rows.items() if mine]
@@ -175,6 +183,12 @@ def _results(source: ReportSource) -> Iterator[Row]:
 
 def _with_error(scored: Result | Part) -> Row:
     return {"score": scored.score, "error": scored.error}
+
+
+def _numbers(source: ReportSource, rows: Sequence[Any]) -> Iterator[Row]:
+    """Yield the rows of a table on attention, without lists."""
+    for row in rows:
+        yield {"run": source.name, **without_lists(row)}
 
 
 def _compare(sources: Sequence[ReportSource]) -> list[Row]:

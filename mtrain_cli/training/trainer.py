@@ -268,7 +268,7 @@ class Trainer:
             group["lr"] = lr
         batches, data_seconds = self._next_batches()
         valid, pairs = self.totals(batches)
-        attends = [self._attention_of(batch) for batch in batches]
+        attends = [self.attention_of(batch) for batch in batches]
         loss = self.forward_backward(batches, attends, valid)
         with profiler_labels.label(profiler_labels.OPTIMIZER):
             finite_check = torch.stack([loss.double(), self.states.squared_norm().double()])
@@ -314,7 +314,8 @@ class Trainer:
         batches = [make.to_device(host) for host in on_host]
         return batches, seconds + time.perf_counter() - started
 
-    def _attention_of(self, batch: Batch) -> Attend:
+    def attention_of(self, batch: Batch) -> Attend:
+        """Return the attention of a micro-batch, wrapped by all callbacks."""
         attend: Attend = batch.attention
         # The last callback wraps the exchange itself, and the compute timer, the first, all others.
         for callback in reversed(self.callbacks):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling.pattern_quality import _heads, _sampled
+from mtrain_cli.profiling.attention_analysis import Place
+from mtrain_cli.profiling.pattern_quality import _heads, sampled_rows
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions
@@ -29,20 +28,10 @@ def test_rows_match_index_mask_and_recall(pattern):
     mask = SequenceMask.from_documents(
         np.repeat([0, 1, 2], [40, 37, 20]), SEQ
     )  # 3 tokens are padding
-    rows = list(
-        _heads(
-            pattern,
-            q,
-            k,
-            SimpleNamespace(masks=[mask, SequenceMask.causal(SEQ, SEQ)]),
-            5,
-            7,
-            np.arange(mask.length),
-            SEQ,
-        )
-    )
-    masked = MaskedPositions.make([mask], BLOCK)
+    masked = MaskedPositions.make([mask], BLOCK, bitmap=pattern.request().bitmap)
     index = pattern.estimate(q, k, masked, 5)
+    place, everyone = Place(7, 0, 5), np.arange(mask.length)
+    rows = list(_heads(pattern.name, index, q, k, masked, place, everyone, SEQ))
     everywhere = torch.arange(SEQ)
     real = everywhere[: mask.length]
     pairs = (
@@ -76,11 +65,11 @@ def probing(last_q: int, windows: int) -> VerticalSlashPattern:
 def test_no_sampled_query_was_probed():
     probes = [probing(8, 1), probing(16, 3)]
     probed = {row for p in probes for row in p.probed_rows(97).tolist()}
-    everything = _sampled([MobaPattern(BLOCK, 32, 1, "query"), *probes], 97, 7, 1000)
+    everything = sampled_rows([MobaPattern(BLOCK, 32, 1, "query"), *probes], 97, 7, 1000)
     assert set(everything.tolist()) == set(range(97)) - probed
-    few = _sampled(probes, 97, 7, 20)
+    few = sampled_rows(probes, 97, 7, 20)
     assert len(few) == len(set(few.tolist())) == 20
     assert set(few.tolist()) <= set(everything.tolist())
-    assert few.tolist() != _sampled(probes, 97, 8, 20).tolist(), "another step samples others"
+    assert few.tolist() != sampled_rows(probes, 97, 8, 20).tolist(), "another step samples others"
     with pytest.raises(ConfigError, match="the patterns probe all 97 queries of a sequence"):
-        _sampled([probing(97, 1)], 97, 7, 20)
+        sampled_rows([probing(97, 1)], 97, 7, 20)

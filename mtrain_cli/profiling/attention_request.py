@@ -1,0 +1,57 @@
+"""What `mtrain profile sparsity` analyzes besides patterns. This module does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mtrain_cli.config.schema import Config, ConfigError
+
+COUNTS = (64, 256, 1024, 4096)  # of keys, if checkpoints are compared and the user gives none
+CELLS = 512  # of a map, if the user gives no number
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What to analyze.
+
+    top_k: numbers of keys, ascending.
+    maps: (layer, head) of each map.
+    cells: largest number of cells along a side of a map.
+    rope: whether to compare scores with the prediction of rotary embedding.
+    """
+
+    top_k: tuple[int, ...] = ()
+    maps: tuple[tuple[int, int], ...] = ()
+    cells: int = CELLS
+    rope: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.top_k or self.maps or self.rope)
+
+    def with_counts(self, seq: int) -> AttentionRequest:
+        """Return the request with default numbers of keys, below ``seq``, if it has none."""
+        return self if self.top_k else replace(self, top_k=tuple(k for k in COUNTS if k < seq))
+
+    def require_fit(self, config: Config) -> None:
+        """Check the request against a configuration.
+
+        Raises:
+            ConfigError: the sequence has too few tokens, the model lacks a head, or rotary
+                positions come from the data.
+        """
+        model, data, lines = config.model, config.data, []
+        if (largest := max(self.top_k, default=0)) > config.seq:
+            lines.append(f"--top-k {largest}: must be at most seq={config.seq}")
+        lines += [
+            f"--maps {layer}:{head}: model={model.name} has layers 0 to {model.num_layers - 1} and "
+            f"heads 0 to {model.num_heads - 1}"
+            for layer, head in self.maps
+            if layer >= model.num_layers or head >= model.num_heads
+        ]
+        if self.rope and data.positions_key is not None:
+            lines.append(
+                "--rope: needs positions that rise by 1 per token, but data.positions_key="
+                f"{data.positions_key} takes them from the data; leave out one of the two"
+            )
+        if lines:
+            raise ConfigError(*lines)

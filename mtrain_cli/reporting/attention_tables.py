@@ -1,0 +1,199 @@
+"""Tables of what `mtrain profile sparsity` finds about attention itself, for terminal and page."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from mtrain_cli.records.attention_files import KEYS, AttentionFiles, HeadMap, OverlapRow
+from mtrain_cli.reporting.terminal_width import new_table
+
+_STRIPS = 16  # parts into which a table divides the distance of a map
+
+
+@dataclass(frozen=True)
+class AttentionTable:
+    """A table. The first ``words`` columns hold text.
+
+    note: what a reader must know to read the table.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: list[list[str]]
+    note: str
+    words: int = 1
+
+
+def tables(files: AttentionFiles) -> list[AttentionTable]:
+    """Return the tables that have rows."""
+    made = [_top_keys(files), _overlap(files), _maps(files), _rope(files)]
+    return [table for table in made if table.rows]
+
+
+def attention_tables(files: AttentionFiles) -> list[Table]:
+    """Return the tables for the terminal."""
+    result = []
+    for table in tables(files):
+        made = new_table(table.heads, table.words, title=table.title, caption=table.note)
+        for row in table.rows:
+            made.add_row(*row)
+        result.append(made)
+    return result
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None if there are none."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def overlap_label(row: OverlapRow) -> str:
+    """Return the name of the sets that a row compares."""
+    return f"top {row.k} keys" if row.kind == KEYS else f"{row.kind} of {row.pattern}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _by_layer(
+    rows: Sequence[Any], columns: Sequence[Callable[[list[Any]], str]], step: int | None = None
+) -> list[list[str]]:
+    """Return a row per layer and one for all layers. Each column makes a cell from its rows."""
+    layers = sorted({row.layer for row in rows})
+    groups = [(str(layer), [row for row in rows if row.layer == layer]) for layer in layers]
+    lead = [] if step is None else [str(step)]
+    return [
+        [*lead, name, *(column(mine) for column in columns)]
+        for name, mine in [*groups, ("all", list(rows))]
+    ]
+
+
+def first_and_last(rows: Sequence[Any]) -> list[int]:
+    """Return the first and the last step of the rows."""
+    steps = sorted({row.step for row in rows})
+    return sorted({*steps[:1], *steps[-1:]})
+
+
+def _top_keys(files: AttentionFiles) -> AttentionTable:
+    rows = files.top_keys
+    counts = sorted({row.k for row in rows})
+
+    def column(k: int) -> Callable[[list[Any]], str]:
+        return lambda mine: _share(mean(row.mean for row in mine if row.k == k))
+
+    cells = [
+        cells
+        for step in first_and_last(rows)
+        for cells in _by_layer(
+            [row for row in rows if row.step == step], [column(k) for k in counts], step
+        )
+    ]
+    return AttentionTable(
+        "Attention of the largest keys",
+        ("step", "layer", *(f"top {k}" for k in counts)),
+        cells,
+        "share of attention that the k largest keys of a query hold; mean over heads, samples and "
+        "the sampled queries that see more than k keys",
+        words=0,
+    )
+
+
+def _overlap(files: AttentionFiles) -> AttentionTable:
+    """Return the overlap of each checkpoint with the next, and of the first with the last."""
+    rows = files.overlap
+    steps = sorted({row.first for row in rows} | {row.second for row in rows})
+    pairs = list(itertools.pairwise(steps))
+    if len(pairs) > 1:
+        pairs.append((steps[0], steps[-1]))
+    kinds = dict.fromkeys(overlap_label(row) for row in rows)
+    cells = [
+        [
+            f"{first} and {second}",
+            *(
+                _share(
+                    mean(
+                        row.jaccard
+                        for row in rows
+                        if (row.first, row.second) == (first, second) and overlap_label(row) == kind
+                    )
+                )
+                for kind in kinds
+            ),
+        ]
+        for first, second in pairs
+    ]
+    return AttentionTable(
+        "Overlap of checkpoints",
+        ("steps", *kinds),
+        cells,
+        "Jaccard index of what two checkpoints choose for the same input: intersection / union; "
+        "mean over layers, heads and samples",
+    )
+
+
+def _maps(files: AttentionFiles) -> AttentionTable:
+    steps = first_and_last(files.maps)
+    cells = [
+        [m.label, *(_share(_near_share(m, name)) for name in ("attention", "gradient")), _alike(m)]
+        for m in files.maps
+        if m.step in steps
+    ]
+    return AttentionTable(
+        "Maps of attention and its gradient",
+        ("map", "|A| near", "|dL/dS| near", "correlation"),
+        cells,
+        f"near: share in the {_STRIPS}th of all cells that is closest to the diagonal; "
+        "correlation: rank correlation of |A| and |dL/dS| over cells",
+    )
+
+
+def _near_share(each: HeadMap, name: str) -> float | None:
+    """Return the share of a map in the cells near the diagonal.
+
+    Cells on the diagonal and at its end count like all others.
+    """
+    values = np.nan_to_num(getattr(each, name).astype(np.float64))
+    total = values.sum()
+    distance = np.subtract.outer(np.arange(len(values)), np.arange(len(values)))
+    near = (distance >= 0) & (distance < max(1, len(values) // _STRIPS))
+    return float(values[near].sum() / total) if total > 0 else None
+
+
+def _alike(each: HeadMap) -> str:
+    there = ~np.isnan(each.attention)
+    if there.sum() < 2:
+        return "-"
+    one, other = (np.argsort(np.argsort(t[there])) for t in (each.attention, each.gradient))
+    return f"{np.corrcoef(one, other)[0, 1]:.3f}"
+
+
+def _rope(files: AttentionFiles) -> AttentionTable:
+    names = ("r2", "slash", "vertical", "both", "rest")
+
+    def column(name: str) -> Callable[[list[Any]], str]:
+        return lambda mine: _share(mean(getattr(row, name) for row in mine))
+
+    cells = [
+        cells
+        for step in first_and_last(files.rope)
+        for cells in _by_layer(
+            [row for row in files.rope if row.step == step], [column(n) for n in names], step
+        )
+    ]
+    return AttentionTable(
+        "Scores and rotary embedding",
+        ("step", "layer", "R²", *names[1:]),
+        cells,
+        "means over heads and samples; R²: how well the mean query and key predict the mean score "
+        "at each distance; slash, vertical, both: share of the variance of scores that the "
+        "distance, the key, and their sum explain; rest: 1 - both",
+        words=0,
+    )
