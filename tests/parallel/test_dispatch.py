@@ -100,7 +100,7 @@ def test_over_nodes_two_levels_save_a_fifth_of_the_cost(monkeypatch):
     mask, chunk = documents(1 << 17, 2048, 1), chunk_tokens(1 << 17, 16)
     aware = balance([[mask]], 16, chunk, per_node=4)
 
-    def contiguous(work, node, *_) -> np.ndarray:
+    def contiguous(_, node, *__) -> np.ndarray:
         return np.arange(len(node)) * 16 // len(node)
 
     monkeypatch.setattr(dispatch_search, "_inside_nodes", contiguous)
