@@ -252,7 +252,7 @@ def test_the_rows_moved_are_those_of_the_plans(exchange, per_node, layout, block
             VerticalSlash(block, blocks, slashes, none.int()),
             IndexRequest(block, False),
         )
-    window = MaskRule(False, MaskConfig.sliding(50)).undivided(SEQ, PADDED)
+    window = MaskRule(False, MaskConfig.sliding(40)).undivided(SEQ, PADDED)
     setup = ReplaySetup(layout, f"{exchange}_cast", 4, per_node)
     case = make_case(replace(SETUP, block_size=32), [window], setup, index)
     shares = []
