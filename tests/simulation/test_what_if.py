@@ -247,19 +247,19 @@ def test_the_rows_moved_are_those_of_the_plans(exchange, per_node, layout, block
     index = request = None
     if block:
         blocks = PADDED // block
-        slashes, none = torch.ones(1, HEADS, blocks, dtype=torch.bool), torch.empty(1, HEADS, 0)
+        slashes, none = torch.ones(2, HEADS, blocks, dtype=torch.bool), torch.empty(2, HEADS, 0)
         index, request = (
             VerticalSlash(block, blocks, slashes, none.int()),
             IndexRequest(block, False),
         )
-    window = MaskRule(False, MaskConfig.sliding(40)).undivided(SEQ, PADDED)
+    windows = [MaskRule(False, MaskConfig.sliding(n)).undivided(SEQ, PADDED) for n in (40, 100)]
     setup = ReplaySetup(layout, f"{exchange}_cast", 4, per_node)
-    case = make_case(replace(SETUP, block_size=32), [window], setup, index)
+    case = make_case(replace(SETUP, block_size=32), windows, setup, index)
     shares = []
     for rank in range(4):
         group = ContextGroup(rank, tuple(range(4)), per_node=per_node)
         run = make_exchange(case.choice.name, case.layout, group)
-        plan = Plan.make(run, [window.repadded(case.layout.padded_seq)], request)
+        plan = Plan.make(run, [w.repadded(case.layout.padded_seq) for w in windows], request)
         shares.append(plan.tiles.rows.shares)
     assert np.array_equal(np.array(case.sizes.casts), np.array(shares).max(0))
     assert 0 < max(received for _, received in case.sizes.casts) <= 3
