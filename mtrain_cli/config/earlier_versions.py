@@ -26,6 +26,7 @@ LATER = {
     "run.straggler": 0.0,
     "topology.cluster": "auto",
     "topology.stages": "auto",
+    "topology.tensor_parallel": 1,
     "topology.balanced_chunk": "auto",
     "topology.gpu_memory_gib": "auto",
     "topology.host_memory_gib": "auto",

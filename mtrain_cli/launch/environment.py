@@ -49,6 +49,11 @@ class Environment:
         """Number of nodes, real or virtual."""
         return self.dims.workers // self.workers_per_node
 
+    @property
+    def context_per_node(self) -> int:
+        """Number of consecutive workers of a context group that share a node."""
+        return min(self.workers_per_node // self.dims.tp, self.dims.cp)
+
 
 NO_GPU = "topology.device=cuda: torch sees no GPU on this machine. Use cpu or auto."
 
@@ -81,21 +86,34 @@ def resolve_environment(
     limit = gpus if device == "cuda" and not planning else 0
     problems.extend(_wrong_number_of_workers(workers, given, job, limit))
 
-    cp = _parse_divisor(
-        "topology.context_parallel", topology.context_parallel, workers, workers, problems
-    )
     local_size = job.local_world_size if job else workers
     workers_per_node = _parse_divisor(
         "topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems
     )
-    problems.extend(_split_nodes(workers, cp, workers_per_node))
-    dims = ParallelDims.of(workers, cp=cp)
+    tp = topology.tensor_parallel
+    if workers_per_node % tp:
+        problems.append(
+            f"topology.tensor_parallel={tp}: must divide the {workers_per_node} workers of a node. "
+            f"Use one of {_divisors(workers_per_node)}."
+        )
+        tp = 1
+    cp = _parse_divisor(
+        "topology.context_parallel",
+        topology.context_parallel,
+        workers // tp,
+        workers // tp,
+        problems,
+        "workers" if tp == 1 else f"tensor groups (topology.tensor_parallel={tp})",
+    )
+    problems.extend(_split_nodes(workers // tp, cp, workers_per_node // tp))
+    dims = ParallelDims.of(workers, cp=cp, tp=tp)
 
     per_pass = dims.dp * config.train.micro_batch
     if not problems and config.train.global_batch % per_pass:
         problems.append(
             f"train.global_batch={config.train.global_batch}: must be a multiple of {per_pass} = "
-            f"{dims.dp} context groups (topology.workers={workers} / context_parallel={cp}) x "
+            f"{dims.dp} context groups (topology.workers={workers} / context_parallel={cp}"
+            f"{f' / tensor_parallel={tp}' if tp > 1 else ''}) x "
             f"train.micro_batch={config.train.micro_batch}"
         )
     if not problems:
@@ -136,7 +154,10 @@ def _wrong_number_of_workers(
 
 
 def _split_nodes(workers: int, cp: int, per_node: int) -> Iterator[str]:
-    """Yield an error if a context group has a part of one node and a part of another."""
+    """Yield an error if a context group has a part of one node and a part of another.
+
+    workers, per_node: number of workers, or of tensor groups, in the run and on a node.
+    """
     if cp % per_node and per_node % cp:
         allowed = [
             str(n)
@@ -287,17 +308,29 @@ def _parse_count(key: str, value: int | str, problems: list[str]) -> int | None:
 
 
 def _parse_divisor(
-    key: str, value: int | str, default: int, workers: int, problems: list[str]
+    key: str,
+    value: int | str,
+    default: int,
+    workers: int,
+    problems: list[str],
+    unit: str = "workers",
 ) -> int:
     """Return ``value`` if it divides ``workers``, or ``default`` if it is ``auto``.
 
     For any other value, add a line to ``problems`` and return ``workers``.
+
+    Args:
+        unit: word for what ``workers`` counts.
     """
     size = _parse_count(key, value, problems) or default
     if workers % size == 0:
         return size
-    allowed = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+    allowed = _divisors(workers)
     problems.append(
-        f"{key}={size}: must divide the {workers} workers. Use auto or one of {allowed}."
+        f"{key}={size}: must divide the {workers} {unit}. Use auto or one of {allowed}."
     )
     return workers
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
