@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.validate import number_of_chunks
 from mtrain_cli.launch.job import Job, current_job
 from mtrain_cli.launch.parallel_dims import ParallelDims
@@ -93,7 +94,8 @@ def resolve_environment(
     tp = topology.tensor_parallel
     if workers_per_node % tp:
         problems.append(
-            f"topology.tensor_parallel={tp}: must divide the {workers_per_node} workers of a node. "
+            f"topology.tensor_parallel={tp}: must divide the "
+            f"{with_count(workers_per_node, 'worker')} of a node. "
             f"Use one of {_divisors(workers_per_node)}."
         )
         tp = 1
