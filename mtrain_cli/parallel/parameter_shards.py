@@ -49,6 +49,8 @@ def sum_copied_gradients(parameters: Iterable[Tensor], tensor: TensorGroup) -> N
     """
     gradients = [p.grad for p in parameters if p.grad is not None and copies(p) > 1]
     shards = [g.to_local() for g in gradients if isinstance(g, DTensor)]
+    if not shards:
+        return
     packed = torch.cat([shard.flatten() for shard in shards])
     tensor.sum(packed)
     for shard, summed in zip(shards, packed.split([s.numel() for s in shards]), strict=True):

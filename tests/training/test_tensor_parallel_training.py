@@ -38,7 +38,9 @@ Gradients = dict[str, np.ndarray]
 
 def make(rank: int, world: int, tp: int, cp: int, overrides: tuple[str, ...]) -> Trainer:
     config = compose([*SMALL, *overrides, f"topology.tensor_parallel={tp}"])
-    return Trainer(config, gloo.environment(rank, world, cp, tp=tp))
+    nodes = config.topology.gpus_per_node
+    per_node = nodes if isinstance(nodes, int) else None
+    return Trainer(config, gloo.environment(rank, world, cp, per_node, tp))
 
 
 def shards(
@@ -125,6 +127,8 @@ TILES = ("train.tile_mib=1", "model.intermediate_size=2048", "seq=310")
         (2, 2, 2, (*UNTIED, "train.global_batch=4"), (RING, "topology.layout=zigzag")),
         (2, 3, 1, WIDE, ("topology.layout=contiguous", "train.activation_checkpoint=none")),
         (2, 1, 1, WIDE, ("train.compile=true",)),
+        (2, 2, 1, (), ("topology.exchange=group_cast", "topology.layout=balanced")),
+        (2, 4, 1, (), ("topology.exchange=hierarchical_ring", "topology.gpus_per_node=4")),
     ],
 )
 def test_loss_and_gradients_equal_those_of_one_worker(tp, cp, dp, model, run):
