@@ -169,6 +169,8 @@ class TopologyConfig:
     tensor_parallel: number of workers that share each layer's heads and MLP (tensor parallelism
         with sequence parallelism); must divide model.num_heads, model.num_kv_heads,
         model.intermediate_size and the workers of a node
+    tensor_chunks: tensor_parallel: number of chunks of tokens in which a layer computes its part
+        after attention; the messages of a chunk overlap with other chunks; auto = up to 4, by size
     gpu_memory_gib: memory of each GPU in GiB, for plans and train.memory=auto; auto = read from the
         GPU, or an H200's if there is no GPU
     host_memory_gib: host memory per GPU in GiB, for plans and train.memory=auto; auto = an equal
@@ -204,6 +206,7 @@ class TopologyConfig:
     workers: int | str = option(_WORKERS)
     context_parallel: int | str = option(_WORKERS)
     tensor_parallel: int = option(_WORKERS)
+    tensor_chunks: int | str = option(_HEADS)
     gpu_memory_gib: float | str = option(_GIB)
     host_memory_gib: float | str = option(_GIB)
     gpus_per_node: int | str = option(_WORKERS)

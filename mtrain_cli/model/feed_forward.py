@@ -20,7 +20,7 @@ intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,10 +32,13 @@ from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.model.loss import add_matmul
-from mtrain_cli.parallel.tensor_group import TensorGroup
+from mtrain_cli.parallel.tensor_group import Message, TensorGroup, staggered
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import DecoderLayer
+
+
+Products = tuple[Tensor, Tensor, Tensor]  # h, gate(n) and up(n) of a tile
 
 
 class FeedForwardWeights(NamedTuple):
@@ -84,13 +87,22 @@ class FeedForwardOptions:
     keep_products: bool = False
     tensor: TensorGroup | None = None
 
-    def gather(self, own_RC: Tensor) -> Tensor:
-        """Return the rows of all workers that share the layer."""
-        return own_RC if self.tensor is None else self.tensor.gather(own_RC)
+    def gather(self, own_RC: Tensor) -> Message:
+        """Start to gather the rows of all workers that share the layer."""
+        return Message(own_RC) if self.tensor is None else self.tensor.start_gather(own_RC)
 
-    def scatter(self, parts_SC: Tensor) -> Tensor:
-        """Return this worker's rows, summed over the workers that share the layer."""
-        return parts_SC if self.tensor is None else self.tensor.scatter(parts_SC)
+    def scatter(self, parts_SC: Tensor) -> Message:
+        """Start to sum over the workers that share the layer. Each gets its own rows."""
+        return Message(parts_SC) if self.tensor is None else self.tensor.start_scatter(parts_SC)
+
+    def run(self, tiles: Iterable[Iterator[None]]) -> None:
+        """Compute all tiles. With tensor parallelism, messages overlap with other tiles."""
+        if self.tensor is not None:
+            staggered(tiles)
+            return
+        for tile in tiles:
+            for _ in tile:
+                pass
 
 
 def feed_forward(
@@ -118,23 +130,10 @@ class _FeedForward(torch.autograd.Function):
         ctx.products = []
         if options.inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
-        gated = _elementwise(options.compile, options.any_length)[1]
         weights = FeedForwardWeights(o_CA, norm_C, gate_IC, up_IC, down_CI)
         result_BNC = x_BNC.new_empty(x_BNC.shape)
-        for x_RC, out, result_RC in zip(*_tiles(options, x_BNC, out_BNHD, result_BNC), strict=True):
-            h_RC, n_SC, gate_SI, up_SI = _products(x_RC, out.flatten(0, 1), weights, options)
-            del n_SC
-            inner_SI = gated(gate_SI, up_SI)
-            if options.keep_products:
-                ctx.products.append((h_RC, gate_SI, up_SI))
-            del gate_SI, up_SI
-            if options.tensor is None:
-                torch.mm(inner_SI, down_CI.t(), out=result_RC)
-            else:
-                result_RC.copy_(options.scatter(inner_SI @ down_CI.t()))
-            del inner_SI
-            result_RC += h_RC
-            del h_RC
+        tiles = zip(*_tiles(options, x_BNC, out_BNHD, result_BNC), strict=True)
+        options.run(_forward(*tile, weights, options, ctx.products) for tile in tiles)
         return result_BNC
 
     @staticmethod
@@ -142,57 +141,129 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad_BNC: Tensor) -> tuple[Tensor | None, ...]:
         x_BNC, out_BNHD, *saved = ctx.saved_tensors
         weights, options = FeedForwardWeights(*saved), ctx.options
-        o_CA, norm_C, gate_IC, up_IC, down_CI = weights
-        _, _, gate_backward, norm_backward, normed = _elementwise(
-            options.compile, options.any_length
-        )
         # new_empty gives contiguous tensors, even if the inputs are not. Their tiles are views.
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
-        multiple_tiles = options.rows < x_BNC.shape[0] * x_BNC.shape[1]
-        sums = _GradientSums(multiple_tiles)
+        sums = _GradientSums(options.rows < x_BNC.shape[0] * x_BNC.shape[1])
         # Take the products out of ctx: each is freed after its tile, and all if backward fails.
         products, ctx.products = ctx.products, []
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
-        for x_RC, out, grad_RC, dx_RC, dout in zip(*_tiles(options, *tensors), strict=True):
-            out_SA = out.flatten(0, 1)
-            if products:
-                h_RC, gate_SI, up_SI = products.pop(0)
-                n_SC = options.gather(normed(h_RC, norm_C.detach(), options.eps))
-            else:
-                h_RC, n_SC, gate_SI, up_SI = _products(x_RC, out_SA, weights, options)
-            grad_SC = options.gather(grad_RC)
-            gate_inputs = gate_SI, up_SI, grad_SC @ down_CI
-            del gate_SI, up_SI
-            inner_SI, dgate_SI, dup_SI = gate_backward(*gate_inputs)
-            del gate_inputs
-            sums.add("down", grad_SC.t(), inner_SI)
-            del inner_SI, grad_SC
-            sums.add("gate", dgate_SI.t(), n_SC)
-            sums.add("up", dup_SI.t(), n_SC)
-            del n_SC
-            dn_SC = dgate_SI @ gate_IC
-            del dgate_SI
-            dn_SC += dup_SI @ up_IC
-            del dup_SI
-            dn_RC = options.scatter(dn_SC)
-            del dn_SC
-            dh_RC, dnorm_C = norm_backward(h_RC, norm_C, dn_RC, grad_RC, options.eps)
-            del h_RC, dn_RC
-            sums.add_vector("norm", dnorm_C)
-            dx_RC.copy_(dh_RC)
-            dh_SC = options.gather(dh_RC)
-            del dh_RC
-            if options.tensor is None:
-                torch.mm(dh_SC, o_CA, out=dout[0])
-            else:
-                dout.copy_((dh_SC @ o_CA).view_as(dout))
-            sums.add("o", dh_SC.t(), out_SA)
-            del dh_SC, out_SA
+        tiles = zip(*_tiles(options, *tensors), strict=True)
+        options.run(_backward(*tile, weights, options, products, sums) for tile in tiles)
         gradients = (
             sums.take(name, weight)
             for name, weight in zip(("o", "norm", "gate", "up", "down"), weights, strict=True)
         )
         return dx_BNC, dout_BNHD, *gradients, None
+
+
+def _forward(
+    x_RC: Tensor,
+    out: Tensor,
+    result_RC: Tensor,
+    weights: FeedForwardWeights,
+    options: FeedForwardOptions,
+    products: list[Products],
+) -> Iterator[None]:
+    """Compute one tile of the forward pass. Yield after each message that has started."""
+    gated = _elementwise(options.compile, options.any_length)[1]
+    gate = _at_gate(x_RC, out.flatten(0, 1), weights, options)
+    h_RC, n_SC = yield from gate
+    gate_SI, up_SI = n_SC @ weights.gate_IC.t(), n_SC @ weights.up_IC.t()
+    del n_SC
+    inner_SI = gated(gate_SI, up_SI)
+    if options.keep_products:
+        products.append((h_RC, gate_SI, up_SI))
+    del gate_SI, up_SI
+    if options.tensor is None:
+        torch.mm(inner_SI, weights.down_CI.t(), out=result_RC)
+        del inner_SI
+    else:
+        message = options.scatter(inner_SI @ weights.down_CI.t())
+        del inner_SI
+        yield
+        result_RC.copy_(message.wait())
+    result_RC += h_RC
+
+
+def _at_gate(
+    x_RC: Tensor, out_SA: Tensor, weights: FeedForwardWeights, options: FeedForwardOptions
+) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    """Compute a tile up to the inputs of the MLP. Return h of own rows, and n of all rows."""
+    join = _elementwise(options.compile, options.any_length)[0]
+    message = options.scatter(out_SA @ weights.o_CA.t())
+    del out_SA
+    yield
+    # In forward the weight is a Parameter, in backward a Tensor. Compiled code would treat them as
+    # two types and compile twice, so detach the weight.
+    h_RC, n_RC = join(x_RC, message.wait(), weights.norm_C.detach(), options.eps)
+    message = options.gather(n_RC)
+    del n_RC
+    yield
+    return h_RC, message.wait()
+
+
+def _backward(
+    x_RC: Tensor,
+    out: Tensor,
+    grad_RC: Tensor,
+    dx_RC: Tensor,
+    dout: Tensor,
+    weights: FeedForwardWeights,
+    options: FeedForwardOptions,
+    products: list[Products],
+    sums: _GradientSums,
+) -> Iterator[None]:
+    """Compute one tile of the backward pass. Yield after each message that has started."""
+    o_CA, norm_C, gate_IC, up_IC, down_CI = weights
+    _, _, gate_backward, norm_backward, normed = _elementwise(options.compile, options.any_length)
+    out_SA = out.flatten(0, 1)
+    kept = products.pop(0) if products else None
+    if kept is not None:
+        h_RC, gate_SI, up_SI = kept
+        del kept
+        message = options.gather(normed(h_RC, norm_C.detach(), options.eps))
+        of_grad = options.gather(grad_RC)
+        yield
+        n_SC = message.wait()
+        del message
+    else:
+        h_RC, n_SC = yield from _at_gate(x_RC, out_SA, weights, options)
+        of_grad = options.gather(grad_RC)
+        gate_SI, up_SI = n_SC @ gate_IC.t(), n_SC @ up_IC.t()
+    grad_SC = of_grad.wait()
+    del of_grad
+    gate_inputs = gate_SI, up_SI, grad_SC @ down_CI
+    del gate_SI, up_SI
+    inner_SI, dgate_SI, dup_SI = gate_backward(*gate_inputs)
+    del gate_inputs
+    sums.add("down", grad_SC.t(), inner_SI)
+    del inner_SI, grad_SC
+    sums.add("gate", dgate_SI.t(), n_SC)
+    sums.add("up", dup_SI.t(), n_SC)
+    del n_SC
+    dn_SC = dgate_SI @ gate_IC
+    del dgate_SI
+    dn_SC += dup_SI @ up_IC
+    del dup_SI
+    of_norm = options.scatter(dn_SC)
+    del dn_SC
+    yield
+    dn_RC = of_norm.wait()
+    del of_norm
+    dh_RC, dnorm_C = norm_backward(h_RC, norm_C, dn_RC, grad_RC, options.eps)
+    del h_RC, dn_RC
+    sums.add_vector("norm", dnorm_C)
+    dx_RC.copy_(dh_RC)
+    of_h = options.gather(dh_RC)
+    del dh_RC
+    yield
+    dh_SC = of_h.wait()
+    del of_h
+    if options.tensor is None:
+        torch.mm(dh_SC, o_CA, out=dout[0])
+    else:
+        dout.copy_((dh_SC @ o_CA).view_as(dout))
+    sums.add("o", dh_SC.t(), out_SA)
 
 
 class _GradientSums:
@@ -238,21 +309,6 @@ def _tiles(options: FeedForwardOptions, *tensors: Tensor) -> Iterator[tuple[Tens
             yield rows_and_width.split(options.rows)
         else:
             yield rows_and_width.unflatten(0, (workers, -1)).split(options.rows, 1)
-
-
-def _products(
-    x_RC: Tensor, out_SA: Tensor, weights: FeedForwardWeights, options: FeedForwardOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute a tile up to the MLP's gate. Return h, n, gate(n) and up(n); h has own rows."""
-    join = _elementwise(options.compile, options.any_length)[0]
-    projected_RC = options.scatter(out_SA @ weights.o_CA.t())
-    # In forward the weight is a Parameter, in backward a Tensor. Compiled code would treat them as
-    # two types and compile twice, so detach the weight.
-    h_RC, n_RC = join(x_RC, projected_RC, weights.norm_C.detach(), options.eps)
-    del projected_RC
-    n_SC = options.gather(n_RC)
-    del n_RC
-    return h_RC, n_SC, n_SC @ weights.gate_IC.t(), n_SC @ weights.up_IC.t()
 
 
 def _join(x_RC: Tensor, projected_RC: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from mtrain_cli.model import layer_parts
 from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
 from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
 from mtrain_cli.model.rope import Rotation
-from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.model.tiling import shared_tile_rows
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 from mtrain_cli.parallel.tensor_group import TensorGroup, gather_rows
 
@@ -41,6 +41,7 @@ class LayerExecution:
         device. Requires ``recompute``.
     tensor: the workers that share each layer; None if this worker computes whole layers. A layer
         then takes and returns the worker's own tokens ``[1, own tokens, C]``, whatever the batch.
+    tensor_chunks: value of ``topology.tensor_chunks``.
     """
 
     recompute: bool = False
@@ -50,6 +51,7 @@ class LayerExecution:
     keep_products: bool = False
     offload: ActivationOffload | None = None
     tensor: TensorGroup | None = None
+    tensor_chunks: int | str = "auto"
 
     def __post_init__(self) -> None:
         assert self.offload is None or self.recompute, (
@@ -92,7 +94,8 @@ class ExecutedLayer(DecoderLayer):
         hidden, intermediate = mlp.down_proj.out_features, mlp.down_proj.in_features
         itemsize = x_BNC.element_size()
         workers = 1 if tensor is None else tensor.size
-        rows = tile_rows(tokens, hidden * workers, intermediate, itemsize, execution.tile_bytes)
+        sizes = hidden, intermediate, itemsize, execution.tile_bytes
+        rows = shared_tile_rows(tokens, *sizes, workers, execution.tensor_chunks)
         weights = FeedForwardWeights.of(self)
         if tensor is not None:
             weights = layer_parts.own_feed_forward(weights)

@@ -53,7 +53,14 @@ def parallelize(
     """
     if tensor is not None:
         cut_layers(decoder, mesh[TENSOR])
-    set_execution(decoder, config.train, compile=compile, offload=offload, tensor=tensor)
+    set_execution(
+        decoder,
+        config.train,
+        compile=compile,
+        offload=offload,
+        tensor=tensor,
+        tensor_chunks=config.topology.tensor_chunks,
+    )
     if config.optim.offload:
         decoder.to(dtype)  # the float32 weights are in host memory
     shard_parameters(
@@ -75,6 +82,7 @@ def set_execution(
     compile: bool = False,
     offload: ActivationOffload | None = None,
     tensor: TensorGroup | None = None,
+    tensor_chunks: int | str = "auto",
 ) -> None:
     """Set up compilation, tiling and checkpointing of the layers, and the options of the loss."""
     execution = LayerExecution(
@@ -83,6 +91,7 @@ def set_execution(
         recompute=train.activation_checkpoint != "none",
         offload=offload,
         tensor=tensor,
+        tensor_chunks=tensor_chunks,
     )
     execute_layers(decoder, execution, keep_mlp=train.keep_mlp)
     decoder.loss = LossOptions(

@@ -11,9 +11,11 @@ Shape suffixes: R own rows, S rows of the whole group in rank order, W any width
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,9 +26,26 @@ from torch.nn import functional
 
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.collectives import all_gather, start_reduce_scatter
+from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import GroupMaker, connect_all
 from mtrain_cli.parallel.transport import explain_peer_loss
+
+
+class Message:
+    """A message that may still be on its way."""
+
+    def __init__(
+        self, received: Tensor, group: TensorGroup | None = None, work: Any = None
+    ) -> None:
+        """Without ``work``, ``received`` is complete."""
+        self._received, self._group, self._work = received, group, work
+
+    def wait(self) -> Tensor:
+        """Return what arrived. On a GPU, the current stream waits."""
+        if self._group is not None:
+            with self._group.peer_errors():
+                self._work.wait()
+        return self._received
 
 
 @dataclass(frozen=True)
@@ -64,25 +83,26 @@ class TensorGroup:
         missing = -len(rows_SW) % self.size
         return functional.pad(rows_SW, (0, 0, 0, missing)) if missing else rows_SW
 
-    def gather(self, own_RW: Tensor) -> Tensor:
-        """Return the rows of all workers in rank order, ``[size * R, W]``."""
-        with self._peer_errors():
-            return all_gather(own_RW.contiguous(), self.size, self.process_group).flatten(0, 1)
+    def start_gather(self, own_RW: Tensor) -> Message:
+        """Start to gather the rows of all workers in rank order, ``[size * R, W]``."""
+        with self.peer_errors():
+            gathered, work = start_all_gather(own_RW.contiguous(), self.size, self.process_group)
+        return Message(gathered.flatten(0, 1), self, work)
 
-    def scatter(self, parts_SW: Tensor) -> Tensor:
-        """Add up the tensors of all workers. Return this worker's rows of the sum, ``[R, W]``."""
-        with self._peer_errors():
+    def start_scatter(self, parts_SW: Tensor) -> Message:
+        """Start to add up the tensors of all workers. Each gets its own rows, ``[R, W]``."""
+        with self.peer_errors():
             shards = parts_SW.contiguous().unflatten(0, (self.size, -1))
             own, work = start_reduce_scatter(shards, self.process_group)
-            work.wait()
-        return own
+        return Message(own, self, work)
 
     def sum(self, parts: Tensor) -> None:
         """Replace a tensor with its sum over the workers."""
-        with self._peer_errors():
+        with self.peer_errors():
             dist.all_reduce(parts, group=self.process_group)
 
-    def _peer_errors(self) -> AbstractContextManager[None]:
+    def peer_errors(self) -> AbstractContextManager[None]:
+        """Return a context in which the loss of a worker is an error that names the group."""
         ranks = dist.get_process_group_ranks(self.process_group)
         others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
         return explain_peer_loss(
@@ -119,9 +139,27 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own_RW: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return group.gather(own_RW)
+        return group.start_gather(own_RW).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_SW: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.scatter(grad_SW), None
+        return ctx.group.start_scatter(grad_SW).wait(), None
+
+
+def staggered(tiles: Iterable[Iterator[None]]) -> None:
+    """Run tiles that yield after each message that they have started, one message apart.
+
+    In each round, every running tile goes on to its next message, the newest tile first. So the
+    messages of one tile are on their way while older tiles compute. All workers must have equal
+    tiles: they start their messages in the same order.
+    """
+    waiting, running = iter(tiles), list[Iterator[None]]()
+    while True:
+        running = [*islice(waiting, 1), *running]
+        if not running:
+            return
+        running = [tile for tile in running if next(tile, _DONE) is not _DONE]
+
+
+_DONE = object()

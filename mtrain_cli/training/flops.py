@@ -16,7 +16,7 @@ import numpy as np
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
-from mtrain_cli.model.tiling import layers_with_products, tile_rows
+from mtrain_cli.model.tiling import layers_with_products, shared_tile_rows
 from mtrain_cli.parallel.layout import Joined, Layout, early_queries
 from mtrain_cli.parallel.program import Recompute
 
@@ -264,9 +264,8 @@ def own_tiles(config: Config, layout: Layout, dtype_bytes: int) -> tuple[int, in
     """Return the number of a worker's own tokens per micro-batch, and the number in a tile."""
     model, train, degree = config.model, config.train, config.topology.tensor_parallel
     own = -(-layout.tokens_per_worker * train.micro_batch // degree)
-    tile_bytes = train.tile_mib << 20
-    hidden = model.hidden_size * degree  # a tile has the same rows of all workers of a tensor group
-    return own, tile_rows(own, hidden, model.intermediate_size, dtype_bytes, tile_bytes)
+    sizes = model.hidden_size, model.intermediate_size, dtype_bytes, train.tile_mib << 20
+    return own, shared_tile_rows(own, *sizes, degree, config.topology.tensor_chunks)
 
 
 def recomputed_matmul(

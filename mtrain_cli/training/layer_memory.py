@@ -12,6 +12,11 @@ from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.flops import attention_kept, own_tiles
 
 
+# Tensors as wide as a hidden state, for all rows of a tile, that messages of other tiles take: the
+# gathered input of the MLP, and the two sums in front of it and behind it.
+_IN_FLIGHT = 3
+
+
 class BackwardBytes(NamedTuple):
     """Bytes at the peak of one layer's backward pass.
 
@@ -143,7 +148,8 @@ class LayerMemory:
         layer's input x and of attention's output. Each tile adds x + attention, its norm, gate, up,
         silu(gate), the product silu(gate) * up, and the gradients of product and gate. Several
         tiles also hold float32 gradients of the weights. With tensor parallelism, a tile also
-        gathers the gradient of the MLP's output, and x + attention has only own rows.
+        gathers the gradient of the MLP's output, and x + attention has only own rows. Messages of
+        neighboring tiles are in flight.
         """
         if not self.by_hand:
             return self.products
@@ -154,7 +160,8 @@ class LayerMemory:
         norm = (12 if self.e < 4 else 4) * model.hidden_size
         norm = norm // self.degree
         wide_tensors, narrow_tensors = (4, 1.0) if products else (6, 1 + 1 / self.degree)
-        narrow_tensors += self.degree > 1
+        if self.degree > 1:
+            narrow_tensors += 1 + _IN_FLIGHT * self.tiled
         narrow = round(narrow_tensors * hidden)
         gate = self.rows * (max(wide_tensors * product, norm) + narrow)
         gradients = 2 * self.hidden + self.out

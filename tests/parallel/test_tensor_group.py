@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel.tensor_group import TensorGroup, gather_rows, make_tensor_group
+from mtrain_cli.parallel.tensor_group import (
+    Message,
+    TensorGroup,
+    gather_rows,
+    make_tensor_group,
+    staggered,
+)
 from mtrain_cli.parallel.transport import ExchangeError
 
 
@@ -29,8 +35,8 @@ def exchanged(rank: int, world: int) -> dict[str, Any]:
     group.sum(total)
     return {
         "place": (group.rank, group.size),
-        "gathered": group.gather(rows),
-        "scattered": group.scatter(parts),
+        "gathered": group.start_gather(rows).wait(),
+        "scattered": group.start_scatter(parts).wait(),
         "sum": total,
     }
 
@@ -91,7 +97,7 @@ def abandoned(rank: int, world: int) -> str:
         time.sleep(3)
         return ""
     try:
-        group.gather(torch.ones(1, 1))
+        group.start_gather(torch.ones(1, 1)).wait()
     except ExchangeError as error:
         return str(error)
     return "no error"
@@ -100,3 +106,27 @@ def abandoned(rank: int, world: int) -> str:
 def test_a_worker_that_does_not_answer_is_named_within_the_timeout():
     error = gloo.run(2, abandoned)[0]
     assert error.startswith("tensor parallelism: a message from rank 1 did not arrive (")
+
+
+def test_a_complete_message_returns_its_tensor():
+    tensor = torch.ones(2)
+    assert Message(tensor).wait() is tensor
+
+
+def test_staggered_tiles_start_messages_while_older_tiles_compute():
+    done: list[tuple[int, str]] = []
+
+    def tile(number: int):
+        for part in "abc":
+            done.append((number, part))
+            if part != "c":
+                yield
+
+    staggered(tile(number) for number in range(3))
+    assert done == [
+        (0, "a"),
+        *[(1, "a"), (0, "b")],
+        *[(2, "a"), (1, "b"), (0, "c")],
+        *[(2, "b"), (1, "c")],
+        (2, "c"),
+    ]

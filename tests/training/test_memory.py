@@ -110,10 +110,19 @@ TWO_WORKERS = [
 ]
 TENSOR = [*BASE, "topology.tensor_parallel=2", "topology.layout=contiguous"]
 TENSOR_STATES = ["topology.tensor_parallel=2", "topology.layout=contiguous"]
+CHUNKS, WIDE_MLP = "topology.tensor_chunks=8", "model.intermediate_size=4096"
 SHARED_LAYERS = [
     (with_checkpointing("selective", TENSOR), "all_gather", "flash4", FP32),
     (with_checkpointing("full", TENSOR, "train.tile_mib=1"), "all_gather", "flash4", FP32),
     (with_checkpointing("none", TENSOR), "all_gather", "flash4", FP32),
+    (with_checkpointing("selective", TENSOR, CHUNKS), "all_gather", "flash4", FP32),
+    (with_checkpointing("full", TENSOR, CHUNKS, WIDE_MLP), "all_gather", "flash4", FP32),
+    (
+        with_checkpointing("selective", TENSOR, CHUNKS, "train.keep_mlp=true"),
+        "all_gather",
+        "flash4",
+        FP32,
+    ),
     (with_checkpointing("selective", TENSOR, "train.keep_mlp=true"), "all_gather", "flash4", FP32),
     (
         with_checkpointing(

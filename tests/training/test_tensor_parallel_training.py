@@ -105,8 +105,14 @@ SLASHES = (
     "sparsity.min_slashes=2", "sparsity.max_slashes=5", "sparsity.min_columns=4",
     "sparsity.max_columns=12", "sparsity.dense_steps=0",
 )  # fmt: skip
-MOBA = ("seq=256", "sparsity=moba", "sparsity.block=16", "sparsity.dense_steps=0")
-FIXED = ("seq=256", "sparsity=fixed", "sparsity.block=16", "sparsity.slashes=3")
+MOBA = (
+    "seq=256", "sparsity=moba", "sparsity.block=16", "sparsity.chunk=32", "sparsity.top_k=2",
+    "sparsity.dense_steps=0",
+)  # fmt: skip
+FIXED = (
+    "seq=256", "sparsity=fixed", "sparsity.block=16", "sparsity.slashes=3", "sparsity.columns=8",
+    "sparsity.dense_steps=0",
+)  # fmt: skip
 RING, ULYSSES = "topology.exchange=ring", "topology.exchange=ulysses"
 TILES = ("train.tile_mib=1", "model.intermediate_size=2048", "seq=310")
 
@@ -124,6 +130,8 @@ TILES = ("train.tile_mib=1", "model.intermediate_size=2048", "seq=310")
         (2, 1, 1, FIXED, ("train.shard=optimizer",)),
         (2, 2, 1, (), (ULYSSES, "train.keep_mlp=true", "train.micro_batch=2")),
         (2, 1, 1, TILES, ("train.keep_mlp=1",)),
+        (2, 2, 1, WIDE, ("topology.tensor_chunks=5", "train.keep_mlp=1")),
+        (4, 1, 1, WIDE, ("topology.tensor_chunks=7", "train.activation_checkpoint=none")),
         (2, 2, 2, (*UNTIED, "train.global_batch=4"), (RING, "topology.layout=zigzag")),
         (2, 3, 1, WIDE, ("topology.layout=contiguous", "train.activation_checkpoint=none")),
         (2, 1, 1, WIDE, ("train.compile=true",)),

@@ -27,7 +27,7 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
     """Return the bytes that a rank receives in a step, the formula, and the number of calls."""
     trainer = Trainer(compose([*RUN, *overrides]), gloo.environment(rank, world, cp, tp=2))
     received, calls = 0, 0
-    gather, scatter = tensor_group.all_gather, tensor_group.start_reduce_scatter
+    gather, scatter = tensor_group.start_all_gather, tensor_group.start_reduce_scatter
 
     def counting_gather(own, workers, group):
         nonlocal received, calls
@@ -40,7 +40,7 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
         return scatter(shards, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_group, "all_gather", counting_gather)
+        patch.setattr(tensor_group, "start_all_gather", counting_gather)
         patch.setattr(tensor_group, "start_reduce_scatter", counting_scatter)
         trainer.train_step(False)
     config, plan = trainer.config, trainer.plan
@@ -60,6 +60,7 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
         (2, 1, ("train.activation_checkpoint=full",), 11),
         (4, 2, ("train.activation_checkpoint=selective", "train.keep_mlp=true"), 10),
         (4, 2, ("topology.exchange=ring", "train.tile_mib=1"), None),
+        (2, 1, ("topology.tensor_chunks=3",), None),
     ],
 )
 def test_a_worker_receives_the_bytes_of_the_formula(world, cp, overrides, messages):
