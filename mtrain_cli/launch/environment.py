@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig, TrainConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.validate import number_of_chunks
 from mtrain_cli.launch.job import Job, current_job
@@ -91,35 +91,11 @@ def resolve_environment(
     workers_per_node = _parse_divisor(
         "topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems
     )
-    tp = topology.tensor_parallel
-    if workers_per_node % tp:
-        problems.append(
-            f"topology.tensor_parallel={tp}: must divide the "
-            f"{with_count(workers_per_node, 'worker')} of a node. "
-            f"Use one of {_divisors(workers_per_node)}."
-        )
-        tp = 1
-    cp = _parse_divisor(
-        "topology.context_parallel",
-        topology.context_parallel,
-        workers // tp,
-        workers // tp,
-        problems,
-        "workers" if tp == 1 else f"tensor groups (topology.tensor_parallel={tp})",
-    )
-    problems.extend(_split_nodes(workers // tp, cp, workers_per_node // tp))
-    dims = ParallelDims.of(workers, cp=cp, tp=tp)
-
-    per_pass = dims.dp * config.train.micro_batch
-    if not problems and config.train.global_batch % per_pass:
-        problems.append(
-            f"train.global_batch={config.train.global_batch}: must be a multiple of {per_pass} = "
-            f"{dims.dp} context groups (topology.workers={workers} / context_parallel={cp}"
-            f"{f' / tensor_parallel={tp}' if tp > 1 else ''}) x "
-            f"train.micro_batch={config.train.micro_batch}"
-        )
+    dims = _parallel_dims(topology, workers, workers_per_node, problems)
     if not problems:
-        problems.extend(number_of_chunks(config, cp))
+        problems.extend(_wrong_batch(config.train, dims))
+    if not problems:
+        problems.extend(number_of_chunks(config, dims.cp))
     if problems:
         raise ConfigError(*problems)
     return Environment(
@@ -152,6 +128,36 @@ def _wrong_number_of_workers(
         yield (
             f"topology.workers={workers}: this machine has {gpus} GPU{'s' * (gpus > 1)}. Use at "
             f"most {gpus}, or auto."
+        )
+
+
+def _parallel_dims(
+    topology: TopologyConfig, workers: int, per_node: int, problems: list[str]
+) -> ParallelDims:
+    """Return the degrees of all dimensions. Add degrees that do not fit to ``problems``."""
+    tp = topology.tensor_parallel
+    if per_node % tp:
+        problems.append(
+            f"topology.tensor_parallel={tp}: must divide the {with_count(per_node, 'worker')} of a "
+            f"node. Use one of {_divisors(per_node)}."
+        )
+        tp = 1
+    unit = "workers" if tp == 1 else f"tensor groups (topology.tensor_parallel={tp})"
+    key, groups = "topology.context_parallel", workers // tp
+    cp = _parse_divisor(key, topology.context_parallel, groups, groups, problems, unit)
+    problems.extend(_split_nodes(groups, cp, per_node // tp))
+    return ParallelDims.of(workers, cp=cp, tp=tp)
+
+
+def _wrong_batch(train: TrainConfig, dims: ParallelDims) -> Iterator[str]:
+    """Yield an error if the context groups cannot share a step's sequences equally."""
+    per_pass = dims.dp * train.micro_batch
+    if train.global_batch % per_pass:
+        tensor = f" / tensor_parallel={dims.tp}" if dims.tp > 1 else ""
+        yield (
+            f"train.global_batch={train.global_batch}: must be a multiple of {per_pass} = "
+            f"{dims.dp} context groups (topology.workers={dims.workers} / "
+            f"context_parallel={dims.cp}{tensor}) x train.micro_batch={train.micro_batch}"
         )
 
 

@@ -133,7 +133,10 @@ class _FeedForward(torch.autograd.Function):
         weights = FeedForwardWeights(o_CA, norm_C, gate_IC, up_IC, down_CI)
         result_BNC = x_BNC.new_empty(x_BNC.shape)
         tiles = zip(*_tiles(options, x_BNC, out_BNHD, result_BNC), strict=True)
-        options.run(_forward(*tile, weights, options, ctx.products) for tile in tiles)
+        options.run(
+            _forward(x_RC, out, result_RC, weights, options, ctx.products)
+            for x_RC, out, result_RC in tiles
+        )
         return result_BNC
 
     @staticmethod
@@ -148,7 +151,10 @@ class _FeedForward(torch.autograd.Function):
         products, ctx.products = ctx.products, []
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
         tiles = zip(*_tiles(options, *tensors), strict=True)
-        options.run(_backward(*tile, weights, options, products, sums) for tile in tiles)
+        options.run(
+            _backward(x_RC, out, grad_RC, dx_RC, dout, weights, options, products, sums)
+            for x_RC, out, grad_RC, dx_RC, dout in tiles
+        )
         gradients = (
             sums.take(name, weight)
             for name, weight in zip(("o", "norm", "gate", "up", "down"), weights, strict=True)
@@ -245,20 +251,17 @@ def _backward(
     del dgate_SI
     dn_SC += dup_SI @ up_IC
     del dup_SI
-    of_norm = options.scatter(dn_SC)
+    message = options.scatter(dn_SC)
     del dn_SC
     yield
-    dn_RC = of_norm.wait()
-    del of_norm
-    dh_RC, dnorm_C = norm_backward(h_RC, norm_C, dn_RC, grad_RC, options.eps)
-    del h_RC, dn_RC
+    dh_RC, dnorm_C = norm_backward(h_RC, norm_C, message.wait(), grad_RC, options.eps)
+    del h_RC, message
     sums.add_vector("norm", dnorm_C)
     dx_RC.copy_(dh_RC)
-    of_h = options.gather(dh_RC)
+    message = options.gather(dh_RC)
     del dh_RC
     yield
-    dh_SC = of_h.wait()
-    del of_h
+    dh_SC = message.wait()
     if options.tensor is None:
         torch.mm(dh_SC, o_CA, out=dout[0])
     else:

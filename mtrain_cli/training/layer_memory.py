@@ -11,7 +11,6 @@ from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.flops import attention_kept, own_tiles
 
-
 # Tensors as wide as a hidden state, for all rows of a tile, that messages of other tiles take: the
 # gathered input of the MLP, and the two sums in front of it and behind it.
 _IN_FLIGHT = 3

@@ -509,9 +509,8 @@ class Trainer:
         totals = torch.tensor([valid, pairs], dtype=torch.int64)
         dist.all_reduce(totals, group=self.host_group)
         # All workers that share a sequence count the same whole sequences.
-        dims = self.environment.dims
-        valid, pairs = (int(n) // (dims.workers // dims.dp) for n in totals)
-        return valid, pairs
+        sharing = self.environment.dims.workers // self.environment.dims.dp
+        return int(totals[0]) // sharing, int(totals[1]) // sharing
 
     def record(self, recorder: Recorder | None) -> None:
         """Record the following steps with `recorder`. None stops recording."""
