@@ -169,9 +169,8 @@ class Trainer:
         self._frozen_after: set[bool] = set()
         self._checked_layouts = False
         self._advice = ""  # a line about the layout, shown after the first step
-        self._peak_flops: float | None = None
-        if self.device.type == "cuda":
-            self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device))
+        on_gpu = self.device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if on_gpu else None
 
     def _make_exchange(self, timeout: timedelta) -> Exchange:
         choice = self.choices.exchange
@@ -529,9 +528,8 @@ class Trainer:
             pairs=pairs,
         )
         rate = result.tokens / seconds / self.environment.dims.workers
-        memory = None
-        if self.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(self.device) / 2**30
+        on_gpu = self.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None
         return StepMetrics(
             step=self.step,
             loss=result.loss,
