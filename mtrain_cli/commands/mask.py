@@ -73,9 +73,11 @@ def show(
         raise ConfigError(f"--plot {plot}: give a file that ends in {' or '.join(_SUFFIXES)}")
     check_output(plot, _is_picture, "picture", "--plot")
     topology, console = config.topology, Console()
-    given = (topology.context_parallel, topology.workers, _WORKERS)
-    workers = next(number for number in given if isinstance(number, int))
+    given = topology.context_workers
+    workers = given if isinstance(given, int) else _WORKERS
     per_node = topology.gpus_per_node if isinstance(topology.gpus_per_node, int) else None
+    if per_node is not None:
+        per_node = max(1, per_node // topology.tensor_parallel)
     masks = views(config, workers, per_node, _first_of_data(config))
     for view in masks:
         console.print(_facts(config, view))

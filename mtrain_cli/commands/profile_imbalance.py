@@ -26,6 +26,7 @@ from mtrain_cli.commands.options import (
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.tensor_parallel import require_whole_layers
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
@@ -101,6 +102,7 @@ def imbalance(
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     for _, case in cases:
+        require_whole_layers(case, "mtrain profile imbalance")
         require_exchange(case, environment)
         if not attention_only or case.data.mask_key is not None:
             require_data(case)
