@@ -26,6 +26,7 @@ from mtrain_cli.commands.options import (
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.tensor_parallel import require_whole_layers
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
@@ -101,6 +102,7 @@ def imbalance(
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     for _, case in cases:
+        require_whole_layers(case, "mtrain profile imbalance")
         require_exchange(case, environment)
         if not attention_only or case.data.mask_key is not None:
             require_data(case)
@@ -232,7 +234,8 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Con
         compared = dict(zip(_COMPARED, values, strict=True))
         pairs = [f"{key}={value}" for key, value in compared.items() if value]
         config = compose([*rest, *pairs, *keys_for(compared["sparsity"], sparse)])
-        label = f"{config.sparsity.pattern} {config.layout} {config.topology.exchange}"
+        topology = config.topology
+        label = f"{config.sparsity.pattern} {topology.layout} {topology.exchange}"
         several = len(typed["--seq"]) > 1
         cases.append((f"{label} {compared['seq']}" if several else label, config))
     return cases

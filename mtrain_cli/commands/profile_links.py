@@ -23,6 +23,7 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import app, check_output
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.tensor_parallel import require_whole_layers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,6 +87,7 @@ def links(
     check_output(cluster_out, _is_measured, "measured cluster", "--cluster-out")
     words = list(overrides or ())
     config = with_measurement_folder(compose(words), "links")
+    require_whole_layers(config, "mtrain profile links")
     environment = resolve_environment(config)
     warn_of_unused_settings(words)
     message_sizes = _parse_sizes(_SIZES[environment.device] if sizes == "auto" else sizes)

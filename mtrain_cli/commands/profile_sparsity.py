@@ -224,10 +224,17 @@ def _parse_head(text: str) -> tuple[int, int]:
         raise ConfigError(f"--maps {text}: give LAYER:HEAD,..., such as 0:3,11:0") from None
 
 
+_NUMBERS_OF_WORKERS = (
+    "topology.workers",
+    "topology.context_parallel",
+    "topology.tensor_parallel",
+)
+
+
 def _require_one_worker(words: Sequence[str]) -> None:
     for word in words:
         key, _, value = word.partition("=")
-        if key in ("topology.workers", "topology.context_parallel") and value not in ("1", "auto"):
+        if key in _NUMBERS_OF_WORKERS and value not in ("1", "auto"):
             raise ConfigError(f"{word}: `mtrain profile sparsity` uses one worker; leave it out")
 
 

@@ -156,6 +156,7 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.run_plan import make_plan
 
+    require_labels(config)
     run_plan = make_plan(config)
     warn_of_unused_settings(
         words,
@@ -206,10 +207,10 @@ def require_exchange(config: Config, environment: Environment) -> None:
         return
     from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange
 
-    model, workers = config.model, environment.dims.cp
+    model, workers = config.of_worker.model, environment.dims.cp
     needs = ExchangeNeeds(
         workers=workers,
-        per_node=min(environment.workers_per_node, workers),
+        per_node=environment.context_per_node,
         tokens=config.seq * config.train.micro_batch,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,

@@ -26,6 +26,8 @@ LATER = {
     "run.straggler": 0.0,
     "topology.cluster": "auto",
     "topology.stages": "auto",
+    "topology.tensor_parallel": 1,
+    "topology.tensor_chunks": "auto",
     "topology.balanced_chunk": "auto",
     "topology.gpu_memory_gib": "auto",
     "topology.host_memory_gib": "auto",

@@ -138,6 +138,18 @@ class ModelConfig:
     init_std: float = option(ABOVE_ZERO.up_to(*_OVERFLOW))
     rope: RopeConfig
 
+    def part(self, degree: int) -> ModelConfig:
+        """Return the model with an equal part of the heads and of the MLP's width.
+
+        degree: number of parts, which divides the numbers of heads and the width.
+        """
+        return replace(
+            self,
+            num_heads=self.num_heads // degree,
+            num_kv_heads=self.num_kv_heads // degree,
+            intermediate_size=self.intermediate_size // degree,
+        )
+
     def shape_differences(self, other: ModelConfig) -> list[tuple[str, Any, Any]]:
         """Return (key, own value, value of ``other``) for each shape key that differs."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.SHAPE)
@@ -152,7 +164,13 @@ class TopologyConfig:
     cluster: cluster that plans assume if this machine has no GPU, and for which `mtrain simulate`
         predicts: a name in conf/cluster, or the path of such a YAML file; auto = one host of H200s
     workers: number of workers; auto = all GPUs of the job, or 2 on a CPU
-    context_parallel: number of workers that share one sequence; auto = all workers
+    context_parallel: number of workers that share one sequence; auto = all workers, divided by
+        tensor_parallel
+    tensor_parallel: number of workers that share each layer's heads and MLP (tensor parallelism
+        with sequence parallelism); must divide model.num_heads, model.num_kv_heads,
+        model.intermediate_size and the workers of a node
+    tensor_chunks: tensor_parallel: number of chunks of tokens in which a layer computes its part
+        after attention; the messages of a chunk overlap with other chunks; auto = up to 4, by size
     gpu_memory_gib: memory of each GPU in GiB, for plans and train.memory=auto; auto = read from the
         GPU, or an H200's if there is no GPU
     host_memory_gib: host memory per GPU in GiB, for plans and train.memory=auto; auto = an equal
@@ -187,6 +205,8 @@ class TopologyConfig:
     cluster: str = option()
     workers: int | str = option(_WORKERS)
     context_parallel: int | str = option(_WORKERS)
+    tensor_parallel: int = option(_WORKERS)
+    tensor_chunks: int | str = option(_HEADS)
     gpu_memory_gib: float | str = option(_GIB)
     host_memory_gib: float | str = option(_GIB)
     gpus_per_node: int | str = option(_WORKERS)
@@ -217,6 +237,13 @@ class TopologyConfig:
             2 * 10**6, "23 days; NCCL counts milliseconds in 32 bits"
         )
     )
+
+    @property
+    def context_workers(self) -> int | str:
+        """Number of workers of a context group; ``auto`` if it depends on the machine."""
+        if isinstance(self.context_parallel, int) or not isinstance(self.workers, int):
+            return self.context_parallel
+        return max(1, self.workers // max(1, self.tensor_parallel))
 
     @property
     def chunk(self) -> int | None:
@@ -460,6 +487,11 @@ class Config:
             if self.sparsity.pattern == "dense" and not self.data.document_mask
             else "striped"
         )
+
+    @property
+    def of_worker(self) -> Config:
+        """The configuration with the part of the model that one worker's layers compute."""
+        return replace(self, model=self.model.part(self.topology.tensor_parallel))
 
     def changed(self, **groups: Mapping[str, Any]) -> Config:
         """Return a copy with other values, such as ``changed(topology={"workers": 8})``."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config import keys
+from mtrain_cli.config import keys, tensor_parallel
 from mtrain_cli.config.cluster import file_of
 from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
@@ -51,6 +51,7 @@ def problems(config: Config) -> list[str]:
         *ranges,
         *_model(config.model),
         *_topology(config.topology),
+        *tensor_parallel.problems(config),
         *_blocks(config),
         *_balanced_chunk(config),
         *(config.sparsity.problems(config.seq) if _is_complete(config.sparsity) else ()),
@@ -108,13 +109,24 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
             yield f"topology.cluster={topology.cluster}: {error}"
     workers, context, node = topology.workers, topology.context_parallel, topology.gpus_per_node
     numbers = {"workers": workers, "context_parallel": context, "gpus_per_node": node}
+    numbers["tensor_parallel"] = tensor = topology.tensor_parallel
     if any(isinstance(value, int) and value < 1 for value in numbers.values()):
         return
-    for name in ("context_parallel", "gpus_per_node"):
+    for name in ("context_parallel", "gpus_per_node", "tensor_parallel"):
         value = numbers[name]
         if isinstance(workers, int) and isinstance(value, int) and workers % value:
             line = f"topology.{name}={value}: does not divide topology.workers={workers}"
-            yield f"{line}; allowed: auto, {_divisors(workers)}"
+            auto = "" if name == "tensor_parallel" else "auto, "
+            yield f"{line}; allowed: {auto}{_divisors(workers)}"
+    if isinstance(workers, int) and isinstance(context, int) and workers % context == 0:
+        groups = workers // context
+        if workers % tensor == 0 and groups % tensor:
+            yield (
+                f"topology.tensor_parallel={tensor}: does not divide the "
+                f"{with_count(groups, 'worker')} that "
+                f"topology.context_parallel={context} leaves of topology.workers={workers}; "
+                f"allowed: {_divisors(groups)}"
+            )
 
 
 def _blocks(config: Config) -> Iterator[str]:
@@ -126,8 +138,7 @@ def _blocks(config: Config) -> Iterator[str]:
             f"topology.block_size={topology.block_size}: must be a multiple of "
             f"sparsity.block={sparse}, since the striped layout deals out whole pattern blocks"
         )
-    context = topology.context_parallel
-    workers = context if isinstance(context, int) else topology.workers
+    workers = topology.context_workers
     blocks = -(-config.seq // topology.block_size)
     if config.layout == "striped" and isinstance(workers, int) and workers > max(1, blocks):
         yield (
@@ -154,8 +165,7 @@ def _balanced_chunk(config: Config) -> Iterator[str]:
             "pattern blocks"
         )
     else:
-        context = topology.context_parallel
-        workers = context if isinstance(context, int) else topology.workers
+        workers = topology.context_workers
         yield from number_of_chunks(config, workers if isinstance(workers, int) else 1)
 
 
@@ -265,8 +275,8 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
         yield f"{line} {micro_batch}"
     elif not isinstance(workers, int) or not isinstance(context, int) or context < 1:
         return
-    elif workers >= 1 and workers % context == 0:
-        groups = workers // context
+    elif workers >= 1 and workers % (context * topology.tensor_parallel) == 0:
+        groups = workers // (context * topology.tensor_parallel)
         if train.global_batch % (groups * train.micro_batch):
             yield (
                 f"{line} {groups * train.micro_batch}: {micro_batch} for each of the {groups} "
@@ -341,9 +351,10 @@ def _columns(config: Config) -> Iterator[str]:
     }
     what = " and ".join(given)
     if given and data.kind != "tokens":
+        options = " ".join(f"--{columns[name][0].replace('_', '-')}" for name in given)
         yield (
             f"{', '.join(given.values())}: data={data.kind} has no {what} for its documents; give "
-            "data=tokens and what `mtrain data prepare --tokens-key` wrote"
+            f"data=tokens and what `mtrain data prepare --tokens-key {options}` wrote"
         )
     if given and not data.document_mask:
         verb = "gives" if len(given) == 1 else "give"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig, TrainConfig
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.validate import number_of_chunks
 from mtrain_cli.launch.job import Job, current_job
 from mtrain_cli.launch.parallel_dims import ParallelDims
@@ -49,6 +50,11 @@ class Environment:
         """Number of nodes, real or virtual."""
         return self.dims.workers // self.workers_per_node
 
+    @property
+    def context_per_node(self) -> int:
+        """Number of consecutive workers of a context group that share a node."""
+        return min(self.workers_per_node // self.dims.tp, self.dims.cp)
+
 
 NO_GPU = "topology.device=cuda: torch sees no GPU on this machine. Use cpu or auto."
 
@@ -81,25 +87,15 @@ def resolve_environment(
     limit = gpus if device == "cuda" and not planning else 0
     problems.extend(_wrong_number_of_workers(workers, given, job, limit))
 
-    cp = _parse_divisor(
-        "topology.context_parallel", topology.context_parallel, workers, workers, problems
-    )
     local_size = job.local_world_size if job else workers
     workers_per_node = _parse_divisor(
         "topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems
     )
-    problems.extend(_split_nodes(workers, cp, workers_per_node))
-    dims = ParallelDims.of(workers, cp=cp)
-
-    per_pass = dims.dp * config.train.micro_batch
-    if not problems and config.train.global_batch % per_pass:
-        problems.append(
-            f"train.global_batch={config.train.global_batch}: must be a multiple of {per_pass} = "
-            f"{dims.dp} context groups (topology.workers={workers} / context_parallel={cp}) x "
-            f"train.micro_batch={config.train.micro_batch}"
-        )
+    dims = _parallel_dims(topology, workers, workers_per_node, problems)
     if not problems:
-        problems.extend(number_of_chunks(config, cp))
+        problems.extend(_wrong_batch(config.train, dims))
+    if not problems:
+        problems.extend(number_of_chunks(config, dims.cp))
     if problems:
         raise ConfigError(*problems)
     return Environment(
@@ -135,8 +131,41 @@ def _wrong_number_of_workers(
         )
 
 
+def _parallel_dims(
+    topology: TopologyConfig, workers: int, per_node: int, problems: list[str]
+) -> ParallelDims:
+    """Return the degrees of all dimensions. Add degrees that do not fit to ``problems``."""
+    tp = topology.tensor_parallel
+    if per_node % tp:
+        problems.append(
+            f"topology.tensor_parallel={tp}: must divide the {with_count(per_node, 'worker')} of a "
+            f"node. Use one of {_divisors(per_node)}."
+        )
+        tp = 1
+    unit = "workers" if tp == 1 else f"tensor groups (topology.tensor_parallel={tp})"
+    key, groups = "topology.context_parallel", workers // tp
+    cp = _parse_divisor(key, topology.context_parallel, groups, groups, problems, unit)
+    problems.extend(_split_nodes(groups, cp, per_node // tp))
+    return ParallelDims.of(workers, cp=cp, tp=tp)
+
+
+def _wrong_batch(train: TrainConfig, dims: ParallelDims) -> Iterator[str]:
+    """Yield an error if the context groups cannot share a step's sequences equally."""
+    per_pass = dims.dp * train.micro_batch
+    if train.global_batch % per_pass:
+        tensor = f" / tensor_parallel={dims.tp}" if dims.tp > 1 else ""
+        yield (
+            f"train.global_batch={train.global_batch}: must be a multiple of {per_pass} = "
+            f"{dims.dp} context groups (topology.workers={dims.workers} / "
+            f"context_parallel={dims.cp}{tensor}) x train.micro_batch={train.micro_batch}"
+        )
+
+
 def _split_nodes(workers: int, cp: int, per_node: int) -> Iterator[str]:
-    """Yield an error if a context group has a part of one node and a part of another."""
+    """Yield an error if a context group has a part of one node and a part of another.
+
+    workers, per_node: number of workers, or of tensor groups, in the run and on a node.
+    """
     if cp % per_node and per_node % cp:
         allowed = [
             str(n)
@@ -287,17 +316,29 @@ def _parse_count(key: str, value: int | str, problems: list[str]) -> int | None:
 
 
 def _parse_divisor(
-    key: str, value: int | str, default: int, workers: int, problems: list[str]
+    key: str,
+    value: int | str,
+    default: int,
+    workers: int,
+    problems: list[str],
+    unit: str = "workers",
 ) -> int:
     """Return ``value`` if it divides ``workers``, or ``default`` if it is ``auto``.
 
     For any other value, add a line to ``problems`` and return ``workers``.
+
+    Args:
+        unit: word for what ``workers`` counts.
     """
     size = _parse_count(key, value, problems) or default
     if workers % size == 0:
         return size
-    allowed = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+    allowed = _divisors(workers)
     problems.append(
-        f"{key}={size}: must divide the {workers} workers. Use auto or one of {allowed}."
+        f"{key}={size}: must divide the {workers} {unit}. Use auto or one of {allowed}."
     )
     return workers
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -10,16 +10,21 @@ from math import prod
 class ParallelDims:
     """The degree of each dimension. The product of the degrees is the number of workers.
 
-    Ranks are row-major in the order of the fields: ``rank = dp_coordinate * cp + cp_coordinate``.
-    Parameters are sharded over all dimensions.
+    Ranks are row-major in the order of the fields:
+    ``rank = (dp_coordinate * cp + cp_coordinate) * tp + tp_coordinate``.
+
+    Parameters are sharded over all dimensions. Tensor parallelism cuts the matrices of the layers
+    into ``tp`` parts, and FSDP shards each part over ``dp`` and ``cp``.
 
     dp: data-parallel degree: the number of context groups. Groups train on different sequences.
     cp: context-parallel degree: the number of workers of a context group, which share each
         sequence.
+    tp: tensor-parallel degree: the number of workers that share each layer's heads and MLP.
     """
 
     dp: int = field(default=1, metadata={"name": "data"})
     cp: int = field(default=1, metadata={"name": "context"})
+    tp: int = field(default=1, metadata={"name": "tensor"})
 
     @classmethod
     def of(cls, workers: int, **degrees: int) -> ParallelDims:
@@ -62,8 +67,9 @@ class ParallelDims:
         return sorted({self.group(dim, rank) for rank in range(self.workers)})
 
     def __str__(self) -> str:
-        """Return all degrees, such as ``2 data x 4 context``."""
-        return " x ".join(f"{getattr(self, f.name)} {f.metadata['name']}" for f in fields(self))
+        """Return the degrees, such as ``2 data x 4 context``. ``tp`` appears only above 1."""
+        shown = [f for f in fields(self) if f.name != "tp" or self.tp > 1]
+        return " x ".join(f"{getattr(self, f.name)} {f.metadata['name']}" for f in shown)
 
     def _stride(self, dim: str) -> int:
         """Return the difference in rank between neighbors along a dimension."""

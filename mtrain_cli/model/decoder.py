@@ -13,6 +13,7 @@ F = D/2 rotary frequencies, V vocabulary size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,60 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class ProjectionWeights(NamedTuple):
+    """Weights of the projections before attention. A bias or norm that a model lacks is None.
+
+    A is the width of the query heads or of the KV heads.
+    """
+
+    q_AC: Tensor
+    k_AC: Tensor
+    v_AC: Tensor
+    q_bias_A: Tensor | None
+    k_bias_A: Tensor | None
+    v_bias_A: Tensor | None
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
+
+    @staticmethod
+    def of(attention: Attention) -> ProjectionWeights:
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        norms = (attention.q_norm, attention.k_norm) if attention.qk_norm else ()
+        return ProjectionWeights(
+            *(p.weight for p in projections),
+            *(p.bias for p in projections),
+            *([norm.weight for norm in norms] or (None, None)),
+        )
+
+
+def projected(
+    x_BNC: Tensor,
+    weights: ProjectionWeights,
+    head_dim: int,
+    eps: float,
+    cos_BN1F: Tensor,
+    sin_BN1F: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q ``[B, N, H, D]`` and k, v ``[B, N, K, D]``, all contiguous.
+
+    Rotary position embedding is already applied to q and k.
+
+    Args:
+        weights: those of all heads, or of the heads to compute.
+        eps: epsilon of the norms of q and k.
+    """
+    q_BNHD, k_BNKD, v_BNKD = (
+        functional.linear(x_BNC, weight_AC, bias_A).unflatten(-1, (-1, head_dim))
+        for weight_AC, bias_A in zip(weights[:3], weights[3:6], strict=True)
+    )
+    if weights.q_norm_D is not None:
+        q_BNHD, k_BNKD = (
+            functional.rms_norm(heads, (head_dim,), norm_D, eps)
+            for heads, norm_D in ((q_BNHD, weights.q_norm_D), (k_BNKD, weights.k_norm_D))
+        )
+    return rotate(q_BNHD, cos_BN1F, sin_BN1F), rotate(k_BNKD, cos_BN1F, sin_BN1F), v_BNKD
+
+
 class Attention(nn.Module):
     """The linear projections before and after attention.
 
@@ -61,22 +116,14 @@ class Attention(nn.Module):
         if model.qk_norm:
             self.q_norm = RMSNorm(model.head_dim, model.rms_norm_eps)
             self.k_norm = RMSNorm(model.head_dim, model.rms_norm_eps)
-        self.qk_norm = model.qk_norm
+        self.qk_norm, self.eps = model.qk_norm, model.rms_norm_eps
 
     def project(
         self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q ``[B, N, H, D]`` and k, v ``[B, N, K, D]``, all contiguous.
-
-        Rotary position embedding is already applied to q and k.
-        """
-        q_BNHD, k_BNKD, v_BNKD = (
-            p(x_BNC).unflatten(-1, (-1, self.head_dim))
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.qk_norm:
-            q_BNHD, k_BNKD = self.q_norm(q_BNHD), self.k_norm(k_BNKD)
-        return rotate(q_BNHD, cos_BN1F, sin_BN1F), rotate(k_BNKD, cos_BN1F, sin_BN1F), v_BNKD
+        """Return the result of `projected` for all heads."""
+        weights = ProjectionWeights.of(self)
+        return projected(x_BNC, weights, self.head_dim, self.eps, cos_BN1F, sin_BN1F)
 
     def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend, layer: int) -> Tensor:
         out_BNHD = attend(*self.project(x_BNC, rope.cos_BN1F, rope.sin_BN1F), layer)

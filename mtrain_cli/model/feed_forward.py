@@ -8,13 +8,19 @@ products.
 Backward is written by hand. Autograd would allocate a weight gradient for each tile, but here all
 tiles add to one float32 sum.
 
-Shape suffixes: N tokens of all sequences of a batch, R tokens of a tile, C hidden size, A width of
-the attention output, I intermediate size.
+With tensor parallelism, a worker has its own rows of the residual stream, the attention output of
+its heads for all rows of its tensor group, and the weights of these heads and of a part of the MLP.
+Each tile then has the same rows of every worker. It gathers rows before the worker's matrices, and
+adds up the workers' results after them (`TensorGroup`).
+
+Shape suffixes: N tokens of all sequences of a batch, R own tokens of a tile, S tokens of a tile of
+all workers of a tensor group (R without one), C hidden size, A width of the attention output, I
+intermediate size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,9 +32,13 @@ from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.model.loss import add_matmul
+from mtrain_cli.parallel.tensor_group import Message, TensorGroup, staggered
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import DecoderLayer
+
+
+Products = tuple[Tensor, Tensor, Tensor]  # h, gate(n) and up(n) of a tile
 
 
 class FeedForwardWeights(NamedTuple):
@@ -57,7 +67,7 @@ class FeedForwardOptions:
     """How to compute `feed_forward`.
 
     eps: epsilon of the norm.
-    rows: tokens per tile (`tiling.tile_rows`).
+    rows: own tokens per tile (`tiling.tile_rows`).
     layer: layer number, for messages about memory.
     compile: compile the operations between the matrix products.
     any_length: let the compiled code serve any number of tokens.
@@ -65,6 +75,7 @@ class FeedForwardOptions:
         not be read. The second forward pass of a checkpoint needs no more.
     keep_products: also keep h, gate(n) and up(n), so that backward repeats no matrix product. In a
         checkpoint, the first forward pass keeps these tensors.
+    tensor: the workers that share the layer; None if this worker computes the whole layer.
     """
 
     eps: float
@@ -74,6 +85,24 @@ class FeedForwardOptions:
     any_length: bool = False
     inputs_only: bool = False
     keep_products: bool = False
+    tensor: TensorGroup | None = None
+
+    def gather(self, own_RC: Tensor) -> Message:
+        """Start to gather the rows of all workers that share the layer."""
+        return Message(own_RC) if self.tensor is None else self.tensor.start_gather(own_RC)
+
+    def scatter(self, parts_SC: Tensor) -> Message:
+        """Start to sum over the workers that share the layer. Each gets its own rows."""
+        return Message(parts_SC) if self.tensor is None else self.tensor.start_scatter(parts_SC)
+
+    def run(self, tiles: Iterable[Iterator[None]]) -> None:
+        """Compute all tiles. With tensor parallelism, messages overlap with other tiles."""
+        if self.tensor is not None:
+            staggered(tiles)
+            return
+        for tile in tiles:
+            for _ in tile:
+                pass
 
 
 def feed_forward(
@@ -81,7 +110,8 @@ def feed_forward(
 ) -> Tensor:
     """Return h + down(silu(gate(n)) * up(n)), where h = x + o(out) and n = norm(h).
 
-    The result has the shape of x. x, out and the weights are kept for backward.
+    The result has the shape of x. x, out and the weights are kept for backward. With tensor
+    parallelism, out has the tokens of all workers, in equal parts.
     """
     return _FeedForward.apply(x_BNC, out_BNHD, *weights, options)
 
@@ -100,76 +130,143 @@ class _FeedForward(torch.autograd.Function):
         ctx.products = []
         if options.inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
-        join, gated = _elementwise(options.compile, options.any_length)[:2]
-        # Here the weight is a Parameter, in backward a Tensor. Compiled code would treat them as
-        # two types and compile twice, so detach the weight.
+        weights = FeedForwardWeights(o_CA, norm_C, gate_IC, up_IC, down_CI)
         result_BNC = x_BNC.new_empty(x_BNC.shape)
-        for x_RC, out_RA, result_RC in zip(
-            *(_tiles(t, options.rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True
-        ):
-            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), options.eps)
-            gate_RI, up_RI = n_RC @ gate_IC.t(), n_RC @ up_IC.t()
-            del n_RC
-            inner_RI = gated(gate_RI, up_RI)
-            if options.keep_products:
-                ctx.products.append((h_RC, gate_RI, up_RI))
-            del gate_RI, up_RI
-            torch.mm(inner_RI, down_CI.t(), out=result_RC)
-            del inner_RI
-            result_RC += h_RC
-            del h_RC
+        tiles = zip(*_tiles(options, x_BNC, out_BNHD, result_BNC), strict=True)
+        options.run(
+            _forward(x_RC, out, result_RC, weights, options, ctx.products)
+            for x_RC, out, result_RC in tiles
+        )
         return result_BNC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BNC: Tensor) -> tuple[Tensor | None, ...]:
         x_BNC, out_BNHD, *saved = ctx.saved_tensors
-        weights, rows, eps = FeedForwardWeights(*saved), ctx.options.rows, ctx.options.eps
-        o_CA, norm_C, gate_IC, up_IC, down_CI = weights
-        join, _, gate_backward, norm_backward, normed = _elementwise(
-            ctx.options.compile, ctx.options.any_length
-        )
+        weights, options = FeedForwardWeights(*saved), ctx.options
         # new_empty gives contiguous tensors, even if the inputs are not. Their tiles are views.
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
-        multiple_tiles = rows < x_BNC.shape[0] * x_BNC.shape[1]
-        sums = _GradientSums(multiple_tiles)
+        sums = _GradientSums(options.rows < x_BNC.shape[0] * x_BNC.shape[1])
         # Take the products out of ctx: each is freed after its tile, and all if backward fails.
         products, ctx.products = ctx.products, []
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
-        for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(
-            *(_tiles(t, rows) for t in tensors), strict=True
-        ):
-            if products:
-                h_RC, gate_RI, up_RI = products.pop(0)
-                n_RC = normed(h_RC, norm_C.detach(), eps)
-            else:
-                h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), eps)
-                gate_RI, up_RI = n_RC @ gate_IC.t(), n_RC @ up_IC.t()
-            gate_inputs = gate_RI, up_RI, grad_RC @ down_CI
-            del gate_RI, up_RI
-            inner_RI, dgate_RI, dup_RI = gate_backward(*gate_inputs)
-            del gate_inputs
-            sums.add("down", grad_RC.t(), inner_RI)
-            del inner_RI
-            sums.add("gate", dgate_RI.t(), n_RC)
-            sums.add("up", dup_RI.t(), n_RC)
-            del n_RC
-            dn_RC = dgate_RI @ gate_IC
-            del dgate_RI
-            dn_RC += dup_RI @ up_IC
-            del dup_RI
-            dh_RC, dnorm_C = norm_backward(h_RC, norm_C, dn_RC, grad_RC, eps)
-            del h_RC, dn_RC
-            sums.add_vector("norm", dnorm_C)
-            dx_RC.copy_(dh_RC)
-            torch.mm(dh_RC, o_CA, out=dout_RA)
-            sums.add("o", dh_RC.t(), out_RA)
-            del dh_RC
+        tiles = zip(*_tiles(options, *tensors), strict=True)
+        options.run(
+            _backward(x_RC, out, grad_RC, dx_RC, dout, weights, options, products, sums)
+            for x_RC, out, grad_RC, dx_RC, dout in tiles
+        )
         gradients = (
             sums.take(name, weight)
             for name, weight in zip(("o", "norm", "gate", "up", "down"), weights, strict=True)
         )
         return dx_BNC, dout_BNHD, *gradients, None
+
+
+def _forward(
+    x_RC: Tensor,
+    out: Tensor,
+    result_RC: Tensor,
+    weights: FeedForwardWeights,
+    options: FeedForwardOptions,
+    products: list[Products],
+) -> Iterator[None]:
+    """Compute one tile of the forward pass. Yield after each message that has started."""
+    gated = _elementwise(options.compile, options.any_length)[1]
+    gate = _at_gate(x_RC, out.flatten(0, 1), weights, options)
+    h_RC, n_SC = yield from gate
+    gate_SI, up_SI = n_SC @ weights.gate_IC.t(), n_SC @ weights.up_IC.t()
+    del n_SC
+    inner_SI = gated(gate_SI, up_SI)
+    if options.keep_products:
+        products.append((h_RC, gate_SI, up_SI))
+    del gate_SI, up_SI
+    if options.tensor is None:
+        torch.mm(inner_SI, weights.down_CI.t(), out=result_RC)
+        del inner_SI
+    else:
+        message = options.scatter(inner_SI @ weights.down_CI.t())
+        del inner_SI
+        yield
+        result_RC.copy_(message.wait())
+    result_RC += h_RC
+
+
+def _at_gate(
+    x_RC: Tensor, out_SA: Tensor, weights: FeedForwardWeights, options: FeedForwardOptions
+) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    """Compute a tile up to the inputs of the MLP. Return h of own rows, and n of all rows."""
+    join = _elementwise(options.compile, options.any_length)[0]
+    message = options.scatter(out_SA @ weights.o_CA.t())
+    del out_SA
+    yield
+    # In forward the weight is a Parameter, in backward a Tensor. Compiled code would treat them as
+    # two types and compile twice, so detach the weight.
+    h_RC, n_RC = join(x_RC, message.wait(), weights.norm_C.detach(), options.eps)
+    message = options.gather(n_RC)
+    del n_RC
+    yield
+    return h_RC, message.wait()
+
+
+def _backward(
+    x_RC: Tensor,
+    out: Tensor,
+    grad_RC: Tensor,
+    dx_RC: Tensor,
+    dout: Tensor,
+    weights: FeedForwardWeights,
+    options: FeedForwardOptions,
+    products: list[Products],
+    sums: _GradientSums,
+) -> Iterator[None]:
+    """Compute one tile of the backward pass. Yield after each message that has started."""
+    o_CA, norm_C, gate_IC, up_IC, down_CI = weights
+    _, _, gate_backward, norm_backward, normed = _elementwise(options.compile, options.any_length)
+    out_SA = out.flatten(0, 1)
+    kept = products.pop(0) if products else None
+    if kept is not None:
+        h_RC, gate_SI, up_SI = kept
+        del kept
+        message = options.gather(normed(h_RC, norm_C.detach(), options.eps))
+        of_grad = options.gather(grad_RC)
+        yield
+        n_SC = message.wait()
+        del message
+    else:
+        h_RC, n_SC = yield from _at_gate(x_RC, out_SA, weights, options)
+        of_grad = options.gather(grad_RC)
+        gate_SI, up_SI = n_SC @ gate_IC.t(), n_SC @ up_IC.t()
+    grad_SC = of_grad.wait()
+    del of_grad
+    gate_inputs = gate_SI, up_SI, grad_SC @ down_CI
+    del gate_SI, up_SI
+    inner_SI, dgate_SI, dup_SI = gate_backward(*gate_inputs)
+    del gate_inputs
+    sums.add("down", grad_SC.t(), inner_SI)
+    del inner_SI, grad_SC
+    sums.add("gate", dgate_SI.t(), n_SC)
+    sums.add("up", dup_SI.t(), n_SC)
+    del n_SC
+    dn_SC = dgate_SI @ gate_IC
+    del dgate_SI
+    dn_SC += dup_SI @ up_IC
+    del dup_SI
+    message = options.scatter(dn_SC)
+    del dn_SC
+    yield
+    dh_RC, dnorm_C = norm_backward(h_RC, norm_C, message.wait(), grad_RC, options.eps)
+    del h_RC, message
+    sums.add_vector("norm", dnorm_C)
+    dx_RC.copy_(dh_RC)
+    message = options.gather(dh_RC)
+    del dh_RC
+    yield
+    dh_SC = message.wait()
+    if options.tensor is None:
+        torch.mm(dh_SC, o_CA, out=dout[0])
+    else:
+        dout.copy_((dh_SC @ o_CA).view_as(dout))
+    sums.add("o", dh_SC.t(), out_SA)
 
 
 class _GradientSums:
@@ -202,9 +299,19 @@ class _GradientSums:
         return self._sums.pop(name).to(weight.dtype)
 
 
-def _tiles(tensor: Tensor, rows: int) -> tuple[Tensor, ...]:
-    """Split a contiguous tensor ``[B, N, ...]`` into views of ``[rows, width]``."""
-    return tensor.flatten(0, 1).flatten(1).split(rows)
+def _tiles(options: FeedForwardOptions, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tiles of each contiguous tensor, as views.
+
+    A tile of own rows ``[B, N, C]`` is ``[R, C]``. A tile of the heads ``[B, N, H, D]`` of all
+    workers that share the layer is ``[workers, R, H * D]``.
+    """
+    workers = 1 if options.tensor is None else options.tensor.size
+    for tensor in tensors:
+        rows_and_width = tensor.flatten(0, 1).flatten(1)
+        if tensor.ndim == 3:
+            yield rows_and_width.split(options.rows)
+        else:
+            yield rows_and_width.unflatten(0, (workers, -1)).split(options.rows, 1)
 
 
 def _join(x_RC: Tensor, projected_RC: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig
@@ -28,6 +28,7 @@ from mtrain_cli.launch.manifest import plain_name
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
+from mtrain_cli.parallel.parameter_shards import own_region
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -206,18 +207,9 @@ def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(read(0, None))
         return
-    mesh, placements = parameter.device_mesh, parameter.placements
-    assert all(
-        not isinstance(placement, Shard) or placement.dim == 0 for placement in placements
-    ), placements
-    # To find out which rows this worker has, shard a list of row numbers like the parameter. This
-    # needs no communication.
-    numbers = torch.arange(parameter.shape[0], device=parameter.device)
-    rows = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
-    local = parameter.to_local()
-    assert rows.numel() == local.shape[0], (rows.shape, local.shape)
-    if rows.numel():
-        local.copy_(read(int(rows[0]), int(rows[-1]) + 1))
+    rows, *columns = own_region(parameter)
+    if rows.start < rows.stop:
+        parameter.to_local().copy_(read(rows.start, rows.stop)[:, *columns])
 
 
 def write_folder(

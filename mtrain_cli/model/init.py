@@ -7,9 +7,10 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.parallel.parameter_shards import own_region
 
 
 def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) -> None:
@@ -52,11 +53,9 @@ def _fill_normal(parameter: Tensor, std: float, seed: int, device: torch.device)
         .to(parameter.device)
     )
     if isinstance(parameter, DTensor):
-        # With src_data_rank=None nothing is sent: each worker cuts its shard from its own matrix.
-        matrix = distribute_tensor(
-            matrix, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-    parameter.copy_(matrix)
+        parameter.to_local().copy_(matrix[own_region(parameter)])
+    else:
+        parameter.copy_(matrix)
 
 
 def _parameter_seed(seed: int, name: str) -> int:

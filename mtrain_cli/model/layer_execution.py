@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mtrain_cli.model.decoder import Attend, DecoderLayer
+from mtrain_cli.model import layer_parts
+from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
 from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
 from mtrain_cli.model.rope import Rotation
-from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.model.tiling import shared_tile_rows
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
+from mtrain_cli.parallel.tensor_group import TensorGroup, gather_rows
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class LayerExecution:
         ``recompute`` nor tiles, autograd keeps all intermediate results anyway.
     offload: host memory for the layer's input until the backward pass. None keeps the input on the
         device. Requires ``recompute``.
+    tensor: the workers that share each layer; None if this worker computes whole layers. A layer
+        then takes and returns the worker's own tokens ``[1, own tokens, C]``, whatever the batch.
+    tensor_chunks: value of ``topology.tensor_chunks``.
     """
 
     recompute: bool = False
@@ -45,6 +50,8 @@ class LayerExecution:
     tile_bytes: int = 0
     keep_products: bool = False
     offload: ActivationOffload | None = None
+    tensor: TensorGroup | None = None
+    tensor_chunks: int | str = "auto"
 
     def __post_init__(self) -> None:
         assert self.offload is None or self.recompute, (
@@ -77,15 +84,25 @@ class ExecutedLayer(DecoderLayer):
             )
 
     def _stages(self, x_BNC: Tensor, rope: Rotation, attend: Attend, passes: _Passes) -> Tensor:
-        execution, mlp = self.execution, self.mlp
+        execution, mlp, tensor = self.execution, self.mlp, self.execution.tensor
         project, finish = stage_functions(execution.compile, execution.any_length)
+        if tensor is not None:
+            project = partial(project_shared, tensor=tensor, compile=execution.compile)
         # No variable refers to q, k and v, so their memory is free after attention.
         out_BNHD = attend(*project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F), self.index)
         tokens = x_BNC.shape[0] * x_BNC.shape[1]
         hidden, intermediate = mlp.down_proj.out_features, mlp.down_proj.in_features
         itemsize = x_BNC.element_size()
-        rows = tile_rows(tokens, hidden, intermediate, itemsize, execution.tile_bytes)
-        if not execution.recompute and rows == tokens:
+        workers = 1 if tensor is None else tensor.size
+        sizes = hidden, intermediate, itemsize, execution.tile_bytes
+        rows = shared_tile_rows(tokens, *sizes, workers, execution.tensor_chunks)
+        weights = FeedForwardWeights.of(self)
+        if tensor is not None:
+            weights = layer_parts.own_feed_forward(weights)
+            out_BNHD = tensor.padded(out_BNHD.flatten(0, 1).flatten(1)).view(
+                1, -1, *out_BNHD.shape[2:]
+            )
+        elif not execution.recompute and rows == tokens:
             return finish(self, x_BNC, out_BNHD)
         options = FeedForwardOptions(
             eps=self.post_attention_layernorm.eps,
@@ -95,8 +112,9 @@ class ExecutedLayer(DecoderLayer):
             any_length=execution.any_length,
             inputs_only=passes.second,
             keep_products=execution.keep_products and torch.is_grad_enabled(),
+            tensor=tensor,
         )
-        return feed_forward(x_BNC, out_BNHD, FeedForwardWeights.of(self), options)
+        return feed_forward(x_BNC, out_BNHD, weights, options)
 
 
 def project(
@@ -104,6 +122,30 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the part of a layer before attention. Return q, k and v."""
     return layer.self_attn.project(layer.input_layernorm(x_BNC), cos_BN1F, sin_BN1F)
+
+
+def project_shared(
+    layer: DecoderLayer,
+    x_BNC: Tensor,
+    cos_BN1F: Tensor,
+    sin_BN1F: Tensor,
+    *,
+    tensor: TensorGroup,
+    compile: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute q, k and v of this worker's heads, for the tokens of all workers.
+
+    x_BNC: this worker's tokens, ``[1, own tokens, C]``.
+    cos_BN1F, sin_BN1F: those of all tokens.
+    """
+    norm, attention = layer.input_layernorm, layer.self_attn
+    normed, heads = shared_stage_functions(compile)
+    own_RC = normed(x_BNC[0], layer_parts.own_part(norm.weight), norm.eps)
+    batch, tokens = cos_BN1F.shape[:2]
+    all_NC = gather_rows(own_RC, tensor)[: batch * tokens]
+    weights = layer_parts.own_projections(ProjectionWeights.of(attention))
+    gathered_BNC = all_NC.view(batch, tokens, -1)
+    return heads(gathered_BNC, weights, attention.head_dim, attention.eps, cos_BN1F, sin_BN1F)
 
 
 def finish(layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
@@ -125,6 +167,21 @@ def stage_functions(
     if not compile:
         return project, finish
     return torch.compile(project, dynamic=any_length), torch.compile(finish, dynamic=any_length)
+
+
+@cache
+def shared_stage_functions(
+    compile: bool,
+) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+    """Return the functions of `project_shared` around its message, compiled if ``compile``."""
+    if not compile:
+        return normalized, projected
+    return torch.compile(normalized, dynamic=False), torch.compile(projected, dynamic=False)
+
+
+def normalized(x_RC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    """Return the normalized rows, as `RMSNorm` does."""
+    return torch.nn.functional.rms_norm(x_RC, weight_C.shape, weight_C, eps)
 
 
 def _input_offloaded(offload: ActivationOffload, layer: int) -> AbstractContextManager[None]:

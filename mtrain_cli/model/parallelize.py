@@ -2,10 +2,11 @@
 
 The order of the steps, from the innermost to the outermost:
 
-1. compile: the operations of a layer before attention and after it
-2. tiling: the part of a layer after attention, one tile of the sequence after another
-3. checkpointing: run a layer's forward pass again in the backward pass
-4. FSDP: gather the weights of a layer before all its operations, and shard its gradients
+1. tensor parallelism: cut the matrices of the layers over a tensor group
+2. compile: the operations of a layer before attention and after it
+3. tiling: the part of a layer after attention, one tile of the sequence after another
+4. checkpointing: run a layer's forward pass again in the backward pass
+5. FSDP: gather the weights of a layer before all its operations, and shard its gradients
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from mtrain_cli.config.schema import Config, TrainConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.layer_execution import ExecutedLayer, LayerExecution
+from mtrain_cli.model.layer_parts import cut_layers
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.fsdp import shard_parameters
+from mtrain_cli.parallel.mesh import TENSOR
+from mtrain_cli.parallel.tensor_group import TensorGroup
 
 
 def parallelize(
@@ -33,19 +37,30 @@ def parallelize(
     *,
     compile: bool,
     offload: ActivationOffload | None,
+    tensor: TensorGroup | None = None,
 ) -> Decoder:
     """Prepare a decoder on the meta device for training, in place, and return it.
 
     The parameters stay on the meta device. The caller allocates them.
 
     Args:
-        mesh: the workers that share the parameters.
+        mesh: the workers that share the parameters (`make_parameter_mesh`).
         dtype: dtype in which the layers compute.
         compile: whether to compile the operations between communication.
         offload: host memory for the inputs of checkpointed layers. None keeps the inputs on the
             device.
+        tensor: the workers that share each layer; None if this worker computes whole layers.
     """
-    set_execution(decoder, config.train, compile=compile, offload=offload)
+    if tensor is not None:
+        cut_layers(decoder, mesh[TENSOR])
+    set_execution(
+        decoder,
+        config.train,
+        compile=compile,
+        offload=offload,
+        tensor=tensor,
+        tensor_chunks=config.topology.tensor_chunks,
+    )
     if config.optim.offload:
         decoder.to(dtype)  # the float32 weights are in host memory
     shard_parameters(
@@ -66,6 +81,8 @@ def set_execution(
     *,
     compile: bool = False,
     offload: ActivationOffload | None = None,
+    tensor: TensorGroup | None = None,
+    tensor_chunks: int | str = "auto",
 ) -> None:
     """Set up compilation, tiling and checkpointing of the layers, and the options of the loss."""
     execution = LayerExecution(
@@ -73,6 +90,8 @@ def set_execution(
         tile_bytes=train.tile_mib << 20,
         recompute=train.activation_checkpoint != "none",
         offload=offload,
+        tensor=tensor,
+        tensor_chunks=tensor_chunks,
     )
     execute_layers(decoder, execution, keep_mlp=train.keep_mlp)
     decoder.loss = LossOptions(

@@ -7,6 +7,9 @@ so this module does not import PyTorch.
 from __future__ import annotations
 
 _PRODUCT_ROWS = 128
+# topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
+# exposed, and none with fewer rows than keep matrix products fast.
+_CHUNKS, _CHUNK_ROWS = 4, 2048
 
 
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
@@ -39,6 +42,34 @@ def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_b
     # Matrix products are fastest if the rows are a multiple of their kernel's tile size.
     aligned_rows = -(-rows // _PRODUCT_ROWS) * _PRODUCT_ROWS
     return aligned_rows if aligned_rows * row <= tile_bytes else rows
+
+
+def shared_tile_rows(
+    own_tokens: int,
+    hidden: int,
+    intermediate: int,
+    itemsize: int,
+    tile_bytes: int,
+    workers: int,
+    chunks: int | str,
+) -> int:
+    """Return the number of a worker's own tokens per tile if several workers share a layer.
+
+    Messages of one tile overlap with the computation of other tiles, so a layer should have
+    several.
+
+    Args:
+        own_tokens: number of tokens of this worker.
+        hidden, intermediate, itemsize, tile_bytes: as in `tile_rows`, for the whole layer.
+        workers: number of workers that share a layer. A tile has the same rows of each.
+        chunks: value of ``topology.tensor_chunks``.
+    """
+    rows = tile_rows(own_tokens, hidden * workers, intermediate, itemsize, tile_bytes)
+    if workers == 1:
+        return rows
+    if isinstance(chunks, str):
+        chunks = max(1, min(_CHUNKS, own_tokens * workers // _CHUNK_ROWS))
+    return min(rows, -(-own_tokens // chunks))
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from mtrain_cli.parallel.mesh import SHARD, TENSOR
+
 
 def shard_parameters(
     decoder: nn.Module,
@@ -31,11 +33,15 @@ def shard_parameters(
 ) -> None:
     """Shard a decoder in place, layer by layer. Parameters keep their dtype.
 
+    With tensor parallelism, a layer's part is sharded over the ranks that have the same part. The
+    parameters outside the layers are whole, so they are sharded over all ranks.
+
     Gradients are summed over workers, not averaged: the loss is already divided by the number of
     valid tokens in the whole step. Over micro-batches a worker accumulates gradients in the
     parameters' dtype, but in reduce_dtype under ``optimizer``.
 
     Args:
+        mesh: see `make_parameter_mesh`.
         compute_dtype: dtype of gathered weights.
         shard: ``full``, ``gradients`` or ``optimizer``.
         reduce_dtype: dtype in which gradients are sent and summed over workers.
@@ -47,8 +53,11 @@ def shard_parameters(
     )
     # None is FSDP2's default: free the layers' weights after forward, keep the root's.
     reshard = None if shard == "full" else False
+    cut = TENSOR in (mesh.mesh_dim_names or ())
+    of_layers, of_root = (mesh[SHARD], mesh._flatten()) if cut else (mesh, mesh)
     for module in _units(decoder):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        own_mesh = of_root if module is decoder else of_layers
+        fully_shard(module, mesh=own_mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in _units(decoder):
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)

@@ -85,7 +85,7 @@ def make_context_group(
     """
     cp, ranks, place = dims.cp, dims.group("cp", rank), dims.coordinate("cp", rank)
     per_node = min(per_node or cp, cp)
-    make = _GroupMaker(rank, dims, timeout)
+    make = GroupMaker(rank, dims, timeout, "cp")
     whole = {WHOLE: make([range(cp)])} if cp > 1 else {}
     if heads == 1:
         groups = _channels(make, [list(range(cp))], per_node, channels)
@@ -102,30 +102,35 @@ def make_context_group(
         exchange = ContextGroup(place // heads, same_heads, groups_per_node, groups)
         head_groups = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
         group = ContextGroup(place, ranks, per_node, {**whole, **head_groups}, heads, exchange)
-    for process_group in [
-        *group.channels.values(),
-        *(group.exchange.channels.values() if group.exchange else ()),
-    ]:
-        # A communicator connects on its first message. A collective connects all ranks at once.
-        dist.all_reduce(torch.zeros(1, device=device), group=process_group)
+    of_keys = group.exchange.channels.values() if group.exchange else ()
+    connect_all([*group.channels.values(), *of_keys], device)
     return group
 
 
+def connect_all(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Connect all ranks of each group at once. A communicator connects on its first message."""
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
 @dataclass(frozen=True)
-class _GroupMaker:
+class GroupMaker:
     """Make communicators.
 
-    A call makes a communicator for each given set of context ranks in every context group. It
-    returns the communicator to which this rank belongs.
+    A call makes a communicator for each given set of coordinates in every group along a dimension.
+    It returns the communicator to which this rank belongs.
+
+    dim: name of the dimension.
     """
 
     rank: int
     dims: ParallelDims
     timeout: timedelta | None
+    dim: str
 
     def __call__(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         own_group: dist.ProcessGroup | None = None
-        for group in self.dims.groups("cp"):
+        for group in self.dims.groups(self.dim):
             for places in sets:
                 members = [group[place] for place in places]
                 # Every rank must call new_group for every group, in the same order.
@@ -138,7 +143,7 @@ class _GroupMaker:
 
 
 def _channels(
-    make: _GroupMaker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]
+    make: GroupMaker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]
 ) -> dict[Channel, dist.ProcessGroup]:
     """Make the communicators of the named channels within each set of ranks.
 
@@ -160,6 +165,14 @@ def _channels(
     }
 
 
+SHARD, TENSOR = "shard", "tensor"  # dimensions of the parameter mesh
+
+
 def make_parameter_mesh(dims: ParallelDims, device: str) -> DeviceMesh:
-    """Make the flat mesh over all ranks that shards parameters, gradients and optimizer states."""
-    return init_device_mesh(device, (dims.workers,), mesh_dim_names=("shard",))
+    """Make the mesh over all ranks that shards parameters, gradients and optimizer states.
+
+    The mesh is flat without tensor parallelism, else [dp * cp, tp].
+    """
+    if dims.tp == 1:
+        return init_device_mesh(device, (dims.workers,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(device, (dims.dp * dims.cp, dims.tp), mesh_dim_names=(SHARD, TENSOR))

@@ -111,12 +111,15 @@ def _planned(source: ReportSource) -> dict[str, Any]:
     """Return the facts of a training run from its settings, or {} if the exchange is unknown."""
     try:
         config = resolved_file.load(source.folder / RESOLVED)
-        topology, model, batch = config.topology, config.model, config.train.micro_batch
-        known = topology.context_parallel, topology.workers, len(source.facts.get("gpus") or ())
-        workers = next(number for number in known if isinstance(number, int))
+        topology, model, batch = config.topology, config.of_worker.model, config.train.micro_batch
+        degree, gpus = topology.tensor_parallel, len(source.facts.get("gpus") or ())
+        known = topology.context_workers
+        workers = known if isinstance(known, int) else gpus // degree
         if topology.exchange == "auto" or workers < 2:
             return {}
-        per_node = topology.gpus_per_node if isinstance(topology.gpus_per_node, int) else workers
+        per_node = workers
+        if isinstance(topology.gpus_per_node, int):
+            per_node = max(1, topology.gpus_per_node // degree)
         sizes = model.num_heads, model.num_kv_heads, model.head_dim
         columns = config.sparsity.column_bound
         layout = choose_layout(config, workers, min(per_node, workers)).layout

@@ -21,9 +21,12 @@ class FixedPattern(FixedSettings):
     Sequences of equal length have the same index.
 
     seed: seed of layer 0. Layer n uses seed + 1000 n.
+    part: which of several equal parts of the heads this worker has, and the number of parts. Every
+        worker draws the index of all heads, so that a head's index does not depend on the parts.
     """
 
     seed: int = 0
+    part: tuple[int, int] = (0, 1)
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=False)
@@ -87,15 +90,20 @@ def _draw(
     number of workers and on the layout.
 
     lengths: number of tokens of each sequence.
+    heads: number of this worker's heads.
     blocks: number of blocks in a padded sequence.
     """
-    drawn = {length: pattern.draw(layer, 1, heads, max(1, length)) for length in set(lengths)}
+    place, parts = pattern.part
+    own = slice(heads * place, heads * (place + 1))
+    every = heads * parts
+    drawn = {length: pattern.draw(layer, 1, every, max(1, length)) for length in set(lengths)}
     unused = blocks * pattern.block
     slashes, columns = [], []
     for index in (drawn[length] for length in lengths):
-        slashes.append(torch.nn.functional.pad(index.slashes, (0, blocks - index.blocks)))
-        is_unused = index.columns == index.blocks * pattern.block
-        columns.append(index.columns.masked_fill(is_unused, unused))
+        drawn_slashes, drawn_columns = index.slashes[:, own], index.columns[:, own]
+        slashes.append(torch.nn.functional.pad(drawn_slashes, (0, blocks - index.blocks)))
+        is_unused = drawn_columns == index.blocks * pattern.block
+        columns.append(drawn_columns.masked_fill(is_unused, unused))
     max_slashes = max(index.max_slashes for index in drawn.values())
     tensors = (torch.cat(slashes).to(device), torch.cat(columns).to(device))
     return VerticalSlash(pattern.block, blocks, *tensors, max_slashes)

@@ -42,6 +42,7 @@ def banner(
         ("workers", f"{dry_run.describe_workers(plan)}, started by {environment.launcher}"),
         ("layout", dry_run.describe_layout(plan)),
         *dry_run.exchange_rows(plan),
+        *dry_run.tensor_rows(plan),
         *dry_run.mask_rows(config),
         ("sparsity", dry_run.describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),

@@ -22,6 +22,7 @@ from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.plan import Plan
+from mtrain_cli.parallel.tensor_group import TensorGroup
 from mtrain_cli.sparsity.pattern import Pattern
 
 
@@ -75,7 +76,8 @@ class Batch:
     """A micro-batch on the device.
 
     tokens, positions, labels: int64 [batch, tokens of this worker], in layout order. The positions
-        are for the rotary embedding.
+        are for the rotary embedding. With tensor parallelism, tokens and labels are [1, own tokens]
+        (`TensorGroup.own`), and positions has the tokens of all workers of the tensor group.
     attend: attention over the whole sequences, shared by all layers, or by all that
         `mask.full_every` does not select.
     mixed: attention of all layers if they have different masks; None if they are alike.
@@ -168,6 +170,7 @@ class BatchMaker:
         offload: ActivationOffload | None = None,
         layers: int = 0,
         balancer: Balancer | None = None,
+        tensor: TensorGroup | None = None,
     ) -> None:
         """Prepare to make batches.
 
@@ -179,6 +182,7 @@ class BatchMaker:
             offload: moves saved tensors to the host; see `ContextAttention`.
             layers: number of layers of the model. Needed only if they have different masks.
             balancer: makes the layout of each batch. None for the layout of ``exchange``.
+            tensor: the workers that share each layer; None if this worker computes whole layers.
         """
         self.layers = layers
         self.full: BatchMaker | None = None
@@ -201,6 +205,7 @@ class BatchMaker:
         self.pattern = pattern
         self.keep, self.offload = keep, offload
         self.balancer = balancer
+        self.tensor = tensor
         # Layout, plan and attention of sequences that are one document, keyed by batch size.
         self._undivided_layout: dict[int, Layout] = {}
         self._undivided: dict[int, Plan] = {}
@@ -244,6 +249,8 @@ class BatchMaker:
         # again what the previous maker has prepared.
         plan = host.plan if host.maker is self else self._plan(host.plan.masks, host.layout)
         tokens, positions, labels = host.numbers.to(self.device, non_blocking=True)
+        if self.tensor is not None:
+            tokens, labels = self.tensor.own(tokens, 0), self.tensor.own(labels, IGNORED)
         attend, mixed = self._attention(plan), None
         if self.full is not None:
             assert host.full_plan is not None, "only sparse runs change to another maker"

@@ -14,7 +14,7 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeGuard
 
@@ -33,10 +33,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from mtrain_cli.grouping import grouped
 from mtrain_cli.launch import safe_pickle
 from mtrain_cli.launch.manifest import plain_name
 
 METADATA = ".metadata"
+Offsets = tuple[int, ...]  # of a part along each dimension, or its sizes
 
 
 class ForeignFileError(ValueError):
@@ -219,15 +221,28 @@ def _is_entry(entry: object) -> bool:
 
 
 def _covers(entry: TensorStorageMetadata) -> bool:
-    """Return whether the chunks cover the whole tensor. mtrain shards only dimension 0."""
-    rows = 0
-    filled = (c for c in entry.chunks if c.sizes.numel())
-    for chunk in sorted(filled, key=lambda c: tuple(c.offsets)):
-        whole_rows = tuple(chunk.sizes[1:]) == tuple(entry.size[1:])
-        if not whole_rows or (chunk.offsets and chunk.offsets[0] != rows):
+    """Return whether the chunks cover the whole tensor, each element once.
+
+    mtrain cuts tensors into a grid: tensor parallelism cuts one dimension, FSDP dimension 0.
+    """
+    filled = [(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks if c.sizes.numel()]
+    return _tiles(filled, tuple(entry.size)) or not entry.size.numel()
+
+
+def _tiles(parts: Sequence[tuple[Offsets, Offsets]], size: Offsets) -> bool:
+    """Return whether the parts (offsets, sizes) of a grid tile a tensor of this size."""
+    if not size:
+        return len(parts) == 1
+    columns = grouped(parts, lambda part: (part[0][1:], part[1][1:]))
+    for column in columns.values():
+        rows = 0
+        for offsets, sizes in sorted(column):
+            if offsets[0] != rows:
+                return False
+            rows += sizes[0]
+        if rows != size[0]:
             return False
-        rows += chunk.sizes[0] if chunk.sizes else 1
-    return rows == (entry.size[0] if entry.size else 1) or not entry.size.numel()
+    return _tiles(list(columns), size[1:])
 
 
 def _is_part(chunk: Mapping[str, Any], whole: torch.Size) -> bool:

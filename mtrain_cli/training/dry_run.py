@@ -88,6 +88,7 @@ def render(plan: RunPlan) -> RenderableType:
         ("workers", describe_workers(plan)),
         ("layout", describe_layout(plan)),
         *exchange_rows(plan),
+        *tensor_rows(plan),
         *mask_rows(config),
         ("sparsity", describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
@@ -176,6 +177,21 @@ def _longest(plan: RunPlan) -> str:
     return "none" if seq is None else f"at least {format_size(seq)}"
 
 
+def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return rows on tensor parallelism: what a worker computes, and what its messages cost."""
+    whole, part, degree = plan.config.model, plan.config.of_worker.model, plan.dims.tp
+    if degree == 1:
+        return []
+    heads = f"{part.num_heads} of {whole.num_heads} heads"
+    width = f"{part.intermediate_size:,} of {whole.intermediate_size:,} columns of the MLP"
+    # A gathered token has its keys and values instead of four hidden states.
+    more = 2 * whole.hidden_size / (whole.num_kv_heads * whole.head_dim)
+    cost = (
+        f"moves {more:.3g} times the bytes of context parallelism of the same degree (all_gather)"
+    )
+    return [("tensor", f"a worker computes {heads} and {width}"), ("", f"forward {cost}")]
+
+
 def exchange_rows(plan: RunPlan) -> list[tuple[str, str]]:
     """Return a row on the exchange and, for a group cast, a row on the keys that it moves."""
     config, layout = plan.config, plan.layout
@@ -222,7 +238,8 @@ def mask_rows(config: Config) -> list[tuple[str, str]]:
     if config.mask.full_every:
         layers = config.model.num_layers
         full = sum(map(config.mask.is_full, range(layers)))
-        rows.append(("", f"{full} of {layers} layers see all earlier tokens instead"))
+        see = "sees" if full == 1 else "see"
+        rows.append(("", f"{full} of {layers} layers {see} all earlier tokens instead"))
     if shown := int(mask.shows_later_keys().sum()):
         counted = f"{config.seq - shown:,} of {config.seq:,} labels count"
         why = "a label that a query may see is ignored"
@@ -436,7 +453,8 @@ def describe_layout(plan: RunPlan) -> str:
         blocks = f", chunks of {layout.block_size:,} assigned for each batch"
     pads = layout.padded_seq - layout.seq
     padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
-    tokens = f"{layout.tokens_per_worker:,} tokens per worker{padding}"
+    holder = "worker" if plan.dims.tp == 1 else f"tensor group of {plan.dims.tp}"
+    tokens = f"{layout.tokens_per_worker:,} tokens per {holder}{padding}"
     return f"{layout.name}{blocks}: {tokens}; {_layout_reason(plan)}"
 
 
@@ -493,7 +511,11 @@ def describe_traffic(plan: RunPlan) -> str:
     each = "" if n == 1 or shard == "optimizer" else f" in each of {n} micro-batches"
     schedule = f"gathered {times}{' and' if shard == 'full' else ','} reduced{each}"
     weights = f"weights and gradients {size(plan.received.weights)} per step ({schedule})"
-    parts = (exchange if plan.dims.cp > 1 else "no KV", weights, link)
+    shared = ""
+    if plan.dims.tp > 1:
+        received = plan.received.tensor_forward, plan.received.tensor_backward
+        shared = "hidden states {} forward and {} backward per layer".format(*map(size, received))
+    parts = (exchange if plan.dims.cp > 1 else "no KV", shared, weights, link)
     return "; ".join(part for part in parts if part)
 
 

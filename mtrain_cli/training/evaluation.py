@@ -109,7 +109,10 @@ def evaluate(trainer: Trainer) -> Evaluation:
                 batch.tokens, batch.positions, batch.labels, batch.attention
             )
             if own:
-                places = _bucket_of_tokens(host, bounds).to(trainer.device)
+                places = _bucket_of_tokens(host, bounds)
+                if trainer.tensor is not None:
+                    places = trainer.tensor.own(places, len(bounds) - 1)[0]
+                places = places.to(trainer.device)
                 sums[0].index_add_(0, places, losses.flatten().double())
                 sums[1].index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
     reshard(trainer.decoder)  # otherwise the backward pass reshards, but none follows here

@@ -16,7 +16,7 @@ import numpy as np
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
-from mtrain_cli.model.tiling import layers_with_products, tile_rows
+from mtrain_cli.model.tiling import layers_with_products, shared_tile_rows
 from mtrain_cli.parallel.layout import Joined, Layout, early_queries
 from mtrain_cli.parallel.program import Recompute
 
@@ -244,10 +244,7 @@ def training_flops(
             `allowed_pairs`.
     """
     model, train = config.model, config.train
-    tokens = layout.tokens_per_worker * train.micro_batch
-    rows = tile_rows(
-        tokens, model.hidden_size, model.intermediate_size, dtype_bytes, train.tile_mib << 20
-    )
+    tokens, rows = own_tiles(config, layout, dtype_bytes)
     return flops_per_token(
         model,
         config.seq,
@@ -257,10 +254,18 @@ def training_flops(
         pairs_again=recomputed_pair_share(
             train, layout, sharing, MaskRule.of(config).by_layers(model.num_layers)
         ),
-        tiled=rows < tokens,
+        tiled=rows < tokens or config.topology.tensor_parallel > 1,
         recomputed_logits=train.loss_gradients == "recompute",
         keep_mlp=train.keep_mlp,
     )
+
+
+def own_tiles(config: Config, layout: Layout, dtype_bytes: int) -> tuple[int, int]:
+    """Return the number of a worker's own tokens per micro-batch, and the number in a tile."""
+    model, train, degree = config.model, config.train, config.topology.tensor_parallel
+    own = -(-layout.tokens_per_worker * train.micro_batch // degree)
+    sizes = model.hidden_size, model.intermediate_size, dtype_bytes, train.tile_mib << 20
+    return own, shared_tile_rows(own, *sizes, degree, config.topology.tensor_chunks)
 
 
 def recomputed_matmul(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.model.tiling import layers_with_products, tile_rows
+from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import block_sizes
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.training.attention_memory import AttentionMemory
-from mtrain_cli.training.flops import attention_kept
+from mtrain_cli.training.flops import attention_kept, own_tiles
+
+# Tensors as wide as a hidden state, for all rows of a tile, that messages of other tiles take: the
+# gathered input of the MLP, and the two sums in front of it and behind it.
+_IN_FLIGHT = 3
 
 
 class BackwardBytes(NamedTuple):
@@ -28,7 +32,10 @@ class BackwardBytes(NamedTuple):
 class LayerMemory:
     """Memory of one decoder layer on one worker, for one micro-batch, in bytes.
 
-    hidden: bytes of one hidden state, [tokens, hidden size].
+    tokens: number of tokens with which this worker's heads compute.
+    own_tokens: number of tokens of this worker's hidden states. With tensor parallelism, an equal
+        part of ``tokens``.
+    hidden: bytes of one hidden state, [own tokens, hidden size].
     first_with_products: number of the first layer that keeps its MLP products, counted from 0.
     """
 
@@ -41,11 +48,13 @@ class LayerMemory:
             weights: number of elements of the layer's weights.
             e: bytes of the compute dtype.
         """
-        model, train = config.model, config.train
+        model, train = config.of_worker.model, config.train
         self.model, self.attention, self.e = model, attention, e
+        self.degree = config.topology.tensor_parallel
         self.weights = e * weights
         self.tokens = layout.tokens_per_worker * train.micro_batch
-        self.hidden = e * self.tokens * model.hidden_size
+        self.own_tokens, own_rows = own_tiles(config, layout, e)
+        self.hidden = e * self.own_tokens * model.hidden_size
         self.out = e * self.tokens * model.num_heads * model.head_dim
         self.kv = 2 * e * self.tokens * model.num_kv_heads * model.head_dim
         self.lse = 4 * self.tokens * model.num_heads
@@ -54,12 +63,12 @@ class LayerMemory:
         # q and k before their norms (Qwen3), kept only without checkpointing.
         self.before_norms = self.out + self.kv // 2 if model.qk_norm else 0
         self.recomputes = train.activation_checkpoint != "none"
-        self.rows = tile_rows(
-            self.tokens, model.hidden_size, model.intermediate_size, e, train.tile_mib << 20
-        )
-        self.tiled = self.rows < self.tokens
+        self.rows = min(own_rows * self.degree, self.tokens)  # of a tile, of all workers
+        self.tiled = own_rows < self.own_tokens
+        # Whether `feed_forward` has its own backward pass.
+        self.by_hand = self.recomputes or self.tiled or self.degree > 1
         keeping = layers_with_products(train.keep_mlp, model.num_layers)
-        if not self.recomputes and not self.tiled:
+        if not self.by_hand:
             keeping = 0  # autograd keeps the products, and more
         self.first_with_products = model.num_layers - keeping
         # Backward recomputes attention for the first `early` of a worker's queries.
@@ -91,8 +100,8 @@ class LayerMemory:
             late = self.queries - self.early
             return self.hidden + out * late // self.queries + self.ring_kv
         attention = out + self.out + self.kv + self.before_norms
-        if self.tiled:
-            return 2 * self.hidden + attention
+        if self.by_hand:
+            return (1 + self.degree) * self.hidden + attention  # the normed input is gathered
         return 4 * self.hidden + attention + 4 * self.product
 
     @property
@@ -120,7 +129,7 @@ class LayerMemory:
 
     def _recomputed(self) -> int:
         """Return the bytes of the tensors that a layer recomputes, up to attention's output."""
-        recomputed = self.hidden + self.out + self.before_norms
+        recomputed = self.degree * self.hidden + self.out + self.before_norms
         if self.early:
             recomputed += self.out + self.lse + self.attention.gathered_columns
         # If forward kept a shard of the ring, backward does not use the recomputed k and v.
@@ -137,17 +146,23 @@ class LayerMemory:
         With checkpointing or tiles, backward holds the gradients of the MLP's output, of the
         layer's input x and of attention's output. Each tile adds x + attention, its norm, gate, up,
         silu(gate), the product silu(gate) * up, and the gradients of product and gate. Several
-        tiles also hold float32 gradients of the weights.
+        tiles also hold float32 gradients of the weights. With tensor parallelism, a tile also
+        gathers the gradient of the MLP's output, and x + attention has only own rows. Messages of
+        neighboring tiles are in flight.
         """
-        if not (self.recomputes or self.tiled):
+        if not self.by_hand:
             return self.products
         model = self.model
         hidden, product = self.e * model.hidden_size, self.e * model.intermediate_size  # per token
         # A narrow MLP peaks at its norm: x + attention, the norm's gradient, and in float32 both
         # and their product.
         norm = (12 if self.e < 4 else 4) * model.hidden_size
-        wide_tensors, narrow_tensors = (4, 1) if products else (6, 2)
-        gate = self.rows * (max(wide_tensors * product, norm) + narrow_tensors * hidden)
+        norm = norm // self.degree
+        wide_tensors, narrow_tensors = (4, 1.0) if products else (6, 1 + 1 / self.degree)
+        if self.degree > 1:
+            narrow_tensors += 1 + _IN_FLIGHT * self.tiled
+        narrow = round(narrow_tensors * hidden)
+        gate = self.rows * (max(wide_tensors * product, norm) + narrow)
         gradients = 2 * self.hidden + self.out
         if self.tiled:
             width = model.num_heads * model.head_dim
@@ -160,6 +175,6 @@ class LayerMemory:
 
     def _freed_before_attention(self, products: bool) -> int:
         """Return the bytes of the kept MLP tensors that backward frees before attention."""
-        if not (self.recomputes or self.tiled):
+        if not self.by_hand:
             return 4 * self.product + 2 * self.hidden
         return self.products if products else 0

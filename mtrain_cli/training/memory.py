@@ -6,6 +6,8 @@ Symbols:
     A, K    heads * head_dim and kv_heads * head_dim
     V, L    vocabulary size and number of layers
     W       number of workers
+    t       tensor-parallel degree. A worker computes 1/t of A, K, I and P_l, for all tokens, and
+            holds T/t rows of tensors of the hidden size. Formulas below give t = 1
     P_l     number of weights in a layer
     P_r     number of weights outside the layers: embedding, final norm, LM head
     e, r    bytes of the compute dtype and of train.reduce_dtype
@@ -172,9 +174,11 @@ def estimate_memory(
         attention: memory of a layer's attention; None to count it.
     """
     if attention is None:
-        attention = AttentionMemory(config, layout, exchange, kernel, dtype_bytes)
+        attention = AttentionMemory(config.of_worker, layout, exchange, kernel, dtype_bytes)
     step = _StepMemory(config, workers, layout, attention, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
+    if config.topology.tensor_parallel > 1:
+        communicators += 2  # of the tensor group, and of the workers that shard a layer's part
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
     states = step.states
     return MemoryEstimate(
@@ -198,7 +202,8 @@ class _StepMemory:
     ) -> None:
         model, train = config.model, config.train
         self.model, self.train, self.e = model, train, e
-        self.micro_batches = train.global_batch // (train.micro_batch * (workers // layout.workers))
+        sharing = layout.workers * config.topology.tensor_parallel
+        self.micro_batches = train.global_batch // (train.micro_batch * (workers // sharing))
         self.states = StateMemory(config, workers, self.micro_batches, e)
         self.attention = attention
         self.layer = LayerMemory(config, layout, self.attention, self.states.layer_weights, e)
@@ -274,7 +279,7 @@ class _StepMemory:
         # Whole weights, and gradients of the LM head and of this layer.
         working = self.e * (states.root_weights + self._lm_head + states.layer_weights)
         working += states.weights(layer, whole_layers)
-        working += states.scatter(states.layer_shard) if scatters else 0
+        working += states.layer_scatter if scatters else 0
         return self.moment(
             f"backward of layer {layer}",
             gradients=states.gradients(self.model.num_layers - layer),
@@ -287,7 +292,7 @@ class _StepMemory:
         """Return the memory while the loss is computed. All layers hold activations."""
         layers, vocabulary = self.model.num_layers, self.model.vocab_size
         chunk_rows = self.train.loss_chunk_mib * MIB // (4 * vocabulary)
-        rows = max(1, min(self.layer.tokens, chunk_rows))
+        rows = max(1, min(self.layer.own_tokens, chunk_rows))
         # In float32, the gradient of the logits overwrites the logits.
         gradient_bytes = 0 if self.e == 4 else self.e
         chunk = (4 + gradient_bytes) * rows * vocabulary
@@ -307,7 +312,7 @@ class _StepMemory:
     def at_root(self) -> MemoryMoment:
         """Return the memory while the gradients of the embedding and the LM head are reduced."""
         states = self.states
-        scatter, weights = states.scatter(states.root_shard), self.e * states.root_weights
+        scatter, weights = states.root_scatter, self.e * states.root_weights
         # Embedding and LM head each have a gradient. If tied, the gradients are summed. The result
         # is then copied to float32.
         working = weights + max(2 * self.e * self._lm_head, scatter)

@@ -6,6 +6,7 @@ measurements, so that all ranks choose the same setting. The step time is the su
     compute     executed FLOP / (0.56 x peak FLOP/s). If the density of a sparse pattern depends on
                 the data, assume 10 % of the causal pairs.
     weights     transfer of `StateMemory.sent` bytes, which overlaps with compute
+    tensors     transfer of the messages of tensor parallelism, which does not overlap
     activations transfer of offloaded activations over the host link. The transfer to the host
                 overlaps with the forward pass of the offloaded layers, a quarter of their compute.
                 The transfer back overlaps with their backward pass, three quarters.
@@ -29,12 +30,19 @@ from typing import TYPE_CHECKING, Any
 from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.training.flops import allowed_pairs, causal_pairs, peak_flops, training_flops
+from mtrain_cli.training.flops import (
+    allowed_pairs,
+    causal_pairs,
+    own_tiles,
+    peak_flops,
+    training_flops,
+)
 from mtrain_cli.training.memory import GIB, MemoryEstimate
 from mtrain_cli.training.state_memory import BYTES, StateMemory
+from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
 
 if TYPE_CHECKING:
     from mtrain_cli.training.run_plan import RunPlan
@@ -147,6 +155,8 @@ def _variants(plan: RunPlan) -> Iterator[Variant]:
     config = plan.config
     current = {key: get_setting(config, key) for key in CHOICES}
     free = {key: values for key, values in CHOICES.items() if current[key] == values[0]}
+    if config.topology.tensor_parallel > 1:
+        free = {key: values for key, values in free.items() if key not in NEED_WHOLE_LAYERS}
     for values in itertools.product(*free.values()):
         setting = current | dict(zip(free, values, strict=True))
         changes = {key: value for key, value in setting.items() if value != current[key]}
@@ -233,6 +243,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
         memory: `plan.estimate(config)`.
     """
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
+    layers = config.model.num_layers
     peak = peak_flops(plan.gpu_name) or 100e12
     pairs = density(config) * causal_pairs(config.seq)
     flop = training_flops(
@@ -240,13 +251,13 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     ).executed
     n = plan.micro_batches
     # Seconds of one micro-batch.
-    compute = flop * config.seq * train.micro_batch / environment.dims.cp / (USED_OF_PEAK * peak)
+    sharing = environment.dims.cp * environment.dims.tp
+    compute = flop * config.seq * train.micro_batch / sharing / (USED_OF_PEAK * peak)
     states = StateMemory(config, environment.dims.workers, n, e)
     link = NETWORK if environment.nodes > 1 else NODE_LINK
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
-        layers = config.model.num_layers
         overlapping = compute * layers_on_host(train.offload_activations, layers) / layers
         seconds += n * (_exposed(down, overlapping / 4) + _exposed(down, 3 * overlapping / 4))
     shard = ADAMW_BYTES * states.shard
@@ -255,12 +266,11 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
         seconds += shard * sharing / HOST_MEMORY + e * states.shard / HOST_LINK
     else:
         seconds += shard / GPU_MEMORY
-    tokens = plan.layout.tokens_per_worker * train.micro_batch
-    tiles = tokens / tile_rows(
-        tokens, config.model.hidden_size, config.model.intermediate_size, e, train.tile_mib << 20
-    )
+    messages = FORWARD_MESSAGES * layers + backward_messages(train, layers)
+    seconds += n * messages * message_bytes(config, plan.layout, e) / NODE_LINK
+    tokens, rows = own_tiles(config, plan.layout, e)
     logits = 4 * tokens * config.model.vocab_size / (train.loss_chunk_mib << 20)
-    return seconds + n * TILE_SECONDS * (2 * tiles * config.model.num_layers + logits)
+    return seconds + n * TILE_SECONDS * (2 * tokens / rows * layers + logits)
 
 
 def density(config: Config) -> float:
@@ -356,7 +366,7 @@ def _other_exchange(plan: RunPlan) -> str | None:
     gather, ring = (_exchange_change(config.topology, exchange, gathers=g) for g in (True, False))
     candidates = [gather, ring]
     if (exchange.traits.gathers and cp > exchange.heads) or cp == 1:
-        kv_heads = max(1, config.model.num_kv_heads // exchange.heads)
+        kv_heads = max(1, config.of_worker.model.num_kv_heads // exchange.heads)
         more = range(exchange.chunks + 1, kv_heads + 1)
         candidates = [{"chunks": n} for n in more if kv_heads % n == 0]
         candidates += [ring] if cp > 1 else []

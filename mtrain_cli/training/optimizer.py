@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from mtrain_cli.config.schema import Config, OptimConfig
+from mtrain_cli.grouping import grouped
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.parallel.parameter_shards import copies
 
 GIVEN_WEIGHTS_LR = 2e-5
 
@@ -103,14 +105,22 @@ class DeviceOptimizer:
         self.masters = decoder
         self.optimizer = make_optimizer(decoder, optim)
         self.last_micro_batch = True
+        self._by_copies = grouped(decoder.parameters(), copies)
 
     def gradients(self) -> list[torch.Tensor]:
         """Return this worker's shards of the reduced gradients, on the device."""
         return local_gradients(self.masters.parameters())
 
     def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of this worker's gradients, a float32 scalar on the device."""
-        return squared_norm(self.gradients(), next(self.masters.parameters()).device)
+        """Return the squared norm of this worker's gradients, a float32 scalar on the device.
+
+        A shard that n workers hold counts 1/n, so that the sum over workers counts it once.
+        """
+        device = next(self.masters.parameters()).device
+        if list(self._by_copies) == [1]:
+            return squared_norm(self.gradients(), device)
+        norms = [squared_norm(local_gradients(p), device) / n for n, p in self._by_copies.items()]
+        return torch.stack(norms).sum()
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

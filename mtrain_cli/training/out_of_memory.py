@@ -234,7 +234,8 @@ def _change(kind: str, config: Config) -> str:
     """Return a setting that shrinks tensors of this kind, or "" if no setting does."""
     if kind in (GRADIENTS, GATHERED) and config.train.shard != "full":
         return "train.shard=full"
-    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload:
+    whole_layers = config.topology.tensor_parallel == 1
+    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and whole_layers:
         return "optim.offload=true"
     if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
         return "more workers, to share parameters and optimizer states"
@@ -246,7 +247,7 @@ def _change(kind: str, config: Config) -> str:
     if config.train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
     layers = config.model.num_layers
-    if layers_on_host(config.train.offload_activations, layers) < layers - 1:
+    if layers_on_host(config.train.offload_activations, layers) < layers - 1 and whole_layers:
         return "train.offload_activations=true"
     return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 
@@ -424,13 +425,14 @@ class _ShapeNames:
     """Describes tensors by their shape, in sizes of the run such as "tokens x hidden"."""
 
     def __init__(self, context: RunContext) -> None:
-        model, train = context.config.model, context.config.train
+        model, train = context.config.of_worker.model, context.config.train
         tokens, e = context.config.seq, 4
         if context.trainer is not None:
             choices = context.trainer.choices
             tokens, e = choices.layout.tokens_per_worker, choices.dtype.itemsize
         rows = tokens * train.micro_batch
-        self._tokens = {tokens, rows}
+        own_rows = -(-rows // context.config.topology.tensor_parallel)
+        self._tokens = {tokens, rows, own_rows}
         self._vocabulary = model.vocab_size
         self._sizes = {
             model.vocab_size: "vocabulary",
@@ -447,7 +449,7 @@ class _ShapeNames:
             e * rows * model.num_kv_heads * model.head_dim: "as keys or values",
             e * rows * width: "as queries or attention output",
             4 * rows * model.num_heads: "as the log-sum-exp of attention",
-            e * rows * model.hidden_size: "as [tokens, hidden]",
+            e * own_rows * model.hidden_size: "as [tokens, hidden]",
         }
 
     def kind(self, tensor: Tensor) -> str:

@@ -14,6 +14,7 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.dispatch import Balancer
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.layout_choice import LayoutChoice, choose_layout
@@ -73,8 +74,7 @@ def run_exchange(chosen: LayoutChoice, config: Config, needs: ExchangeNeeds) -> 
 
 def context_layout(config: Config, environment: Environment) -> LayoutChoice:
     """Choose the layout of the run's context groups."""
-    cp = environment.dims.cp
-    return choose_layout(config, cp, min(environment.workers_per_node, cp))
+    return choose_layout(config.of_worker, environment.dims.cp, environment.context_per_node)
 
 
 def exchange_needs(
@@ -90,11 +90,11 @@ def exchange_needs(
     Args:
         device_memory: bytes of one GPU's memory. None on a CPU.
     """
-    model, sparsity = config.model, config.sparsity
+    model, sparsity = config.of_worker.model, config.sparsity
     pattern = make_pattern(sparsity, config.seed)
     return ExchangeNeeds(
         workers=environment.dims.cp,
-        per_node=min(environment.workers_per_node, environment.dims.cp),
+        per_node=environment.context_per_node,
         tokens=layout.padded_seq * config.train.micro_batch,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
@@ -127,7 +127,7 @@ def kernel_request(
     Args:
         capability: CUDA compute capability. None on a CPU.
     """
-    model = config.model
+    model = config.of_worker.model
     return KernelRequest(
         device=device,
         capability=capability,
@@ -155,6 +155,9 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
         memory = given_memory(config) or properties.total_memory
         capability = (properties.major, properties.minor)
     pattern = make_pattern(config.sparsity, config.seed)
+    dims = environment.dims
+    if isinstance(pattern, FixedPattern):
+        pattern = replace(pattern, part=(dims.coordinate("tp", environment.rank), dims.tp))
     (kernel, kernel_reason), dense_kernel = choose_kernels(
         config, kernel_request(config, environment.device, dtype, capability), pattern
     )

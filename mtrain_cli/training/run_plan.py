@@ -40,6 +40,7 @@ from mtrain_cli.training.flops import (
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.memory_search import MemorySearch, MemorySetting
 from mtrain_cli.training.state_memory import StateMemory
+from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
 
 if TYPE_CHECKING:
     from mtrain_cli.training.resolution import ResolvedRun
@@ -66,6 +67,8 @@ class ReceivedBytes:
 
     forward: bytes of KV, per layer and micro-batch.
     backward: bytes of KV and of its gradients, per layer and micro-batch.
+    tensor_forward, tensor_backward: bytes of hidden states and of their gradients that tensor
+        parallelism moves, per layer and micro-batch. Backward is the mean over the layers.
     weights: bytes of weights and of their gradients, per optimizer step.
     host: bytes of gradients and weights between device and host, per optimizer step. 0 unless the
         optimizer is offloaded.
@@ -75,6 +78,8 @@ class ReceivedBytes:
     backward: int
     weights: int
     host: int = 0
+    tensor_forward: int = 0
+    tensor_backward: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,17 +177,21 @@ class RunPlan:
         `backward` includes the KV that recomputation sends again (`recompute`). The columns that a
         ring gathers once are not counted.
         """
-        sizes = shard_sizes(self.config, self.layout, self.exchange, self.dtype_bytes)
+        sizes = shard_sizes(self.config.of_worker, self.layout, self.exchange, self.dtype_bytes)
         schedule = make_schedule(self.exchange.name, self.exchange.options(self.layout.workers))
         traits = Traits(make_kernel(self.kernel).needs_out)
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
         again = forward.recomputed(self.recompute)
         states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
+        message = message_bytes(self.config, self.layout, self.dtype_bytes)
+        layers = self.config.model.num_layers
         return ReceivedBytes(
             forward=int(forward.sent(sizes)),
             backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
             weights=states.sent(),
             host=states.over_host_link(),
+            tensor_forward=FORWARD_MESSAGES * message,
+            tensor_backward=backward_messages(self.config.train, layers) * message // layers,
         )
 
     @property
@@ -244,7 +253,7 @@ class RunPlan:
     def _attention(self) -> AttentionMemory:
         """Memory of a layer's attention, which does not depend on the memory settings."""
         return AttentionMemory(
-            self.config, self.layout, self.exchange, self.kernel, self.dtype_bytes
+            self.config.of_worker, self.layout, self.exchange, self.kernel, self.dtype_bytes
         )
 
     def replan(self, config: Config) -> RunPlan:

@@ -6,6 +6,7 @@ Symbols:
     L       number of layers
     P       number of all weights, L P_l + P_r
     W       number of workers
+    t       tensor-parallel degree. FSDP shards a layer's part over W / t workers
     e       bytes of the compute dtype
     r       bytes of the dtype in which gradients are reduced
     n       number of micro-batches per step and worker
@@ -34,18 +35,20 @@ class StateMemory:
 
     layer_shard, root_shard, shard: this worker's shard of a layer, of the weights outside the
         layers, and of all weights.
-    layer_weights, root_weights: all weights of a layer, and all weights outside the layers.
+    layer_weights, root_weights: weights of a layer that this worker computes with (with tensor
+        parallelism, a part of the layer), and all weights outside the layers.
     """
 
     def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:
-        model, train = config.model, config.train
+        model, train = config.of_worker.model, config.train
         self.model, self.workers, self.micro_batches = model, workers, micro_batches
+        self.layer_workers = workers // config.topology.tensor_parallel
         self.layers, self.e = model.num_layers, e
         self.r = BYTES[train.reduce_dtype]
         self.saves = train.checkpoint_at_end or 0 < train.checkpoint_every < train.steps
         self.shard_kind, self.offload = train.shard, config.optim.offload
         self.gradients_leave = config.optim.offload_gradients
-        self.layer_shard = sharded_numbers(layer_shapes(model).values(), workers)
+        self.layer_shard = sharded_numbers(layer_shapes(model).values(), self.layer_workers)
         self.root_shard = sharded_numbers(root_shapes(model).values(), workers)
         self.layer_weights = sum(prod(shape) for shape in layer_shapes(model).values())
         self.root_weights = sum(prod(shape) for shape in root_shapes(model).values())
@@ -120,18 +123,27 @@ class StateMemory:
             return self.e * self.layer_weights * min(left, at_once)
         return self.e * self.layer_weights * (self.layers if self.accumulates else left)
 
-    def scatter(self, shard: int) -> int:
-        """Return the bytes of a reduce-scatter's input, for shards of `shard` elements."""
-        if self.accumulates and self.shard_kind == "optimizer":
-            return 0
-        return self.r * shard * self.workers
+    @property
+    def layer_scatter(self) -> int:
+        """Bytes of the input of a layer's reduce-scatter."""
+        return self._scatter(self.layer_shard, self.layer_workers)
+
+    @property
+    def root_scatter(self) -> int:
+        """Bytes of the input of the reduce-scatter of the weights outside the layers."""
+        return self._scatter(self.root_shard, self.workers)
+
+    def _scatter(self, shard: int, workers: int) -> int:
+        skipped = self.accumulates and self.shard_kind == "optimizer"
+        return 0 if skipped else self.r * shard * workers
 
     def sent(self) -> int:
         """Return the bytes of weights and gradients that reach one worker per optimizer step."""
-        n, layers = self.micro_batches, self.layers * self.layer_shard
-        gathered = {"full": n * (2 * layers + self.root_shard)}.get(self.shard_kind, self.shard)
-        reduced = self.shard * (1 if self.shard_kind == "optimizer" else n)
-        return (self.workers - 1) * (self.e * gathered + self.r * reduced)
+        n, full = self.micro_batches, self.shard_kind == "full"
+        reduced = self.r * (1 if self.shard_kind == "optimizer" else n)
+        layers = (self.e * (2 * n if full else 1) + reduced) * self.layers * self.layer_shard
+        root = (self.e * (n if full else 1) + reduced) * self.root_shard
+        return (self.layer_workers - 1) * layers + (self.workers - 1) * root
 
     def over_host_link(self) -> int:
         """Return the bytes that an offloaded optimizer moves between device and host per step.

@@ -39,7 +39,9 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.parameter_shards import sum_copied_gradients
 from mtrain_cli.parallel.recording import Recorder
+from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.training import garbage_collection
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch
@@ -134,6 +136,7 @@ class Trainer:
         timeout = timedelta(seconds=config.topology.timeout_s)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self.exchange = self._make_exchange(timeout)
+        self.tensor = make_tensor_group(environment.rank, environment.dims, self.device, timeout)
         self.offload: ActivationOffload | None = None
         if offloaded := config.train.offload_activations:
             self.offload = ActivationOffload(config.model.num_layers, self.device, offloaded)
@@ -145,6 +148,7 @@ class Trainer:
             balancer=self.choices.balancer,
             keep=attention_kept(config.train),
             offload=self.offload,
+            tensor=self.tensor,
         )
         self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
@@ -165,9 +169,8 @@ class Trainer:
         self._frozen_after: set[bool] = set()
         self._checked_layouts = False
         self._advice = ""  # a line about the layout, shown after the first step
-        self._peak_flops: float | None = None
-        if self.device.type == "cuda":
-            self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device))
+        on_gpu = self.device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if on_gpu else None
 
     def _make_exchange(self, timeout: timedelta) -> Exchange:
         choice = self.choices.exchange
@@ -228,6 +231,7 @@ class Trainer:
             self.choices.dtype,
             compile=self.choices.compile,
             offload=self.offload,
+            tensor=self.tensor,
         )
         decoder.to_empty(device=self.device)
         states = (
@@ -411,9 +415,9 @@ class Trainer:
 
     def _layout_advice(self, batch: HostBatch) -> str:
         """Return a line if a balanced layout would suit this batch better, else ""."""
-        cp = self.environment.dims.cp
+        cp, per_node = self.environment.dims.cp, self.environment.context_per_node
         masks = [plan.masks for plan in (batch.plan, batch.full_plan) if plan is not None]
-        return layout_advice(self.config, cp, min(self.environment.workers_per_node, cp), masks)
+        return layout_advice(self.config, cp, per_node, masks)
 
     def _check_layouts(self, on_host: Sequence[HostBatch]) -> None:
         """Check that the ranks of each context group gave the first batches the same layout.
@@ -492,6 +496,8 @@ class Trainer:
                 loss += part.detach()
                 if batch.attend.index is not None:
                     batch.attend.index.count()
+        if self.tensor is not None:
+            sum_copied_gradients(self.decoder.parameters(), self.tensor)
         return loss
 
     def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
@@ -501,9 +507,9 @@ class Trainer:
             return valid, pairs
         totals = torch.tensor([valid, pairs], dtype=torch.int64)
         dist.all_reduce(totals, group=self.host_group)
-        # All workers of a context group count the same whole sequences.
-        valid, pairs = (int(n) // self.environment.dims.cp for n in totals)
-        return valid, pairs
+        # All workers that share a sequence count the same whole sequences.
+        sharing = self.environment.dims.workers // self.environment.dims.dp
+        return int(totals[0]) // sharing, int(totals[1]) // sharing
 
     def record(self, recorder: Recorder | None) -> None:
         """Record the following steps with `recorder`. None stops recording."""
@@ -522,9 +528,8 @@ class Trainer:
             pairs=pairs,
         )
         rate = result.tokens / seconds / self.environment.dims.workers
-        memory = None
-        if self.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(self.device) / 2**30
+        on_gpu = self.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None
         return StepMetrics(
             step=self.step,
             loss=result.loss,

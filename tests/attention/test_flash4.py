@@ -103,6 +103,7 @@ def spans_of(name: str) -> list[KeySpans]:
         "full": named(kind="full"),
         "global tokens": named(kind="sliding_window", window=9, global_tokens=5),
         "dilated": named(kind="dilated", block=4, stride=3, count=3),
+        "few rectangles that share queries": named(kind="dilated", block=20, stride=2, count=2),
         "video": named(kind="video", frames=3, height=4, width=5, window=(2, 2, 3)),
         "striped": [causal.spans(np.r_[0:4, 8:12, 16:20, 24:28, 32:36, 40:44], everywhere)] * 2,
     }[name]
@@ -127,6 +128,7 @@ def spans_of(name: str) -> list[KeySpans]:
         ("full", ["full"]),
         ("global tokens", ["lists"]),
         ("dilated", ["lists"]),
+        ("few rectangles that share queries", ["lists"]),
         ("video", ["lists"]),
     ],
 )

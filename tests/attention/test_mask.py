@@ -261,6 +261,20 @@ def test_tables_of_dynamic_indices_refuse_other_masks():
         mask.last()
 
 
+@pytest.mark.parametrize(
+    ("slices", "causal"),
+    [
+        ([KeySlice(0, 4, 0, 4, 1), KeySlice(4, 8, 2, 8, 1)], True),
+        ([KeySlice(0, 4, 0, 4, 3), KeySlice(4, 8, 0, 8, 1)], False),  # the start goes back
+        ([KeySlice(0, 8, 0, 8, 1), KeySlice(2, 3, 0, 4)], False),  # a later key
+        ([KeySlice(0, 7, 0, 7, 1)], False),  # a query without keys
+        ([KeySlice(0, 8, 0, 8, 3), KeySlice(6, 8, 0, 2)], False),  # two intervals
+    ],
+)
+def test_only_causal_intervals_that_move_forward_take_an_index(slices, causal):
+    assert SequenceMask.from_slices(slices, 8, 10).is_causal_interval == causal
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_slices_that_share_no_row_give_one_interval(seed):
     draw = np.random.default_rng(seed)

@@ -42,6 +42,10 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
             "topology.block_size=64: has no effect, the layout is zigzag",
         ),
         (
+            ["topology.tensor_chunks=2"],
+            "topology.tensor_chunks=2: has no effect, topology.tensor_parallel=1; a worker",
+        ),
+        (
             ["optim.schedule_steps=50", "optim.schedule=constant"],
             "optim.schedule_steps=50: has no effect, optim.schedule=constant does",
         ),

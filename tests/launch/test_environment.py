@@ -345,3 +345,36 @@ def test_host_memory_is_the_least_of_the_machine_and_its_limits(monkeypatch):
     assert environment.describe_host_memory() == "lets this process have 0 GiB"
     monkeypatch.setattr(environment, "memory_limits", lambda: [1 << 62])
     assert environment.describe_host_memory() == f"has {machine / 2**30:,.0f} GiB"
+
+
+def test_tensor_groups_divide_the_context_and_share_a_node(default, machine):
+    machine(gpus=8)
+    resolved = resolve_environment(having(default, workers=8, tensor_parallel=2, gpus_per_node=4))
+    assert (resolved.dims.dp, resolved.dims.cp, resolved.dims.tp) == (1, 4, 2)
+    assert (resolved.workers_per_node, resolved.context_per_node, resolved.nodes) == (4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"tensor_parallel": 4, "gpus_per_node": 2},
+            "topology.tensor_parallel=4: must divide the 2 workers of a node. Use one of 1, 2.",
+        ),
+        (
+            {"tensor_parallel": 2, "context_parallel": 8},
+            "topology.context_parallel=8: must divide the 4 tensor groups "
+            "(topology.tensor_parallel=2). Use auto or one of 1, 2, 4.",
+        ),
+        (
+            {"tensor_parallel": 2, "context_parallel": 2},
+            "train.global_batch=1: must be a multiple of 2 = 2 context groups (topology.workers=8 "
+            "/ context_parallel=2 / tensor_parallel=2) x train.micro_batch=1",
+        ),
+    ],
+)
+def test_a_tensor_parallel_degree_that_does_not_fit_is_one_line(default, machine, changes, line):
+    machine(gpus=8)
+    with pytest.raises(ConfigError) as error:
+        resolve_environment(having(default, workers=8, **changes))
+    assert error.value.problems == (line,)

@@ -11,7 +11,7 @@ def test_data_parallelism_takes_the_workers_that_the_other_degrees_leave():
     dims = ParallelDims.of(12, cp=4)
     assert (dims.dp, dims.cp, dims.workers) == (3, 4, 12)
     assert str(dims) == "3 data x 4 context"
-    assert dims.sizes == {"dp": 3, "cp": 4}
+    assert dims.sizes == {"dp": 3, "cp": 4, "tp": 1}
 
 
 @pytest.mark.parametrize(("workers", "cp"), [(6, 4), (2, 4)])
@@ -38,3 +38,11 @@ def test_a_group_differs_only_along_its_dimension():
     assert dims.group("dp", 3) == (1, 3, 5)
     assert dims.groups("cp") == [(0, 1), (2, 3), (4, 5)]
     assert dims.groups("dp") == [(0, 2, 4), (1, 3, 5)]
+
+
+def test_tensor_groups_are_consecutive_ranks_and_context_groups_skip_them():
+    dims = ParallelDims.of(8, cp=2, tp=2)
+    assert (dims.dp, str(dims)) == (2, "2 data x 2 context x 2 tensor")
+    assert dims.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert dims.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert dims.groups("dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.model.tiling import shared_tile_rows, tile_rows
 
 
 def test_tiles_fit_their_budget_and_are_equal_if_possible():
@@ -23,3 +23,15 @@ def test_tiles_fit_their_budget_and_are_equal_if_possible():
     # The budget needs 19 tiles; the next number that divides these tokens is 32.
     uneven = tile_rows(32768, 2048, 11008, 2, 256 << 20)
     assert (-(-32768 // uneven), uneven % 128) == (19, 0)
+
+
+def test_a_shared_layer_has_chunks_that_fit_the_budget_of_a_tile():
+    sizes = 2048, 11008, 2
+    assert shared_tile_rows(4096, *sizes, 0, 1, "auto") == 4096, "a whole layer sends no messages"
+    assert shared_tile_rows(4096, *sizes, 0, 2, 3) == 1366
+    assert shared_tile_rows(5, *sizes, 0, 2, 9) == 1
+    assert shared_tile_rows(65536, *sizes, 0, 2, "auto") == 16384
+    assert shared_tile_rows(2048, *sizes, 0, 2, "auto") == 1024, "2,048 rows of both workers"
+    assert shared_tile_rows(512, *sizes, 0, 2, "auto") == 512
+    budget = 100 * 2 * (6 * 11008 + 2 * 4 * 2048)
+    assert shared_tile_rows(4096, *sizes, budget, 2, 1) <= 100, "a row of each worker"

@@ -13,8 +13,14 @@ from attention.dense_problems import random_slices
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import cast_rows
-from mtrain_cli.parallel.cast_rows import CastRows, cast_peers, largest_shares, whole_shares
-from mtrain_cli.parallel.layout import Joined, Layout, make_layout
+from mtrain_cli.parallel.cast_rows import (
+    Cast,
+    CastRows,
+    cast_peers,
+    largest_shares,
+    whole_shares,
+)
+from mtrain_cli.parallel.layout import Balanced, Joined, Layout, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.schedule import ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
@@ -39,12 +45,20 @@ KINDS = [("flat", 1), ("hierarchical", 1), ("hierarchical", 3)]  # with one, two
 CASES = [
     (layout, options, heads)
     for layout, options, heads in product(
-        ("contiguous", "zigzag", "striped"),
+        ("contiguous", "zigzag", "striped", "balanced"),
         ((1, 8), (2, 2), (3, 8), (4, 2), (6, 3), (8, 2)),
         (1, 2),
     )
     if options[0] % heads == 0 and (options[1] % heads == 0 or heads % options[1] == 0)
 ]
+
+
+def layout_of(name: str, workers: int) -> Layout:
+    if name != "balanced":
+        return make_layout(name, workers, SEQ, 16)
+    chunks = -(-SEQ // (16 * workers)) * workers
+    owner = np.random.default_rng(workers).permutation(np.arange(chunks) % workers)
+    return Balanced.of(owner, workers, SEQ, 16)
 
 
 def plans(
@@ -99,6 +113,7 @@ def deliver(
                 to_me = peers[peer][at].index(rank)
                 leaving = theirs.leaving.split(theirs.sent)[to_me].tolist()
                 assert len(leaving) == cast.received[place], "both ends agree on the number of rows"
+                assert max(leaving, default=0) < len(pools[peer]), "the peer has these rows"
                 mine += [pools[peer][number] for number in leaving]
             arriving.append(mine)
         for pool, mine in zip(pools, arriving, strict=True):
@@ -129,7 +144,7 @@ def check(layout, peers, rows, masks) -> None:
 @pytest.mark.parametrize("batch", ["causal", "documents", "two sequences"])
 def test_each_needed_row_arrives_once(name, stages, batch):
     for layout_name, options, heads in CASES:
-        layout = make_layout(layout_name, options[0], SEQ, 16)
+        layout = layout_of(layout_name, options[0])
         masks = batches(layout.padded_seq)[batch]
         check(*plans(name, layout, options, heads, masks, stages), masks)
 
@@ -178,52 +193,104 @@ def test_a_row_crosses_to_each_other_node_at_most_once():
         assert needed <= crossed, "every row that a node needs crosses"
 
 
-@pytest.mark.parametrize("name", ["flat", "hierarchical"])
-def test_the_player_detects_broken_lists(name):
-    layout = make_layout("zigzag", 4, SEQ, 16)
+def broken(cast: Cast, how: str) -> Cast:
+    """The cast with a mistake in the rows for one peer."""
+    peer = int(np.argmax(cast.sent))
+    first = sum(cast.sent[:peer])
+    one, two = cast.leaving[first : first + 2].tolist()
+    leaving, number = cast.leaving.tolist(), list(cast.sent)
+    if how == "missing":
+        del leaving[first]
+        number[peer] -= 1
+    elif how == "doubled":
+        leaving.insert(first, one)
+        number[peer] += 1
+    elif how == "doubled in place of another":
+        leaving[first + 1] = one
+    elif how == "of another block":
+        unsent = set(range(max(leaving) + 1)) - set(leaving[first : first + number[peer]])
+        leaving[first] = min(unsent, default=max(leaving) + 1)
+    elif how == "in another order":
+        leaving[first : first + 2] = [two, one]
+    else:
+        assert how == "to another worker"
+        other = (peer + 1) % len(number)
+        leaving.insert(sum(number[:other]) - (other > peer), leaving.pop(first))
+        number[peer], number[other] = number[peer] - 1, number[other] + 1
+    return replace(cast, leaving=torch.tensor(leaving), sent=tuple(number))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "missing",
+        "doubled",
+        "doubled in place of another",
+        "of another block",
+        "in another order",
+        "to another worker",
+    ],
+)
+@pytest.mark.parametrize(("name", "stages"), KINDS)
+def test_the_player_detects_broken_lists(name, stages, how):
+    layout = layout_of("zigzag", 4)
     masks = batches(layout.padded_seq)["documents"]
-    inside, peers, rows = plans(name, layout, (4, 2), 1, masks)
+    inside, peers, rows = plans(name, layout, (4, 2), 1, masks, stages)
     check(inside, peers, rows, masks)
-    cast = rows[1].casts[-1]
-    full = next(at for at, n in enumerate(cast.sent) if n)
-    fewer = tuple(n - (at == full) for at, n in enumerate(cast.sent))
-    first = sum(cast.sent[:full])
-    kept = torch.cat([cast.leaving[:first], cast.leaving[first + 1 :]])
-    swapped = cast.leaving.clone()
-    swapped[first] = (swapped[first] + 17) % rows[1].own
-    broken_casts = [
-        replace(cast, leaving=kept, sent=fewer),
-        replace(cast, leaving=swapped),
-        replace(cast, sent=fewer[1:] + fewer[:1]),
-    ]
-    for broken in broken_casts:
+    for at in range(len(rows[0].casts)):
+        rank = next(rank for rank, of in enumerate(rows) if max(of.casts[at].sent) > 1)
+        casts = list(rows[rank].casts)
+        casts[at] = broken(casts[at], how)
         changed = list(rows)
-        changed[1] = replace(rows[1], casts=(*rows[1].casts[:-1], broken))
-        with pytest.raises((AssertionError, RuntimeError)):
+        changed[rank] = replace(rows[rank], casts=tuple(casts))
+        with pytest.raises(AssertionError):
             check(inside, peers, changed, masks)
-    turned = list(rows)
-    turned[2] = replace(rows[2], keys=replace(rows[2].keys, places=rows[2].keys.places.flip(0)))
-    with pytest.raises(AssertionError):
-        check(inside, peers, turned, masks)
+        # The same mistake on both ends of a message, where the number of rows agrees.
+        for place, number in enumerate(casts[at].sent):
+            to = peers[rank][at][place]
+            theirs = list(changed[to].casts)
+            received = list(theirs[at].received)
+            received[peers[to][at].index(rank)] = number
+            theirs[at] = replace(theirs[at], received=tuple(received))
+            changed[to] = replace(changed[to], casts=tuple(theirs))
+        with pytest.raises(AssertionError):
+            check(inside, peers, changed, masks)
 
 
-def test_gradients_of_a_row_are_added_for_each_rank_that_received_it():
-    layout = make_layout("zigzag", 4, SEQ, 16)
+def test_the_player_detects_keys_in_another_order():
+    layout = layout_of("zigzag", 4)
     masks = batches(layout.padded_seq)["documents"]
     inside, peers, rows = plans("flat", layout, (4, 4), 1, masks)
+    rows[2] = replace(rows[2], keys=replace(rows[2].keys, places=rows[2].keys.places.flip(0)))
+    with pytest.raises(AssertionError):
+        check(inside, peers, rows, masks)
+
+
+@pytest.mark.parametrize("layout_name", ["zigzag", "balanced"])
+@pytest.mark.parametrize(("name", "stages"), KINDS)
+def test_gradients_of_a_row_are_added_for_each_rank_that_received_it(name, stages, layout_name):
+    """Also if they return over a rank that forwarded the row."""
+    layout = layout_of(layout_name, 4)
+    masks = batches(layout.padded_seq)["documents"]
+    inside, peers, rows = plans(name, layout, (4, 2), 1, masks, stages)
     pools = deliver(inside, peers, rows)
-    returned = {}
-    for rank, of in enumerate(rows):
+    totals = []
+    for of in rows:
         ones = torch.ones(1, len(of.keys.positions), 1, 1)
-        gradients = of.split(ones, 2 * ones, torch.float64)
-        parts = gradients[of.arriving(0)].split(of.casts[0].received)
-        returned |= {(rank, peer): part for peer, part in enumerate(parts)}
-    for rank, of in enumerate(rows):
-        total = torch.ones(len(of.keys.places), 2, 1, 1, 1, dtype=torch.float64)
-        of.add_returned(0, total, torch.cat([returned[peer, rank] for peer in range(4)]))
+        totals.append(of.split(ones, 2 * ones, torch.float64))
+    for at in reversed(range(len(rows[0].casts))):
+        returned = {}
+        for rank, of in enumerate(rows):
+            parts = totals[rank][of.arriving(at)].split(of.casts[at].received)
+            returned |= {(rank, to): part for to, part in zip(peers[rank][at], parts, strict=True)}
+        for rank, of in enumerate(rows):
+            parts = [returned[peer, rank] for peer in peers[rank][at]]
+            of.add_returned(at, totals[rank], torch.cat(parts))
+    for rank, (of, total) in enumerate(zip(rows, totals, strict=True)):
         holders = [sum(p in pool for pool in pools) for p in inside.positions(rank).tolist()]
+        assert max(holders) > 1
         np.testing.assert_array_equal(total[: of.own, 0].flatten(), holders)
-        np.testing.assert_array_equal(total[: of.own, 1].flatten(), 2 * np.array(holders) - 1)
+        np.testing.assert_array_equal(total[: of.own, 1].flatten(), 2 * np.array(holders))
 
 
 def test_merging_restores_the_order_of_the_sequence():
@@ -260,7 +327,7 @@ def test_documents_move_fewer_rows_than_whole_shards():
 def test_the_largest_shares_are_those_of_the_ranks(name, stages):
     exchange = "hierarchical_group_cast" if name == "hierarchical" else "group_cast"
     for layout_name, options, heads in CASES:
-        layout = make_layout(layout_name, options[0], SEQ, 16)
+        layout = layout_of(layout_name, options[0])
         schedule = make_schedule(exchange, ScheduleOptions(*options, heads=heads, stages=stages))
         for masks in batches(layout.padded_seq).values():
             _, _, rows = plans(name, layout, options, heads, masks, stages)

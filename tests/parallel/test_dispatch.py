@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel.mask_samples import documents, local_mask, random_mask, sliding_window
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.cluster import load_cluster
+from mtrain_cli.parallel import dispatch_search
 from mtrain_cli.parallel.cast_rows import CastRows
 from mtrain_cli.parallel.dispatch import Balancer, RowPrices, balance, chunk_tokens
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.traffic import count_traffic
+from mtrain_cli.parallel.traffic import count_traffic, pairs_per_query
 
 TESTS = Path(__file__).parents[1]
 
@@ -92,6 +95,19 @@ def test_over_nodes_few_rows_enter_a_node():
     counted = count_traffic([[mask]], [unaware(rank) for rank in range(8)], per_node=4)
     assert aware.cost.max() < counted.cost(250, 1500).max()
     assert aware.traffic.outer.sent.sum() < counted.outer.sent.sum() / 2
+
+
+def test_over_nodes_two_levels_save_a_fifth_of_the_cost(monkeypatch):
+    """Compared with contiguous shards inside the same nodes, and with all seeds of one level."""
+    mask, chunk = documents(1 << 17, 2048, 1), chunk_tokens(1 << 17, 16)
+    aware = balance([[mask]], 16, chunk, per_node=4)
+
+    def contiguous(_, node, *__) -> np.ndarray:
+        return np.arange(len(node)) * 16 // len(node)
+
+    monkeypatch.setattr(dispatch_search, "_inside_nodes", contiguous)
+    one_level = balance([[mask]], 16, chunk, per_node=4)
+    assert aware.cost.max() < 0.8 * one_level.cost.max()
 
 
 def test_over_nodes_all_ranks_relay_the_edge_of_a_window():
@@ -189,6 +205,17 @@ def test_the_script_counts_every_layout_for_eleven_masks():
     refused = subprocess.run([*script, "--seq", "1000"], capture_output=True, text=True)
     assert refused.returncode == 2
     assert "--seq 1000: must be a multiple of 1024 x --workers 8" in refused.stderr
+
+
+def test_the_script_deals_blocks_as_torch_does():
+    name = "torch.distributed.tensor.experimental._context_parallel._load_balancer"
+    balancer = pytest.importorskip(name)._PTRRLoadBalancer
+    script = runpy.run_path(str(TESTS.parent / "profiles/dispatch_balance.py"))
+    for _, mask in script["masks"](1 << 15):
+        pairs = pairs_per_query([[mask]]).reshape(-1, 128).sum(1)
+        expected = balancer.ptrr_scheduling(torch.from_numpy(pairs), 8).tolist()
+        found = [(shard[::128] // 128).tolist() for shard in script["_ptrr"](mask, 8)]
+        assert sorted(found) == sorted(expected)
 
 
 def test_bad_sizes_are_refused():

@@ -13,6 +13,7 @@ from mtrain_cli.parallel.dispatch_search import (
     Assignment,
     BlockPrices,
     ChunkWork,
+    _by_node,
     best_assignment,
     seeds,
 )
@@ -136,6 +137,33 @@ def test_the_best_swap_is_the_best_of_all_swaps(problem):
     else:
         pair = (np.array([chunk]) for chunk in found)
         assert assignment.most_after(*pair, cost)[0] == after.min() < limit
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems)
+def test_the_bound_of_a_swap_is_at_most_its_cost(problem):
+    """Else the search would leave out swaps that it never counted."""
+    assignment = problem.assignment()
+    out, into = problem.swaps(assignment.owner)
+    bound = assignment._bound(out, into, assignment.cost)
+    assert (bound <= assignment.most_after(out, into, assignment.cost)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems)
+def test_nodes_cost_at_most_the_best_seed_of_nodes(problem):
+    """Pairs of a node, and a price for each block that enters it."""
+    nodes, prices = problem.nodes, problem.prices
+    owner = _by_node(problem.work, nodes, prices, 100).reshape(-1, nodes.per_node)
+    assert (owner == owner[:, :1]).all(), "a node gets as many neighboring chunks as it has ranks"
+    merged, single = problem.work.merged(nodes.per_node), Nodes(nodes.count, nodes.count)
+
+    def cost(of_node: np.ndarray) -> int:
+        price = BlockPrices(prices.outer, 0)
+        return int(Assignment(merged, of_node, single, price).cost.max())
+
+    seeded = [cost(of_node) for _, of_node in seeds(merged.pairs, nodes.count)]
+    assert cost(owner[:, 0]) <= min(seeded)
 
 
 @settings(max_examples=60, deadline=None)

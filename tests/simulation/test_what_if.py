@@ -11,13 +11,17 @@ import torch
 from simulation.counting import count_work
 from simulation.recordings import BLOCK, HEADS, PADDED, SEQ, SETUP, bitmap, lines, masks, record
 
-from mtrain_cli.attention.index import BlockBitmap, Index
+from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.dispatch import Balancer, RowPrices
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.schedule import ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.records.imbalance import imbalance
@@ -233,6 +237,32 @@ def test_each_kind_of_layer_is_replayed_under_its_masks(tmp_path, layout, exchan
         assert last.passes["forward"].pairs.tolist() == [
             HEADS * int((positions + 1).sum()) for positions in tokens
         ]
+
+
+@pytest.mark.parametrize("block", [None, 32])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "balanced"])
+@pytest.mark.parametrize(("exchange", "per_node"), [("group", 4), ("hierarchical_group", 2)])
+def test_the_rows_moved_are_those_of_the_plans(exchange, per_node, layout, block):
+    """An index moves its own blocks, which here are longer than those of dense attention."""
+    index = request = None
+    if block:
+        blocks = PADDED // block
+        slashes, none = torch.ones(2, HEADS, blocks, dtype=torch.bool), torch.empty(2, HEADS, 0)
+        index, request = (
+            VerticalSlash(block, blocks, slashes, none.int()),
+            IndexRequest(block, False),
+        )
+    windows = [MaskRule(False, MaskConfig.sliding(n)).undivided(SEQ, PADDED) for n in (40, 100)]
+    setup = ReplaySetup(layout, f"{exchange}_cast", 4, per_node)
+    case = make_case(replace(SETUP, block_size=32), windows, setup, index)
+    shares = []
+    for rank in range(4):
+        group = ContextGroup(rank, tuple(range(4)), per_node=per_node)
+        run = make_exchange(case.choice.name, case.layout, group)
+        plan = Plan.make(run, [w.repadded(case.layout.padded_seq) for w in windows], request)
+        shares.append(plan.tiles.rows.shares)
+    assert np.array_equal(np.array(case.sizes.casts), np.array(shares).max(0))
+    assert 0 < max(received for _, received in case.sizes.casts) <= 3
 
 
 def test_a_recorded_chunk_is_that_of_the_replayed_layout():

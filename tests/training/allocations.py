@@ -28,6 +28,7 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.memory import MemoryEstimate, estimate_memory
 from mtrain_cli.training.optimizer import make_optimizer
@@ -136,8 +137,11 @@ def step_peak(
     here.
     """
     config = compose(overrides)
-    layout = make_layout(config.layout, world, config.seq, config.topology.block_size)
-    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
+    tp = config.topology.tensor_parallel
+    dims = ParallelDims.of(world, cp=world // tp, tp=tp)
+    layout = make_layout(config.layout, dims.cp, config.seq, config.topology.block_size)
+    group = make_context_group(rank, dims, torch.device("cpu"))
+    tensor = make_tensor_group(rank, dims, torch.device("cpu"))
     train, states_away = config.train, config.optim.offload
     circulates = "queries" if config.topology.circulates == "queries" else "kv"
     offload = (
@@ -150,8 +154,10 @@ def step_peak(
         with torch.device("meta"):
             return Decoder(config.model)
 
-    mesh = make_parameter_mesh(ParallelDims.of(world), "cpu")
-    decoder = parallelize(empty(), config, mesh, dtype, compile=False, offload=offload)
+    mesh = make_parameter_mesh(dims, "cpu")
+    decoder = parallelize(
+        empty(), config, mesh, dtype, compile=False, offload=offload, tensor=tensor
+    )
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.zeros_(parameter)
@@ -165,9 +171,13 @@ def step_peak(
         keep=attention_kept(config.train), offload=offload,
     )  # fmt: skip
     functional = SimpleNamespace(
-        rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu
+        rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight),
+        silu=torch.nn.functional.silu,
+        linear=torch.nn.functional.linear,
     )
     inputs = [torch.zeros(batch, tokens, dtype=torch.long) for _ in range(3)]
+    if tensor is not None:
+        inputs[0], inputs[2] = tensor.own(inputs[0], 0), tensor.own(inputs[2], 0)
 
     def gradients() -> None:
         for number in range(train.global_batch):
@@ -202,7 +212,7 @@ def step_peak(
         config,
         workers=world,
         layout=layout,
-        exchange=ExchangeChoice(exchange, "", per_node=world, circulates=circulates),
+        exchange=ExchangeChoice(exchange, "", per_node=dims.cp, circulates=circulates),
         kernel=kernel,
         dtype_bytes=dtype.itemsize,
         cuda=False,
@@ -229,7 +239,9 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
         exchange, StandIn("flash4"), masks, "cpu", keep=keep, offload=offload
     )
     functional = SimpleNamespace(
-        rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu
+        rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight),
+        silu=torch.nn.functional.silu,
+        linear=torch.nn.functional.linear,
     )
     inputs = [torch.zeros(1, config.seq, dtype=torch.long) for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:

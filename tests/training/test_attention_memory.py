@@ -15,6 +15,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.attention_memory import AttentionMemory, kernel_backward, shard_sizes
+from mtrain_cli.training.layout_choice import choose_layout
 
 WORKERS, BYTES = 8, 2
 RUN = [
@@ -175,6 +176,20 @@ def test_a_group_cast_is_planned_with_the_keys_that_the_mask_shows(name):
     # rank that moves most.
     data = ["data=tokens", "data.path=/", "data.mask_key=mask"]
     assert received(*data) == received("mask=full")
+
+
+def test_documents_may_spread_the_chunks_of_a_balanced_layout():
+    """Their layouts are unknown, so memory is planned for chunks that are dealt out in turn."""
+
+    def received(documents: str) -> float:
+        words = ["mask=sliding_window", "mask.window=1k", "topology.layout=balanced"]
+        config = compose([*RUN, *words, f"data.document_mask={documents}"], plan=True)
+        layout = choose_layout(config, WORKERS, WORKERS).layout
+        exchange = ExchangeChoice("group_cast", "", per_node=WORKERS)
+        ((_, rows),) = shard_sizes(config, layout, exchange, BYTES).casts
+        return float(rows)
+
+    assert received("true") > 3 * received("false")
 
 
 @pytest.mark.parametrize(("global_tokens", "sums"), [(0, 0), (128, 1)])

@@ -194,7 +194,7 @@ def test_tensors_larger_than_the_files_are_refused_before_allocation(folder):
         load_model_state(folder)
 
 
-@pytest.mark.parametrize("chunks", ["none", "half", "elsewhere"])
+@pytest.mark.parametrize("chunks", ["none", "half", "columns", "twice", "elsewhere"])
 def test_a_tensor_with_missing_parts_is_refused(folder, chunks):
     """Otherwise the missing parts would hold uninitialised memory."""
 
@@ -202,9 +202,14 @@ def test_a_tensor_with_missing_parts_is_refused(folder, chunks):
         entry = metadata.state_dict_metadata[WEIGHT]
         (chunk,) = entry.chunks
         half = torch.Size([entry.size[0] // 2, *entry.size[1:]])
-        entry.chunks = {"none": [], "half": [replace(chunk, sizes=half)], "elsewhere": [chunk]}[
-            chunks
-        ]
+        columns = torch.Size([entry.size[0], entry.size[1] // 2])
+        entry.chunks = {
+            "none": [],
+            "half": [replace(chunk, sizes=half)],
+            "columns": [replace(chunk, sizes=columns)],
+            "twice": [chunk, chunk],
+            "elsewhere": [chunk],
+        }[chunks]
         if chunks == "elsewhere":
             metadata.storage_data = {
                 index: info for index, info in metadata.storage_data.items() if index.fqn != WEIGHT

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 from masked_documents import prepared, question_record, write_jsonl
+from training.masked_runs import SMALL, Trained, changes_of_losses, trained
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.training.evaluation import evaluate
 from mtrain_cli.training.trainer import Trainer
 
-SMALL = [
+MASKED = [
     "data=tokens", "data.mask_key=mask", "data.positions_key=at", "data.eval_sequences=1",
-    "seq=150", "topology.block_size=16", "model.hidden_size=32", "model.num_layers=2",
-    "model.head_dim=8", "model.intermediate_size=48", "train.dtype=float32",
-    "optim.warmup_steps=2", "train.steps=6",
+    "seq=150",
 ]  # fmt: skip
 STEPS = 6
 WAYS = {
@@ -31,8 +29,12 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
-    """Questions with answers, causal documents, and documents of slices of all kinds."""
-    folder, rng, records = tmp_path_factory.mktemp("masked"), np.random.default_rng(3), []
+    return documents(tmp_path_factory.mktemp("masked"))
+
+
+def documents(folder: Path) -> Path:
+    """Prepare questions with answers, causal documents, and documents of slices of all kinds."""
+    rng, records = np.random.default_rng(3), []
     for number in range(40):
         first, answers, length = rng.integers(3, 12, 3).tolist()
         record = question_record(first, answers, length)
@@ -48,40 +50,37 @@ def store(tmp_path_factory) -> Path:
     return folder / "store"
 
 
-def trained(rank: int, world: int, words: list[str]) -> tuple[list[float], float, int]:
-    """The loss of each step, the held-out loss at the end, and the pairs of the last step."""
-    trainer = Trainer(compose([*SMALL, *words]), gloo.environment(rank, world, world))
-    results = [trainer.train_step(False) for _ in range(STEPS)]
-    held_out = evaluate(trainer)
-    trainer.close()
-    return [result.loss for result in results], held_out.loss, results[-1].pairs
-
-
 @pytest.fixture(scope="module")
-def alone(store) -> tuple[list[float], float, int]:
-    ((losses, held_out, pairs),) = gloo.run(1, trained, [f"data.path={store}"])
-    return losses, held_out, pairs
+def alone(store) -> Trained:
+    (run,) = gloo.run(1, trained, [*MASKED, f"data.path={store}"], STEPS)
+    return run
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_workers_train_like_one(way, store, alone):
-    losses, held_out, pairs = alone
-    for result in gloo.run(2, trained, [f"data.path={store}", *WAYS[way]]):
-        assert result[0] == pytest.approx(losses, abs=2e-5)
-        assert result[1] == pytest.approx(held_out, abs=2e-5)
-        assert result[2] == pairs
-    assert losses[-1] < losses[0]
+    for run in gloo.run(2, trained, [*MASKED, f"data.path={store}", *WAYS[way]], STEPS):
+        assert run.losses == pytest.approx(alone.losses, abs=2e-5)
+        assert run.held_out == pytest.approx(alone.held_out, abs=2e-5)
+        assert run.pairs == alone.pairs
+    assert alone.losses[-1] < alone.losses[0]
 
 
 def test_masks_and_positions_change_the_loss(store, alone):
     for key in ("data.mask_key=null", "data.positions_key=null"):
-        ((losses, _, _),) = gloo.run(1, trained, [f"data.path={store}", key])
-        assert abs(losses[0] - alone[0][0]) > 1e-6
+        (run,) = gloo.run(1, trained, [*MASKED, f"data.path={store}", key], 1)
+        assert abs(run.losses[0] - alone.losses[0]) > 1e-6
+
+
+def test_no_loss_depends_on_its_label_in_the_input(store):
+    ((counted, shown),) = gloo.run(1, changes_of_losses, [*MASKED, f"data.path={store}"])
+    assert len(counted) > 10
+    assert max(counted) < 1e-6
+    assert max(shown) > 1e-4
 
 
 def one_step(rank: int, world: int, path: str, positions: str) -> dict[str, torch.Tensor]:
     words = [f"data.path={path}", f"data.positions_key={positions}", "data.mask_key=null"]
-    trainer = Trainer(compose([*SMALL, *words]), gloo.environment(rank, world, world))
+    trainer = Trainer(compose([*SMALL, *MASKED, *words]), gloo.environment(rank, world, world))
     batch = trainer.batch_maker.to_device(next(iter(trainer.loader))[0])
     trainer.close()
     return {"positions": batch.positions, "labels": batch.labels}

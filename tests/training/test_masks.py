@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import gloo
 import pytest
+from training.masked_runs import SMALL, changes_of_losses, trained
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.training.evaluation import evaluate
 from mtrain_cli.training.trainer import Trainer
 
-SMALL = [
-    "seq=300", "topology.block_size=16", "model.hidden_size=32", "model.num_layers=2",
-    "model.head_dim=8", "model.intermediate_size=48", "train.dtype=float32",
-    "optim.warmup_steps=2", "train.steps=10", "data.eval_sequences=2",
-]  # fmt: skip
+SEQ = ["seq=300", "data.eval_sequences=2"]
 STEPS = 10
 WINDOW = ["mask=sliding_window", "mask.window=40"]
 BUDGETS = ["block=16", "last_q=16", "p_v=0.5", "p_s=0.5", "min_columns=4"]
@@ -26,11 +23,13 @@ CASES = {
     "window, sinks": [*WINDOW, "mask.global_tokens=8", "data.document_mask=false"],
     "prefix": ["mask=prefix_lm", "mask.prefix=100", "data.document_mask=false"],
     "blocks": ["mask=block_causal", "mask.block=8"],
+    "chunks": ["mask=chunked", "mask.chunk=24", "mask.back=2"],
+    "dilated": ["mask=dilated", "mask.block=8", "mask.stride=3", "mask.count=4"],
     "video": ["mask=video", "mask.causal=true", *VIDEO, "data.document_mask=false"],
     "window, mixed": [*WINDOW, "mask.full_every=2"],
     "causal": [],
 }
-OTHERS = ("recomputed", "sparse", "sinks")
+OTHERS = ("window, recomputed", "window, sparse", "window, sinks", "chunks")
 
 WAYS = {
     "window": ["topology.exchange=ring", "topology.layout=zigzag"],
@@ -38,23 +37,18 @@ WAYS = {
     "window, sinks": ["topology.exchange=ring", "topology.layout=striped"],
     "blocks": ["topology.exchange=ulysses"],
     "video": ["topology.exchange=group_cast", "topology.layout=balanced"],
+    "dilated": ["topology.exchange=group_cast", "topology.layout=zigzag", "topology.stages=2"],
 }
 
 
-def trained(rank: int, world: int, name: str) -> tuple[list[float], float]:
-    """The loss of each step, and the held-out loss at the end."""
-    words = [*SMALL, *CASES[name], *(WAYS.get(name, []) if world > 1 else [])]
-    trainer = Trainer(compose(words), gloo.environment(rank, world, world))
-    losses = [trainer.train_step(False).loss for _ in range(STEPS)]
-    held_out = evaluate(trainer)
-    trainer.close()
-    return losses, held_out.loss
+def words(name: str, world: int = 1) -> list[str]:
+    return [*SEQ, *CASES[name], *(WAYS.get(name, []) if world > 1 else [])]
 
 
 @pytest.fixture(scope="module")
 def causal() -> list[float]:
-    ((losses, _),) = gloo.run(1, trained, "causal")
-    return losses
+    (run,) = gloo.run(1, trained, words("causal"), STEPS)
+    return run.losses
 
 
 @pytest.mark.parametrize(
@@ -65,32 +59,44 @@ def causal() -> list[float]:
         "blocks",
         "video",
         "window, mixed",
-        *(pytest.param(f"window, {n}", marks=pytest.mark.slow) for n in OTHERS),
+        "dilated",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )
 def test_two_workers_train_like_one(name, causal):
-    ((alone, held_out),) = gloo.run(1, trained, name)
-    for losses, loss in gloo.run(2, trained, name):
-        assert losses == pytest.approx(alone, abs=2e-5)
-        assert loss == pytest.approx(held_out, abs=2e-5)
-    assert alone[-1] < alone[0]
-    assert abs(causal[0] - alone[0]) > 1e-6, "the mask has an effect"
+    (alone,) = gloo.run(1, trained, words(name), STEPS)
+    for run in gloo.run(2, trained, words(name, 2), STEPS):
+        assert run.losses == pytest.approx(alone.losses, abs=2e-5)
+        assert run.held_out == pytest.approx(alone.held_out, abs=2e-5)
+    assert alone.losses[-1] < alone.losses[0]
+    assert abs(causal[0] - alone.losses[0]) > 1e-6, "the mask has an effect"
 
 
-def pairs_of_layers(rank: int, world: int) -> tuple[dict[int, int], float]:
-    """The pairs that the mask of each layer allows, and the pairs of a step."""
-    layers = {}
+@pytest.mark.parametrize("name", ["prefix", "blocks", "chunks", "video", "dilated"])
+def test_no_loss_depends_on_its_label_in_the_input(name):
+    ((counted, shown),) = gloo.run(1, changes_of_losses, words(name))
+    assert len(counted) > 1
+    assert max(counted) < 1e-6
+    assert name in ("video", "dilated") or max(shown) > 1e-4
+
+
+def pairs_of_layers(rank: int, world: int) -> tuple[list[dict[int, int]], float]:
+    """The pairs that the mask of each layer allows in a step and in evaluation; pairs of a step."""
+    layers: list[dict[int, int]] = []
     original = ContextAttention.__call__
 
     def record(self, q, k, v, layer):
-        layers[layer] = self.plan.allowed_pairs
+        layers[-1][layer] = self.plan.allowed_pairs
         return original(self, q, k, v, layer)
 
-    words = [*SMALL, *WINDOW, "mask.full_every=3", "model.num_layers=7"]
-    config = compose([*words, "data.document_mask=false"])
+    window = [*WINDOW, "mask.full_every=3", "model.num_layers=7", "data.document_mask=false"]
+    config = compose([*SMALL, *SEQ, *window])
     trainer = Trainer(config, gloo.environment(rank, world, world))
     ContextAttention.__call__ = record
+    layers.append({})
     result = trainer.train_step(False)
+    layers.append({})
+    evaluate(trainer)
     trainer.close()
     return layers, result.pairs
 
@@ -99,5 +105,6 @@ def test_each_layer_has_its_own_mask():
     """Layers 3 and 6 of 7 see all earlier tokens."""
     ((layers, pairs),) = gloo.run(1, pairs_of_layers)
     causal, window = 300 * 301 // 2, 300 * 40 - 40 * 39 // 2
-    assert layers == {layer: causal if layer in (2, 5) else window for layer in range(7)}
+    expected = {layer: causal if layer in (2, 5) else window for layer in range(7)}
+    assert layers == [expected, expected], "in training and in evaluation"
     assert pairs == round((5 * window + 2 * causal) / 7)

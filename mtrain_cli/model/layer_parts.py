@@ -1,0 +1,62 @@
+"""Tensor parallelism of a decoder's layers: how their parameters are cut, and the cut weights.
+
+A parameter of a layer is a DTensor over the tensor group, which FSDP and checkpoints know how to
+shard, gather and save. Computation takes the plain local weights.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from mtrain_cli.model.decoder import Decoder, ProjectionWeights
+from mtrain_cli.model.feed_forward import FeedForwardWeights
+
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_INPUT = ("o_proj", "down_proj")
+
+
+def cut_layers(decoder: Decoder, mesh: DeviceMesh) -> None:
+    """Cut the parameters of all layers over a tensor group, in place.
+
+    q, k, v, gate and up keep a part of their output features, o and down a part of their input
+    features. Every worker has the whole norms. The parameters keep their names and whole shapes.
+
+    Args:
+        decoder: a decoder on the meta device.
+        mesh: the tensor group, one-dimensional.
+    """
+    for layer in decoder.layers:
+        for name, module in layer.named_modules():
+            placement = _placement(name.rpartition(".")[2])
+            for key, parameter in module.named_parameters(recurse=False):
+                part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+                module.register_parameter(key, nn.Parameter(part))
+
+
+def _placement(module: str) -> Placement:
+    """Return how to cut the parameters of the module with this name."""
+    if module in _BY_OUTPUT:
+        return Shard(0)
+    return Shard(1) if module in _BY_INPUT else Replicate()
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """Return this worker's part of a gathered parameter. The parameter's gradient is cut alike.
+
+    The gradient of a norm is the sum over the worker's own tokens or heads
+    (`parameter_shards.sum_copied_gradients`).
+    """
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def own_projections(weights: ProjectionWeights) -> ProjectionWeights:
+    """Return this worker's part of the projections before attention."""
+    cut = {name: own_part(w) for name, w in weights._asdict().items() if w is not None}
+    return weights._replace(**cut)
+
+
+def own_feed_forward(weights: FeedForwardWeights) -> FeedForwardWeights:
+    """Return this worker's part of the weights after attention."""
+    return FeedForwardWeights(*map(own_part, weights))

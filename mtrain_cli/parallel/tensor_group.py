@@ -1,0 +1,165 @@
+"""The workers that share each layer's heads and MLP, and the messages between them.
+
+Tensor parallelism (arXiv:1909.08053, section 3) cuts the matrices of a layer: q, k, v, gate and up
+by output features, o and down by input features. Sequence parallelism (arXiv:2205.05198, section
+4.2.2) cuts everything between them by tokens. Before q, k and v, and before gate and up, a worker
+gathers the tokens of its tensor group. After o and after down, each worker has a part of every sum.
+The workers add the parts up, and each keeps the sums of its own tokens.
+
+Shape suffixes: R own rows, S rows of the whole group in rank order, W any width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from mtrain_cli.launch import progress_record
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
+from mtrain_cli.parallel.mesh import GroupMaker, connect_all
+from mtrain_cli.parallel.transport import explain_peer_loss
+
+
+class Message:
+    """A message that may still be on its way."""
+
+    def __init__(
+        self, received: Tensor, group: TensorGroup | None = None, work: Any = None
+    ) -> None:
+        """Without ``work``, ``received`` is complete."""
+        self._received, self._group, self._work = received, group, work
+
+    def wait(self) -> Tensor:
+        """Return what arrived. On a GPU, the current stream waits."""
+        if self._group is not None:
+            with self._group.peer_errors():
+                self._work.wait()
+        return self._received
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The workers that share each layer's matrices, from the view of one worker.
+
+    The group holds the tokens of one rank of a context group. Each worker holds an equal,
+    consecutive part of them.
+
+    rank, size: this worker's rank in the group, and the number of workers in the group.
+    """
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup = field(repr=False)
+
+    def own_rows(self, rows: int) -> int:
+        """Return the number of rows of each worker if the group has ``rows`` rows, rounded up."""
+        return -(-rows // self.size)
+
+    def own(self, tokens_BN: Tensor, fill: int) -> Tensor:
+        """Return this worker's part of a number per token, ``[1, own rows]``.
+
+        Args:
+            tokens_BN: one number for each token of the group.
+            fill: number for the rows that pad the last worker's part.
+        """
+        flat = tokens_BN.flatten()
+        own = self.own_rows(len(flat))
+        padded = functional.pad(flat, (0, own * self.size - len(flat)), value=fill)
+        return padded.view(self.size, 1, own)[self.rank]
+
+    def padded(self, rows_SW: Tensor) -> Tensor:
+        """Return rows of the group with zero rows added, so that all workers have equal parts."""
+        missing = -len(rows_SW) % self.size
+        return functional.pad(rows_SW, (0, 0, 0, missing)) if missing else rows_SW
+
+    def start_gather(self, own_RW: Tensor) -> Message:
+        """Start to gather the rows of all workers in rank order, ``[size * R, W]``."""
+        with self.peer_errors():
+            gathered, work = start_all_gather(own_RW.contiguous(), self.size, self.process_group)
+        return Message(gathered.flatten(0, 1), self, work)
+
+    def start_scatter(self, parts_SW: Tensor) -> Message:
+        """Start to add up the tensors of all workers. Each gets its own rows, ``[R, W]``."""
+        with self.peer_errors():
+            shards = parts_SW.contiguous().unflatten(0, (self.size, -1))
+            own, work = start_reduce_scatter(shards, self.process_group)
+        return Message(own, self, work)
+
+    def sum(self, parts: Tensor) -> None:
+        """Replace a tensor with its sum over the workers."""
+        with self.peer_errors():
+            dist.all_reduce(parts, group=self.process_group)
+
+    def peer_errors(self) -> AbstractContextManager[None]:
+        """Return a context in which the loss of a worker is an error that names the group."""
+        ranks = dist.get_process_group_ranks(self.process_group)
+        others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
+        return explain_peer_loss(
+            "tensor parallelism",
+            f"waits for rank{'s' * (self.size > 2)} {others}",
+            f"a message from rank{'s' * (self.size > 2)} {others} did not arrive",
+            progress_record.SEVERAL,
+        )
+
+
+def make_tensor_group(
+    rank: int, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None
+) -> TensorGroup | None:
+    """Make the communicators of all tensor groups and return this rank's group.
+
+    Return None if each worker computes whole layers. All ranks must call this.
+
+    Args:
+        timeout: longest wait for one message; None for torch's default.
+    """
+    if dims.tp == 1:
+        return None
+    process_group = GroupMaker(rank, dims, timeout, "tp")([range(dims.tp)])
+    connect_all([process_group], device)
+    return TensorGroup(dims.coordinate("tp", rank), dims.tp, process_group)
+
+
+def gather_rows(own_RW: Tensor, group: TensorGroup) -> Tensor:
+    """Return the rows of all workers, ``[size * R, W]``. Backward adds up the gradients."""
+    return _Gather.apply(own_RW, group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_RW: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.start_gather(own_RW).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SW: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.start_scatter(grad_SW).wait(), None
+
+
+def staggered(tiles: Iterable[Iterator[None]]) -> None:
+    """Run tiles that yield after each message that they have started, one message apart.
+
+    In each round, every running tile goes on to its next message, the newest tile first. So the
+    messages of one tile are on their way while older tiles compute. All workers must have equal
+    tiles: they start their messages in the same order.
+    """
+    waiting, running = iter(tiles), list[Iterator[None]]()
+    while True:
+        running = [*islice(waiting, 1), *running]
+        if not running:
+            return
+        running = [tile for tile in running if next(tile, _DONE) is not _DONE]
+
+
+_DONE = object()

@@ -1,0 +1,85 @@
+"""Bad settings of tensor parallelism end in one line that says what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.tensor_parallel import require_whole_layers
+
+MODEL = ("model.num_heads=12", "model.num_kv_heads=6", "model.intermediate_size=384")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["topology.tensor_parallel=4"],
+            "topology.tensor_parallel=4: must divide model.num_heads=12, model.num_kv_heads=6 and "
+            "model.intermediate_size=384; allowed: 1, 2, 3, 6",
+        ),
+        (
+            ["topology.tensor_parallel=3", "model.intermediate_size=512"],
+            "topology.tensor_parallel=3: must divide model.num_heads=12, model.num_kv_heads=6 and "
+            "model.intermediate_size=512; allowed: 1, 2",
+        ),
+        (
+            ["topology.tensor_parallel=0"],
+            "topology.tensor_parallel=0: must be at least 1",
+        ),
+        (
+            ["topology.tensor_parallel=2", "topology.workers=5"],
+            "topology.tensor_parallel=2: does not divide topology.workers=5; allowed: 1, 5",
+        ),
+        (
+            ["topology.tensor_parallel=2", "topology.workers=4", "topology.context_parallel=4"],
+            "topology.tensor_parallel=2: does not divide the 1 worker that "
+            "topology.context_parallel=4 leaves of topology.workers=4; allowed: 1",
+        ),
+        (
+            ["topology.tensor_parallel=2", "train.offload_activations=3"],
+            "topology.tensor_parallel=2: does not support train.offload_activations=3; give "
+            "train.offload_activations=false",
+        ),
+        (
+            ["topology.tensor_parallel=2", "profile.every=5"],
+            "topology.tensor_parallel=2: does not support profile.every=5; give profile.every=0",
+        ),
+        (
+            ["topology.tensor_parallel=2", "optim.offload=true"],
+            "topology.tensor_parallel=2: does not support optim.offload=true; give "
+            "optim.offload=false",
+        ),
+    ],
+)
+def test_each_conflict_has_one_line(words, line):
+    with pytest.raises(ConfigError) as error:
+        compose([*MODEL, *words])
+    assert error.value.problems == (line,)
+
+
+def test_an_allowed_degree_gives_each_worker_a_part_of_the_model():
+    config = compose([*MODEL, "topology.tensor_parallel=6"])
+    part = config.of_worker.model
+    assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (2, 1, 64)
+    assert part.hidden_size == config.model.hidden_size
+    assert config.of_worker.of_worker.topology.tensor_parallel == 6
+    assert compose(list(MODEL)).of_worker == compose(list(MODEL))
+
+
+def test_the_batch_is_split_over_the_groups_that_share_sequences():
+    words = [*MODEL, "topology.workers=8", "topology.context_parallel=2"]
+    compose([*words, "topology.tensor_parallel=2", "train.global_batch=2"])
+    with pytest.raises(ConfigError, match="must be a multiple of 4"):
+        compose([*words, "train.global_batch=2"])
+
+
+def test_other_commands_refuse_it_by_name():
+    require_whole_layers(compose(list(MODEL)), "mtrain simulate")
+    with pytest.raises(ConfigError) as error:
+        require_whole_layers(compose([*MODEL, "topology.tensor_parallel=2"]), "mtrain simulate")
+    assert error.value.problems == (
+        "topology.tensor_parallel=2: only `mtrain train` supports it, not `mtrain simulate`; leave "
+        "this setting out",
+    )

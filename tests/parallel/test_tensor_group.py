@@ -1,0 +1,132 @@
+"""Workers of a tensor group gather rows and add up parts of them."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import gloo
+import pytest
+import torch
+
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.tensor_group import (
+    Message,
+    TensorGroup,
+    gather_rows,
+    make_tensor_group,
+    staggered,
+)
+from mtrain_cli.parallel.transport import ExchangeError
+
+
+def make(rank: int, world: int, tp: int, cp: int = 1) -> TensorGroup:
+    group = make_tensor_group(rank, ParallelDims.of(world, cp=cp, tp=tp), torch.device("cpu"))
+    assert group is not None
+    return group
+
+
+def exchanged(rank: int, world: int) -> dict[str, Any]:
+    group = make(rank, world, 2, world // 2)
+    rows = torch.arange(6.0).view(3, 2) + 10 * rank
+    parts = torch.arange(8.0).view(4, 2) * (rank + 1)
+    total = torch.tensor([float(rank)])
+    group.sum(total)
+    return {
+        "place": (group.rank, group.size),
+        "gathered": group.start_gather(rows).wait(),
+        "scattered": group.start_scatter(parts).wait(),
+        "sum": total,
+    }
+
+
+def test_only_workers_of_a_group_exchange_rows():
+    """Ranks 0 and 1 are a group, and ranks 2 and 3."""
+    found = gloo.run(4, exchanged)
+    rows, parts = torch.arange(6.0).view(3, 2), torch.arange(8.0).view(4, 2)
+    for rank, result in enumerate(found):
+        first = rank // 2 * 2
+        assert result["place"] == (rank % 2, 2)
+        expected = torch.cat([rows + 10 * first, rows + 10 * (first + 1)])
+        assert torch.equal(result["gathered"], expected)
+        own = slice(2 * (rank % 2), 2 * (rank % 2) + 2)
+        assert torch.equal(result["scattered"], (parts * (2 * first + 3))[own])
+        assert result["sum"].item() == 2 * first + 1
+
+
+def gradient(rank: int, world: int) -> torch.Tensor:
+    group = make(rank, world, world)
+    own = torch.full((2, 3), float(rank), requires_grad=True)
+    weights = torch.arange(2.0 * world).view(-1, 1) * (rank + 1)
+    (gather_rows(own, group) * weights).sum().backward()
+    assert own.grad is not None
+    return own.grad
+
+
+def test_the_gradient_of_gathered_rows_is_summed_over_the_workers():
+    for rank, found in enumerate(gloo.run(2, gradient)):
+        expected = torch.arange(4.0)[2 * rank : 2 * rank + 2].view(2, 1).expand(2, 3) * 3
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("tokens", [6, 7, 1])
+def test_own_tokens_are_consecutive_and_padded_at_the_end(tokens):
+    numbers = torch.arange(tokens).view(1, tokens)
+    groups = [TensorGroup(rank, 3, None) for rank in range(3)]  # type: ignore[arg-type]
+    parts = [group.own(numbers, -100) for group in groups]
+    assert {part.shape for part in parts} == {(1, groups[0].own_rows(tokens))}
+    joined = torch.cat(parts, 1)[0]
+    assert joined[:tokens].tolist() == list(range(tokens))
+    assert set(joined[tokens:].tolist()) <= {-100}
+    rows = groups[0].padded(torch.ones(tokens, 2))
+    assert len(rows) == len(joined)
+    assert rows.sum() == 2 * tokens
+
+
+def test_a_worker_with_whole_layers_has_no_group():
+    assert make_tensor_group(0, ParallelDims.of(1, cp=1), torch.device("cpu")) is None
+
+
+def abandoned(rank: int, world: int) -> str:
+    """Return the error of rank 0, which waits for a message that rank 1 never sends."""
+    dims, limit = ParallelDims.of(world, cp=1, tp=2), timedelta(seconds=1)
+    group = make_tensor_group(rank, dims, torch.device("cpu"), limit)
+    assert group is not None
+    if rank == 1:
+        time.sleep(3)
+        return ""
+    try:
+        group.start_gather(torch.ones(1, 1)).wait()
+    except ExchangeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_worker_that_does_not_answer_is_named_within_the_timeout():
+    error = gloo.run(2, abandoned)[0]
+    assert error.startswith("tensor parallelism: a message from rank 1 did not arrive (")
+
+
+def test_a_complete_message_returns_its_tensor():
+    tensor = torch.ones(2)
+    assert Message(tensor).wait() is tensor
+
+
+def test_staggered_tiles_start_messages_while_older_tiles_compute():
+    done: list[tuple[int, str]] = []
+
+    def tile(number: int):
+        for part in "abc":
+            done.append((number, part))
+            if part != "c":
+                yield
+
+    staggered(tile(number) for number in range(3))
+    assert done == [
+        (0, "a"),
+        *[(1, "a"), (0, "b")],
+        *[(2, "a"), (1, "b"), (0, "c")],
+        *[(2, "b"), (1, "c")],
+        (2, "c"),
+    ]

@@ -1,0 +1,84 @@
+"""The bytes that tensor parallelism moves in a real step equal the formulas."""
+
+from __future__ import annotations
+
+import gloo
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.parallel import tensor_group
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
+from mtrain_cli.training.trainer import Trainer
+
+RUN = (
+    "seq=254",
+    "topology.block_size=16",
+    "model.hidden_size=32",
+    "model.num_layers=3",
+    "model.intermediate_size=1024",
+    "train.global_batch=4",
+    "train.micro_batch=2",
+    "topology.tensor_parallel=2",
+)
+
+
+def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple[int, int, int]:
+    """Return the bytes that a rank receives in a step, the formula, and the number of calls."""
+    trainer = Trainer(compose([*RUN, *overrides]), gloo.environment(rank, world, cp, tp=2))
+    received, calls = 0, 0
+    gather, scatter = tensor_group.start_all_gather, tensor_group.start_reduce_scatter
+
+    def counting_gather(own, workers, group):
+        nonlocal received, calls
+        received, calls = received + (workers - 1) * own.nbytes, calls + 1
+        return gather(own, workers, group)
+
+    def counting_scatter(shards, group):
+        nonlocal received, calls
+        received, calls = received + (len(shards) - 1) * shards[0].nbytes, calls + 1
+        return scatter(shards, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_group, "start_all_gather", counting_gather)
+        patch.setattr(tensor_group, "start_reduce_scatter", counting_scatter)
+        trainer.train_step(False)
+    config, plan = trainer.config, trainer.plan
+    layers = config.model.num_layers
+    message = message_bytes(config, plan.layout, plan.dtype_bytes)
+    both = FORWARD_MESSAGES * layers + backward_messages(config.train, layers)
+    assert plan.received.tensor_forward == FORWARD_MESSAGES * message
+    trainer.close()
+    return received, plan.micro_batches * both * message, calls
+
+
+@pytest.mark.parametrize(
+    ("world", "cp", "overrides", "messages"),
+    [
+        (2, 1, ("train.activation_checkpoint=none",), 10),
+        (2, 1, ("train.activation_checkpoint=none", "train.keep_mlp=true"), 9),
+        (2, 1, ("train.activation_checkpoint=full",), 11),
+        (4, 2, ("train.activation_checkpoint=selective", "train.keep_mlp=true"), 10),
+        (4, 2, ("topology.exchange=ring", "train.tile_mib=1"), None),
+        (2, 1, ("topology.tensor_chunks=3",), None),
+    ],
+)
+def test_a_worker_receives_the_bytes_of_the_formula(world, cp, overrides, messages):
+    """messages: number of messages of a layer in one tile; None with several tiles."""
+    for received, formula, calls in gloo.run(world, counted, cp, overrides):
+        assert received == formula > 0
+        micro_batches = 4 // 2
+        if messages is None:
+            assert calls > 11 * 3 * micro_batches, "several tiles send more messages"
+        else:
+            assert calls == messages * 3 * micro_batches
+
+
+def test_each_layer_that_keeps_its_products_saves_a_message():
+    train = compose(["train.keep_mlp=2"]).train
+    assert backward_messages(train, 5) == 5 * 7 - 2
+
+
+def test_one_worker_alone_receives_nothing():
+    config = compose(["seq=256"])
+    assert message_bytes(config, make_layout("contiguous", 1, 256, 16), 4) == 0
