@@ -56,7 +56,7 @@ from mtrain_cli.training.index_metrics import (
     local_index_sums,
 )
 from mtrain_cli.training.layout_choice import layout_advice
-from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule, set_hyperparameters
+from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.pipeline import make_stage
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
@@ -535,6 +535,8 @@ class Trainer:
             # the bias correction of the first real step.
             for state in self.optimizer.state.values():
                 state["step"].zero_()
+        if self.stage is not None:
+            del optimizer["param_groups"]  # each stage has other parameters in them
         trainer = {
             "step": self.step,
             "tokens": self.tokens,
@@ -555,16 +557,17 @@ class Trainer:
             self.states.send()
             return
         state = self.state()
+        # The hyperparameters are those of `config`, and not those of the checkpoint.
+        state["optimizer"].pop("param_groups", None)
+        groups = state_dict.get_optimizer_state_dict(self.states.masters, self.optimizer)
         checkpointer.load(state)
         state_dict.set_state_dict(
             self.states.masters,
             self.optimizer,
             model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            optim_state_dict={**state["optimizer"], "param_groups": groups["param_groups"]},
         )
         self.states.send()
-        # The loaded state sets the hyperparameters of the checkpoint; `config` may differ.
-        set_hyperparameters(self.optimizer, self.config.optim)
         saved = state["trainer"]
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
         self.loader.load_state(saved)
