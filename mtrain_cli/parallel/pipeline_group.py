@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -183,7 +183,9 @@ class PipelineExecutor:
         works = self._post(action, dist.isend, tensor)
         self._leaving[channel].append((action, tensor, works))
 
-    def _post(self, action: Action, operation: object, tensor: Tensor) -> list[dist.Work]:
+    def _post(
+        self, action: Action, operation: Callable[..., Any], tensor: Tensor
+    ) -> list[dist.Work]:
         peer = self._peer(action)
         group = self._group.channels[self._pipeline.channel(action)]
         posts = f"{action.kind}s {action.payload} {self._way(action)} rank {peer}"

@@ -158,4 +158,3 @@ class _Player:
                 raise ScheduleError(f"{self.pipeline}: {receive} would get {sent.message}")
             return max(when, channel.posted[place][1]) + self.hop
         return 0.0
-

@@ -52,7 +52,9 @@ class Action:
     def peer(self) -> int:
         """The virtual stage at the other end of a message."""
         assert self.payload
-        return self.virtual_stage + (1 if (self.kind == SEND) == (self.payload == ACTIVATIONS) else -1)
+        return self.virtual_stage + (
+            1 if (self.kind == SEND) == (self.payload == ACTIVATIONS) else -1
+        )
 
     @property
     def message(self) -> tuple[str, int, int]:
@@ -68,8 +70,8 @@ class Pipeline:
     schedule: GPIPE, ONE_F_ONE_B or INTERLEAVED.
     stages: number of stages (p).
     virtual_stages: number of virtual stages on each stage (v). Only INTERLEAVED takes more than 1.
-    micro_batches: number of micro-batches of a context group in a step (m). INTERLEAVED needs a
-        multiple of ``stages``.
+    micro_batches: number of micro-batches of a context group in a step (m). A training step of
+        INTERLEAVED needs a multiple of ``stages``.
     """
 
     schedule: str
@@ -78,9 +80,7 @@ class Pipeline:
     micro_batches: int
 
     def __post_init__(self) -> None:
-        interleaved = self.schedule == INTERLEAVED
-        assert interleaved or self.virtual_stages == 1, self
-        assert not interleaved or self.micro_batches % self.stages == 0, self
+        assert self.schedule == INTERLEAVED or self.virtual_stages == 1, self
 
     @staticmethod
     def of(topology: TopologyConfig, micro_batches: int) -> Pipeline:
@@ -101,6 +101,7 @@ class Pipeline:
 
     def computations(self, stage: int) -> list[Action]:
         """Return the forward and backward passes of a stage, in order."""
+        assert self.schedule != INTERLEAVED or self.micro_batches % self.stages == 0, self
         forward, backward = (list(self._passes(stage, kind)) for kind in (FORWARD, BACKWARD))
         behind = self.stages - 1 - stage
         first = {
@@ -152,9 +153,7 @@ class Pipeline:
 
     def received(self, action: Action) -> list[Action]:
         """Return the receive that a computation waits for, if any."""
-        first, payload = (
-            (0, ACTIVATIONS) if action.kind == FORWARD else (self.last, GRADIENTS)
-        )
+        first, payload = (0, ACTIVATIONS) if action.kind == FORWARD else (self.last, GRADIENTS)
         needed = action.virtual_stage != first
         return [Action(RECEIVE, action.virtual_stage, action.micro_batch, payload)] * needed
 

@@ -406,8 +406,8 @@ def _read(
 ) -> list[str]:
     """Fill this rank's part of `tensors` from a checkpoint.
 
-    Return the names of model tensors that the checkpoint holds but `tensors` lacks. Every rank reads on its own, because ranks exchange pickles in DCP's
-    collective load.
+    Return the names of model tensors that the checkpoint holds but `tensors` lacks. Every rank
+    reads on its own, because ranks exchange pickles in DCP's collective load.
 
     Raises:
         ForeignFileError: a file holds data that DCP does not write.

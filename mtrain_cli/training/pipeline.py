@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.model.decoder import Attend
+from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.stages import StageDecoder, VirtualStage, virtual_stages
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.parameter_shards import copies
@@ -24,7 +24,7 @@ from mtrain_cli.parallel.pipeline_group import (
     make_pipeline_group,
 )
 from mtrain_cli.parallel.pipeline_player import play
-from mtrain_cli.parallel.pipeline_schedule import BACKWARD, Pipeline
+from mtrain_cli.parallel.pipeline_schedule import Pipeline
 from mtrain_cli.training.stage_cut import stage_layers
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class PipelineStage:
         counts, stages = stage_layers(self.config), self.pipeline.stages
         return min(sum(counts[stage::stages]) for stage in range(stages))
 
-    def copies(self, decoder: StageDecoder) -> Callable[[Tensor], int]:
+    def copies(self, decoder: Decoder) -> Callable[[Tensor], int]:
         """Return a function that counts the workers which hold the same shard of a parameter."""
         shared = decoder.embed_tokens.weight if self.group.ends is not None else None
         return lambda parameter: copies(parameter) * (2 if parameter is shared else 1)
 
     def forward_backward(
-        self, decoder: StageDecoder, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
+        self, decoder: Decoder, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
     ) -> Tensor:
         """Accumulate the gradients of a step. Return this worker's part of the mean loss.
 
@@ -68,6 +68,7 @@ class PipelineStage:
             attends: the attention of each micro-batch.
             valid: number of labels in the whole step that count toward the loss.
         """
+        assert isinstance(decoder, StageDecoder)
         passes = _TrainingPasses(self, decoder, batches, attends, 1.0 / max(1, valid))
         PipelineExecutor(self.group, self.pipeline).run(
             self.pipeline.actions(self.group.stage), passes
@@ -77,7 +78,7 @@ class PipelineStage:
 
     def token_losses(
         self,
-        decoder: StageDecoder,
+        decoder: Decoder,
         rounds: int,
         batch: Callable[[int], Batch],
         count: Callable[[int, Tensor], None],
@@ -88,13 +89,14 @@ class PipelineStage:
             batch: makes a micro-batch from its number.
             count: called on the last stage with the number and the losses of a micro-batch.
         """
+        assert isinstance(decoder, StageDecoder)
         pipeline = replace(self.pipeline, micro_batches=rounds)
         passes = _EvaluationPasses(self, decoder, batch, count)
         PipelineExecutor(self.group, pipeline).run(
             pipeline.forward_actions(self.group.stage), passes
         )
 
-    def _sum_tied_gradients(self, decoder: StageDecoder) -> None:
+    def _sum_tied_gradients(self, decoder: Decoder) -> None:
         """Add up the gradients of a tied embedding: of the look-up, and of the LM head."""
         if self.group.ends is None:
             return
@@ -131,7 +133,7 @@ def make_stage(
 
 @dataclass
 class _Passes:
-    """What training and evaluation share. device: of the hidden states."""
+    """What training and evaluation share."""
 
     stage: PipelineStage
     decoder: StageDecoder
@@ -232,10 +234,8 @@ class _EvaluationPasses(_Passes):
             self.count(micro_batch, result)
         return result
 
-    def backward(
-        self, virtual_stage: int, micro_batch: int, gradient: Tensor | None
-    ) -> Tensor | None:
-        raise AssertionError(f"{BACKWARD} pass in an evaluation")
+    def backward(self, *action: object) -> Tensor | None:
+        raise AssertionError(f"an evaluation has no backward pass: {action}")
 
     def _batch(self, number: int) -> Batch:
         if number not in self._made:

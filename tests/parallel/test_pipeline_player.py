@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.parallel.pipeline_player import ScheduleError, play
-from mtrain_cli.parallel.pipeline_schedule import FORWARD, RECEIVE, SEND, Pipeline
+from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, RECEIVE, SEND, Pipeline
 
 
 def schedules(most_stages: int) -> list[Pipeline]:
@@ -29,7 +29,8 @@ def test_the_makespan_counts_forward_and_backward():
     """(m + (p - 1) / v) (F + B), for a forward pass F and a backward pass B of all of a stage."""
     for parts, schedule in ((1, "1f1b"), (2, "interleaved")):
         pipeline = Pipeline(schedule, 4, parts, 8)
-        played = play(pipeline, lambda a: (1.0 if a.kind == FORWARD else 2.0) / pipeline.virtual_stages)
+        seconds = {FORWARD: 1.0 / parts, BACKWARD: 2.0 / parts}
+        played = play(pipeline, lambda action, seconds=seconds: seconds[action.kind])
         assert played.makespan == pytest.approx((8 + 3 / parts) * 3)
         assert played.busy(2) == pytest.approx(24)
 
@@ -42,8 +43,7 @@ def test_a_slow_hop_delays_the_stages_behind_it():
 def test_evaluation_of_any_number_of_micro_batches_ends():
     for stages in (2, 3):
         for count in range(1, 8):
-            pipeline = Pipeline("interleaved", stages, 2, stages)
-            object.__setattr__(pipeline, "micro_batches", count)
+            pipeline = Pipeline("interleaved", stages, 2, count)
             actions = [pipeline.forward_actions(stage) for stage in range(stages)]
             assert len(play(pipeline, actions=actions).spans) == 2 * stages * count
 

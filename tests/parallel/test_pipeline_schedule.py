@@ -141,9 +141,7 @@ def test_in_flight_finds_the_heaviest_moment():
 
 
 def test_evaluation_only_passes_forward():
-    pipeline = Pipeline("interleaved", 2, 2, 2)
-    # Evaluation takes any number of micro-batches.
-    object.__setattr__(pipeline, "micro_batches", 3)
+    pipeline = Pipeline("interleaved", 2, 2, 3)  # any number of micro-batches
     actions = pipeline.forward_actions(0)
     assert {action.kind for action in actions} == {FORWARD, SEND, RECEIVE}
     assert sum(action.kind == FORWARD for action in actions) == 6

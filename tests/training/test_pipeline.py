@@ -93,9 +93,7 @@ def differences(
     }
     for name, gradient in expected[2].items():
         assert np.abs(gradient).max() > 1e-6, f"{name}: a zero gradient would prove nothing"
-        result[name] = float(
-            np.linalg.norm(found[2][name] - gradient) / np.linalg.norm(gradient)
-        )
+        result[name] = float(np.linalg.norm(found[2][name] - gradient) / np.linalg.norm(gradient))
     return result
 
 

@@ -58,12 +58,18 @@ def test_costs_follow_from_model_sequence_and_mask():
     assert layer_costs(config) == pytest.approx([2 * model.hidden_size * matrices + attention] * 4)
     assert head_cost(config) == 2 * model.vocab_size * model.hidden_size
     mixed = compose(
-        ["seq=4k", "model.num_layers=4", "mask=sliding_window", "mask.window=64", "mask.full_every=2"]
+        [
+            "seq=4k",
+            "model.num_layers=4",
+            "mask=sliding_window",
+            "mask.window=64",
+            "mask.full_every=2",
+        ]
     )
-    window, full = layer_costs(mixed)[:2]
+    narrow, full = layer_costs(mixed)[:2]
     assert full == pytest.approx(layer_costs(config)[0])
-    assert window < full
-    assert layer_costs(mixed) == [window, full, window, full]
+    assert narrow < full
+    assert layer_costs(mixed) == [narrow, full, narrow, full]
 
 
 def test_given_numbers_of_layers_are_kept():
