@@ -152,7 +152,7 @@ class Model:
         Raises:
             ConfigError: there are fewer than two tokens, too many, or ids outside the vocabulary.
         """
-        from mtrain_cli.inference.limits import require_prompts
+        from mtrain_cli.inference.limits import require_hidden_labels, require_prompts
 
         ids = self._ids(tokens)
         if len(ids) < 2:
@@ -160,6 +160,7 @@ class Model:
                 f"token_losses: {len(ids)} token{'s' * (len(ids) != 1)}; give at least 2, since "
                 "the first has no loss"
             )
+        require_hidden_labels(self.source.config, "token_losses")
         require_prompts(self.source, [ids], 0, beyond=beyond)
         return self._engine.token_losses(ids)
 

@@ -73,4 +73,5 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
-    return {**LATER, **gate, **renamed(flat)}
+    layers = {"mask.full_first": 0} if flat.get("mask.kind") == "sliding_window" else {}
+    return {**LATER, **gate, **layers, **renamed(flat)}

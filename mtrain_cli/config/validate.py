@@ -256,10 +256,16 @@ def _is_complete(settings: PatternSettings) -> bool:
 
 
 def _mixed_layers(config: Config) -> Iterator[str]:
-    every, layers = config.mask.full_every, config.model.num_layers
-    if not every:
+    mask, layers = config.mask, config.model.num_layers
+    every, first = mask.full_every or 0, mask.full_first or 0
+    if layers < 1 or not mask.is_mixed:
         return
-    if every > layers >= 1:
+    if first and all(map(mask.is_full, range(layers))):
+        yield (
+            f"mask.full_first={first}: leaves no layer of model.num_layers={layers} with the "
+            f"window; give fewer, or mask=causal"
+        )
+    if every > layers:
         yield (
             f"mask.full_every={every}: exceeds model.num_layers={layers}, so no layer would be "
             f"full; allowed: 0 and 2 to {layers}"

@@ -246,7 +246,7 @@ def mask_rows(config: Config) -> list[tuple[str, str]]:
     inside = ", inside each document" if config.data.document_mask else ""
     share = mask.pairs / causal_pairs(config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share:.3g} of the pairs of causal")]
-    if config.mask.full_every:
+    if config.mask.is_mixed:
         layers = config.model.num_layers
         full = sum(map(config.mask.is_full, range(layers)))
         see = "sees" if full == 1 else "see"
