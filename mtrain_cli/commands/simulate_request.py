@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtrain_cli.config.mask_settings import FULL_LAYERS
 from mtrain_cli.config.pattern_settings import PatternSettings
 from mtrain_cli.config.schema import Config, ConfigError
 
@@ -262,9 +263,10 @@ class SimulateRequest:
 
     def _check_mask(self, config: Config) -> None:
         """Raise ConfigError if an option asks for what the mask does not allow."""
-        if self.layers is not None and config.mask.full_every:
+        mixed = next((name for name in FULL_LAYERS if getattr(config.mask, name)), None)
+        if self.layers is not None and mixed is not None:
             raise ConfigError(
-                f"--layers {self.layers}: with mask.full_every={config.mask.full_every}, all "
+                f"--layers {self.layers}: with mask.{mixed}={getattr(config.mask, mixed)}, all "
                 f"{config.model.num_layers} layers are predicted; leave --layers out"
             )
         given = {

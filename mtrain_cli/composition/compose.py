@@ -57,7 +57,12 @@ def compose(
     open_keys, raw = _required_keys(raw, parsed.groups)
     given, model = _given_model(groups, parsed.groups, parsed.values, raw)
     raw, underivable = derived.fill(
-        raw, given, model, _defaults(), chose_mask=_chose_mask(parsed.groups, parsed.values, raw)
+        raw,
+        given,
+        model,
+        _defaults(),
+        chose_mask=_chose_mask(parsed.groups, parsed.values, raw),
+        mask_keys=[name for name in parsed.values if name.startswith("mask.")],
     )
     leaves, wrong = convert(raw, files)
     if leaves.get("optim.rewarm"):
@@ -192,8 +197,8 @@ def _given_model(
 def _chose_mask(
     choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> bool:
-    """Return whether the user typed a mask, or a file sets one that is not the default."""
-    typed = "mask" in choices or any(name.startswith("mask.") for name in values)
+    """Return whether the user typed a kind of mask, or a file sets one that is not the default."""
+    typed = "mask" in choices or "mask.kind" in values
     return typed or raw.get("mask.kind") != _defaults()["mask.kind"]
 
 

@@ -89,6 +89,7 @@ def render(plan: RunPlan) -> RenderableType:
         ("layout", describe_layout(plan)),
         *exchange_rows(plan),
         *tensor_rows(plan),
+        *pipeline_rows(plan),
         *mask_rows(config),
         ("sparsity", describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
@@ -192,6 +193,16 @@ def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
     return [("tensor", f"a worker computes {heads} and {width}"), ("", f"forward {cost}")]
 
 
+def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return rows on pipeline parallelism: the stages, and what their messages cost."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return []
+    message, step = size(pipeline.hidden), size(pipeline.received)
+    moved = f"a message has {message} of hidden states; a stage between others receives {step}"
+    return [("pipeline", pipeline.describe()), ("", f"{moved} per step")]
+
+
 def exchange_rows(plan: RunPlan) -> list[tuple[str, str]]:
     """Return a row on the exchange and, for a group cast, a row on the keys that it moves."""
     config, layout = plan.config, plan.layout
@@ -235,7 +246,7 @@ def mask_rows(config: Config) -> list[tuple[str, str]]:
     inside = ", inside each document" if config.data.document_mask else ""
     share = mask.pairs / causal_pairs(config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share:.3g} of the pairs of causal")]
-    if config.mask.full_every:
+    if config.mask.is_mixed:
         layers = config.model.num_layers
         full = sum(map(config.mask.is_full, range(layers)))
         see = "sees" if full == 1 else "see"
