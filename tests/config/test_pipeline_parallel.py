@@ -122,6 +122,6 @@ def test_other_commands_refuse_it_by_name():
     with pytest.raises(ConfigError) as error:
         require_whole_layers(compose([*MODEL, TWO]), "mtrain simulate")
     assert error.value.problems == (
-        "topology.pipeline_parallel=2: only `mtrain train` supports it, not `mtrain simulate`; "
+        "topology.pipeline_parallel=2: `mtrain simulate` does not support it; "
         "leave this setting out",
     )
