@@ -226,7 +226,7 @@ def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     assert all(
         p.config.train.activation_checkpoint == "full"
         for p in _Space(cluster, one, 8, ["striped"], ["ring"], ("full",)).plans(
-            8, "striped", "ring"
+            8, 1, "striped", "ring"
         )
     )
 
