@@ -43,6 +43,7 @@ def banner(
         ("layout", dry_run.describe_layout(plan)),
         *dry_run.exchange_rows(plan),
         *dry_run.tensor_rows(plan),
+        *dry_run.pipeline_rows(plan),
         *dry_run.mask_rows(config),
         ("sparsity", dry_run.describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),

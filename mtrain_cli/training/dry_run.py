@@ -91,6 +91,7 @@ def render(plan: RunPlan) -> RenderableType:
         *_layout_advice(plan),
         *exchange_rows(plan, read_data=True),
         *tensor_rows(plan),
+        *pipeline_rows(plan),
         *mask_rows(config, plan.data_masks),
         ("sparsity", describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
@@ -192,6 +193,16 @@ def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
         f"moves {more:.3g} times the bytes of context parallelism of the same degree (all_gather)"
     )
     return [("tensor", f"a worker computes {heads} and {width}"), ("", f"forward {cost}")]
+
+
+def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return rows on pipeline parallelism: the stages, and what their messages cost."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return []
+    message, step = size(pipeline.hidden), size(pipeline.received)
+    moved = f"a message has {message} of hidden states; a stage between others receives {step}"
+    return [("pipeline", pipeline.describe()), ("", f"{moved} per step")]
 
 
 def _which_pairs(plan: RunPlan) -> str:

@@ -40,6 +40,7 @@ from mtrain_cli.training.flops import (
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.memory_search import MemorySearch, MemorySetting
+from mtrain_cli.training.pipeline_plan import PipelinePlan
 from mtrain_cli.training.state_memory import StateMemory
 from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
 
@@ -150,6 +151,13 @@ class RunPlan:
         """Number of micro-batches of a worker in an optimizer step."""
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.dims.dp)
+
+    @functools.cached_property
+    def pipeline(self) -> PipelinePlan | None:
+        """The stages; None if each worker holds the whole model."""
+        if self.dims.pp == 1:
+            return None
+        return PipelinePlan.of(self.config, self.micro_batches, self.layout, self.dtype_bytes)
 
     @property
     def checkpoint(self) -> int:
