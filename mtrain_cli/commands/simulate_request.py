@@ -303,9 +303,10 @@ class SimulateRequest:
             return f"recorded in {file} ({pairs})"
         words = [*self.words, *(swept or ())]
         if pairs == DENSE:
-            mask = self.compose(words).mask
-            allowed = "causal pairs" if mask.kind == "causal" else f"pairs of {mask.describe()}"
-            line = f"dense: all {allowed}, each sequence one document"
+            config = self.compose(words)
+            line = f"dense: all {_allowed(config)}"
+            if config.data.mask_key is not None:
+                return line  # sparse patterns refuse such data
             if self.index is not None or _sparsity(words):
                 return line
             return (
@@ -467,6 +468,18 @@ class SimulateRequest:
             if not 0.1 <= ranks[int(rank)] <= 100:
                 raise ConfigError(f"--slow {word}: the factor must be between 0.1 and 100")
         return ranks
+
+
+def _allowed(config: Config) -> str:
+    """Name the pairs that dense attention computes."""
+    from mtrain_cli.training.first_masks import first_masks
+
+    read = first_masks(config)
+    if read is not None and read.masks:
+        return "pairs of a micro-batch of the data, with the median number of pairs"
+    kind = config.mask.kind
+    pairs = "causal pairs" if kind == "causal" else f"pairs of {config.mask.describe()}"
+    return f"{pairs}, each sequence one document"
 
 
 def _blocks(config: Config) -> int:

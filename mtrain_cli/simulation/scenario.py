@@ -23,7 +23,7 @@ from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, pred
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.sparsity.fixed import make_pattern
-from mtrain_cli.training.dry_run import CAUSAL_DOCUMENTS
+from mtrain_cli.training.first_masks import first_masks
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import RunPlan, plan_for
 
@@ -62,11 +62,18 @@ class PairSource:
         return ["sparsity=vertical_slash", f"sparsity.max_columns={self.columns}", *fewest]
 
     def problem(self, config: Config) -> AttentionWorkload:
-        """Return the workload of one micro-batch. Each sequence is a single document."""
+        """Return the workload of one micro-batch.
+
+        Each sequence is a single document, unless the data bring masks and can be read. Then it is
+        the micro-batch with the median number of pairs, of the first ones of the data.
+        """
         model, stripe = config.model, config.topology.block_size
         sequences, layers, full = config.train.micro_batch, range(self.layers), None
         rules = MaskRule.of(config).by_layers(model.num_layers)
         mask, *others = (rule.undivided(config.seq, config.seq) for rule, _ in rules)
+        read, masks = first_masks(config), (mask,) * sequences
+        if read is not None and read.masks:
+            masks = read.typical
         if others:
             layers = range(model.num_layers)
             numbers = frozenset(filter(config.mask.is_full, layers))
@@ -87,7 +94,7 @@ class PairSource:
         fixed = config.sparsity if self.name == FIXED else None
         return AttentionWorkload(
             recorded_as,
-            (mask,) * sequences,
+            masks,
             tuple(layers),
             lru_cache(_KEPT)(self._draw(config, config.sparsity.block or stripe)),
             self.name,
@@ -96,6 +103,7 @@ class PairSource:
             estimated=fixed is None,
             model=model.name,
             full=full,
+            remark="" if read is None else f"data.mask_key={read.key}: {read.describe()}",
         )
 
     def _draw(self, config: Config, block: int) -> Callable[[int], Index | None]:
@@ -177,20 +185,19 @@ class PredictedScenario:
                 "layers and loss take measured times (`mtrain profile non-attention`); the "
                 "cluster's constants give the times of links and optimizer"
             )
+        own_masks = self.plan.config.data.mask_key is not None
+        documents = "" if own_masks else " every sequence is one document;"
         remarks = [
             *self.attention.remarks,
-            f"steps: {source}; every sequence is one document; loading data and writing "
-            "checkpoints take no time",
+            f"steps: {source};{documents} loading data and writing checkpoints take no time",
         ]
-        causal = self.plan.config.mask.kind == "causal"
+        causal = self.plan.config.mask.kind == "causal" and not own_masks
         if self.dense and causal and self.plan.config.data.document_mask:
             remarks.append(
                 "a sequence of mtrain train may hold several documents (data.document_mask=true), "
                 "whose uneven work topology.layout=auto balances with striped; if your sequences "
                 "are single documents, set topology.layout"
             )
-        if (name := self.plan.config.data.mask_key) is not None:
-            remarks.append(f"data.mask_key={name}: {CAUSAL_DOCUMENTS}")
         if pattern in FAMILIES:
             remarks.append(
                 f"the computed pairs are drawn at random ({pattern}), and the balance between "

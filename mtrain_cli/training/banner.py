@@ -67,6 +67,8 @@ def _memory(plan: RunPlan) -> str:
     total, capacity = plan.memory.total, plan.capacity
     share = f", {total / capacity:.0%} of {size(capacity)}" if capacity else ""
     text = f"estimated peak {size(total)} {'' if capacity else 'of tensors '}per worker{share}"
+    if plan.config.data.mask_key is not None:
+        text += ", for causal documents"
     return f"{text}; plus {size(plan.memory.host)} of host memory" if plan.memory.host else text
 
 

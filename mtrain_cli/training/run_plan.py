@@ -30,6 +30,7 @@ from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_search, resolution
 from mtrain_cli.training.attention_memory import AttentionMemory, shard_sizes
+from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
@@ -168,9 +169,19 @@ class RunPlan:
         return parameters(self.config.model)
 
     @functools.cached_property
+    def data_masks(self) -> FirstMasks | None:
+        """The masks of the first sequences of the data; None if the data bring no masks."""
+        return first_masks(self.config)
+
+    @functools.cached_property
     def flops(self) -> FlopsPerToken:
+        read = self.data_masks
         return training_flops(
-            self.config, self.layout, sharing=self.exchange.heads, dtype_bytes=self.dtype_bytes
+            self.config,
+            self.layout,
+            sharing=self.exchange.heads,
+            dtype_bytes=self.dtype_bytes,
+            pairs=read.pairs if read is not None and read.masks else None,
         )
 
     @property
