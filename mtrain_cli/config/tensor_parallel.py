@@ -9,7 +9,6 @@ from typing import Any
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config, ConfigError
 
-TENSOR_PARALLEL = "tensor_parallel"
 _SIZES = ("num_heads", "num_kv_heads", "intermediate_size")
 # Settings that need whole layers on each worker, and the value that turns each of them off.
 NEED_WHOLE_LAYERS = {
@@ -49,16 +48,24 @@ def unsupported(config: Config, given: str, turned_off: Mapping[str, Any]) -> It
             yield f"{given}: does not support {key}={show(value)}; give {key}={show(off)}"
 
 
-def require_whole_layers(config: Config, command: str, *supported: str) -> None:
-    """Raise ConfigError if a command is to use parallelism that it does not support.
+def require_whole_layers(config: Config, command: str) -> None:
+    """Raise ConfigError if a command without tensor parallelism is to use it.
 
     Args:
         command: the command, such as ``mtrain simulate``.
-        supported: the kinds of parallelism that it supports, such as ``tensor_parallel``.
     """
-    for name in (TENSOR_PARALLEL, "pipeline_parallel"):
-        degree = getattr(config.topology, name)
-        if degree > 1 and name not in supported:
-            raise ConfigError(
-                f"topology.{name}={degree}: `{command}` does not support it; leave this setting out"
-            )
+    refuse(config, "tensor_parallel", command)
+
+
+def refuse(config: Config, degree: str, command: str) -> None:
+    """Raise ConfigError if a degree of parallelism that a command does not support is above 1.
+
+    Args:
+        degree: name of its key in ``topology``.
+        command: the command, such as ``mtrain simulate``.
+    """
+    if (value := getattr(config.topology, degree)) > 1:
+        raise ConfigError(
+            f"topology.{degree}={value}: only `mtrain train` supports it, not `{command}`; "
+            "leave this setting out"
+        )
