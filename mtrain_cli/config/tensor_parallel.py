@@ -15,7 +15,6 @@ NEED_WHOLE_LAYERS = {
     "train.offload_activations": False,
     "optim.offload": False,
     "optim.offload_gradients": False,
-    "profile.every": 0,
 }
 
 
