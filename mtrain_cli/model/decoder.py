@@ -225,16 +225,28 @@ class Decoder(nn.Module):
         return self.norm(x_BNC)
 
     def token_losses(
-        self, tokens_BN: Tensor, positions_BN: Tensor, labels_BN: Tensor, attend: Attend
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        labels_BN: Tensor,
+        attend: Attend,
+        is_greedy_BN: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of every token, ``[B, N]``, without gradients.
 
         Tokens with label -100 have loss 0.
+
+        Args:
+            is_greedy_BN: receives whether each label is the most likely token, bool ``[B, N]``.
         """
         with torch.no_grad():
             x_BNC = self.hidden(tokens_BN, positions_BN, attend)
             losses_N = token_losses(
-                x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), self.loss.chunk_bytes
+                x_BNC.flatten(0, 1),
+                self._head_weight(),
+                labels_BN.flatten(),
+                self.loss.chunk_bytes,
+                None if is_greedy_BN is None else is_greedy_BN.view(-1),
             )
         return losses_N.view(labels_BN.shape)
 
