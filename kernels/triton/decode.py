@@ -17,7 +17,7 @@ import triton.language as tl
 
 _KEYS = 64  # keys that a program reads at a time
 _PROGRAMS_PER_SM = 4
-_MOST_PARTS = 64
+_MOST_PARTS = 128
 _INTERPRETED_PARTS = 3  # enough to test the merge
 
 

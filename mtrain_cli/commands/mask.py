@@ -64,8 +64,9 @@ def show(
     from mtrain_cli.commands.profile import check_output
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.console import Console
+    from mtrain_cli.reporting.mask_page import layouts_note
     from mtrain_cli.reporting.mask_view import views
-    from mtrain_cli.reporting.terminal_width import print_table
+    from mtrain_cli.reporting.terminal_width import print_table, say
 
     config = compose(list(overrides or ()), config_dir, plan=True)
     if plot is not None and not plot.is_dir() and plot.suffix not in _SUFFIXES:
@@ -81,6 +82,7 @@ def show(
     for view in masks:
         console.print(_facts(config, view))
         print_table(console, _layouts(view, workers))
+    say(console, layouts_note(masks[0].shares[0].prices, topology.cluster))
     if plot is not None:
         with writing(plot):
             _draw(plot, masks, config)
@@ -123,7 +125,7 @@ def _draw(plot: Path, masks: Sequence[MaskView], config: Config) -> None:
     else:
         shown = masks[0].title if config.data.mask_key else config.mask.describe()
         title = f"{shown}, seq {config.seq:,}"
-        mask_page.write(plot, title, masks)
+        mask_page.write(plot, title, masks, config.topology.cluster)
 
 
 def _facts(config: Config, view: MaskView) -> Table:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -140,10 +140,13 @@ class KernelColumns:
     speed: bool
 
     @classmethod
-    def fitting(cls, width: int | None, device: str) -> Self:
-        """Return the columns that fit ``width`` characters; None if any width fits."""
-        wide = cls(narrow=False, speed=device == "cuda")
-        return cls(width is not None and width < len(wide.header), wide.speed)
+    def fitting(cls, width: int | None, device: str, **columns: bool) -> Self:
+        """Return the columns that fit ``width`` characters; None if any width fits.
+
+        columns: further fields of the class.
+        """
+        wide = cls(narrow=False, speed=device == "cuda", **columns)
+        return replace(wide, narrow=width is not None and width < len(wide.header))
 
     @property
     def header(self) -> str:

@@ -234,7 +234,8 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Con
         compared = dict(zip(_COMPARED, values, strict=True))
         pairs = [f"{key}={value}" for key, value in compared.items() if value]
         config = compose([*rest, *pairs, *keys_for(compared["sparsity"], sparse)])
-        label = f"{config.sparsity.pattern} {config.layout} {config.topology.exchange}"
+        topology = config.topology
+        label = f"{config.sparsity.pattern} {topology.layout} {topology.exchange}"
         several = len(typed["--seq"]) > 1
         cases.append((f"{label} {compared['seq']}" if several else label, config))
     return cases

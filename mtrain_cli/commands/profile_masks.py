@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtrain_cli.commands.options import parse_names
@@ -41,7 +42,7 @@ def time_masks(
     if reasons := {name: why for name, why, _ in bench.unsupported(cases) if name in bench.names}:
         raise ConfigError(*(f"--kernel {name}: {why}" for name, why in reasons.items()))
     console = Console(highlight=False, soft_wrap=True)
-    shown = _Columns.fitting(limit(console), bench.device)
+    shown = _Columns.fitting(limit(console), bench.device, compared=bool(compared))
 
     def save(times: list[MaskTime], file: Path, command: str) -> None:
         save_times(file, times, command, bench.dtype, bench.device, kind="masks")
@@ -55,25 +56,32 @@ def time_masks(
         for name, by_length in sizes.items():
             listed = "; ".join(f"{text} at seq {seq}" for seq, text in by_length.items())
             say(console, f"{name}: {listed}", indent=2)
-        if legend := shown.legend(bool(compared)):
+        if legend := shown.legend:
             say(console, legend)
 
 
+@dataclass(frozen=True)
 class _Columns(KernelColumns):
-    """The columns of the table of masks. A narrow table omits the heads and FLOP/s."""
+    """The columns of the table of masks. A narrow table omits the heads and FLOP/s.
+
+    compared: whether to show the ratio to FlexAttention.
+    """
+
+    compared: bool
 
     @property
     def header(self) -> str:
         heads = "" if self.narrow else f" {'heads':>6}"
         wide = 22 if self.speed and not self.narrow else 12
-        return (
-            f"{'mask':<22} {'seq':>8}{heads} {'kernel':<9} {'forward':>{wide}} "
-            f"{'backward':>{wide}} {'to flex':>11}"
+        header = (
+            f"{'mask':<22} {'seq':>8}{heads} {'kernel':<9} {'forward':>{wide}} {'backward':>{wide}}"
         )
+        return f"{header} {'to flex':>11}" if self.compared else header
 
-    def legend(self, compared: bool) -> str:
+    @property
+    def legend(self) -> str:
         parts = []
-        if compared:
+        if self.compared:
             parts.append("to flex: time of FlexAttention divided by this time, forward/backward.")
         if self.speed and not self.narrow:
             parts.append("TF (TFLOP/s) counts the pairs that the mask allows.")

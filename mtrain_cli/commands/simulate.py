@@ -140,7 +140,7 @@ class SimulateOptions:
     workers: Number of GPUs in total; by default all of the cluster.
     exchange: Exchanges to compare. By default ring and all_gather, and their hierarchical
         forms between nodes; in a sweep, only hierarchical_ring between nodes. Under a mask other
-        than causal, group casts, too.
+        than causal, group casts, too. Except in a sweep, also the exchange of a recipe.
     index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
         dense, or a synthetic family (local, clustered, uniform, drifting). By default the pairs of
         sparsity=; with --density or --columns, the family clustered.

@@ -18,6 +18,7 @@ from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
 if TYPE_CHECKING:
     from mtrain_cli.commands.simulate import SimulateOptions
     from mtrain_cli.config.cluster import Cluster
+    from mtrain_cli.config.schema import Config
     from mtrain_cli.simulation.scenario import Scenario
 
 DEFAULT_CLUSTER = "h200_1x8"
@@ -199,7 +200,8 @@ def parse_job(
     several = cluster.nodes > 1 or any(
         "nodes=" in word or "gpus_per_node=" in word for word in (*words, *swept)
     )
-    other_mask = _has_another_mask(request)
+    config = _composed(request)
+    other_mask = config is not None and config.mask.kind != "causal"
     if layout is None and other_mask and not swept:
         layouts = [*layouts, "balanced"]
     if exchange is None:
@@ -207,6 +209,10 @@ def parse_job(
         exchanges = _usual_exchanges(casts, bool(swept), every_exchange)
         # Within a node, hierarchical exchanges equal the plain ones.
         exchanges = [name for name in exchanges if several or flat_name(name) == name]
+    if config is not None and not swept:  # what a recipe or a group sets is compared, too
+        chosen = config.topology.exchange if several else flat_name(config.topology.exchange)
+        layouts = layouts if layout else _with_choice(layouts, config.topology.layout)
+        exchanges = exchanges if exchange else _with_choice(exchanges, chosen)
     workers = _parse_workers(cluster, typed, cluster_typed, request)
     warn_of_unused_settings(words)
     if cluster.gpu.is_cpu and not request.without_a_model and not request.sets("topology.device"):
@@ -217,12 +223,17 @@ def parse_job(
     )
 
 
-def _has_another_mask(request: SimulateRequest) -> bool:
-    """Return whether the mask is not causal."""
+def _composed(request: SimulateRequest) -> Config | None:
+    """Return the configuration of the settings; None if they name no model or are wrong."""
     # Without its axes, a sweep may be wrong. A command checks its settings later.
     with suppress(ConfigError):
-        return not request.without_a_model and request.compose(request.words).mask.kind != "causal"
-    return False
+        return None if request.without_a_model else request.compose(request.words)
+    return None
+
+
+def _with_choice(compared: list[str], chosen: str) -> list[str]:
+    """Add ``chosen`` to the compared names, unless it is auto or one of them."""
+    return compared if chosen in (*compared, "auto") else [*compared, chosen]
 
 
 def _usual_exchanges(casts: Sequence[str], sweeps: bool, every_exchange: bool) -> list[str]:

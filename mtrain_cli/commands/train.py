@@ -156,6 +156,7 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.run_plan import make_plan
 
+    require_labels(config)
     run_plan = make_plan(config)
     warn_of_unused_settings(
         words,

@@ -351,9 +351,10 @@ def _columns(config: Config) -> Iterator[str]:
     }
     what = " and ".join(given)
     if given and data.kind != "tokens":
+        options = " ".join(f"--{columns[name][0].replace('_', '-')}" for name in given)
         yield (
             f"{', '.join(given.values())}: data={data.kind} has no {what} for its documents; give "
-            "data=tokens and what `mtrain data prepare --tokens-key` wrote"
+            f"data=tokens and what `mtrain data prepare --tokens-key {options}` wrote"
         )
     if given and not data.document_mask:
         verb = "gives" if len(given) == 1 else "give"

@@ -14,6 +14,7 @@ from typing import Any
 from mtrain_cli.config import documents, keys
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
+from mtrain_cli.config.sizes import with_count
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -308,6 +309,12 @@ def _window(fields: _ConfigFields, family: str) -> MaskConfig | None:
         return None
     layers = fields.number("num_hidden_layers", int) if "num_hidden_layers" in fields.raw else 1
     window, of_layers = _given_window(fields, family, layers)
+    if kinds is not None and len(kinds) != layers:
+        fields.problem(
+            f"layer_types has {with_count(len(kinds), 'value')}, but num_hidden_layers={layers}; "
+            "give one value for each layer"
+        )
+        return None
     if kinds is not None:
         of_layers = [kind != _FULL for kind in kinds]
         if window is None and any(of_layers):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtrain_cli.attention.decode import has_triton
 from mtrain_cli.config.schema import ConfigError, RopeConfig
 
 
@@ -140,6 +141,10 @@ def rotate(x_BNHD: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> Tensor:
 
     The rotation is computed in float32. The result is contiguous and has the dtype of the input.
     """
+    if _fuses(x_BNHD):
+        from mtrain_cli.kernels.triton import rope
+
+        return rope.rotate(x_BNHD, cos_BN1F, sin_BN1F)
     a, b = x_BNHD.chunk(2, dim=-1)
     return torch.cat(
         (
@@ -147,4 +152,20 @@ def rotate(x_BNHD: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> Tensor:
             (b * cos_BN1F + a * sin_BN1F).to(x_BNHD.dtype),
         ),
         dim=-1,
+    )
+
+
+def _fuses(x_BNHD: Tensor) -> bool:
+    """Return whether to rotate in one kernel: one new token per sequence, in eager mode on a GPU.
+
+    There the launches of eager mode cost the most. Prompts keep the operations of training, so
+    that both round alike.
+    """
+    return (
+        x_BNHD.is_cuda
+        and x_BNHD.shape[1] == 1
+        and x_BNHD.dtype != torch.float64
+        and not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and has_triton()
     )

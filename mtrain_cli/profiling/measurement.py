@@ -181,13 +181,13 @@ class Bench:
         self._groups[_kind(choices)] = group
 
     def cases(self, plan: MeasurementPlan) -> list[MeasurementCase]:
-        """Resolve the plan's configurations. In labels, the chosen exchange replaces ``auto``."""
+        """Resolve the plan's configurations. In labels, what ``auto`` chose replaces ``auto``."""
         cases = []
         for number, (label, config) in enumerate(plan.cases):
             choices = resolve_run(config, self.environment)
-            words = [choices.exchange.label if word == "auto" else word for word in label.split()]
             exchange = self._exchange(choices)
-            cases.append(MeasurementCase(number, " ".join(words), config, choices, exchange))
+            case = MeasurementCase(number, _resolved(label, choices), config, choices, exchange)
+            cases.append(case)
         return cases
 
     def context_group(self, **options: Any) -> ContextGroup:
@@ -312,3 +312,12 @@ class MeasurementProgress:
     def say(self, line: RenderableType, style: str = "") -> None:
         if self._shown:
             self._console.print(line, style=style)
+
+
+def _resolved(label: str, choices: ResolvedRun) -> str:
+    """Return a label, ``PATTERN LAYOUT EXCHANGE ...``, with the choices of ``auto``."""
+    chosen = {1: choices.layout.name, 2: choices.exchange.label}
+    return " ".join(
+        chosen.get(place, word) if word == "auto" else word
+        for place, word in enumerate(label.split())
+    )

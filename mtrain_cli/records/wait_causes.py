@@ -17,6 +17,7 @@ SLOWER = 1.25
 MORE = 1.1  # up to this ratio of their work, ranks have "the same work"
 WORTH = 0.005  # a cause is listed if it costs at least this share of the time of all passes
 MOST_LINES = 5
+UNKNOWN = "unknown"  # the rank takes no longer than the others in any phase
 _DELAYS = {
     START: "starts its attention {} later than the others",
     INDEX: "takes {} longer than the others to estimate the index",
@@ -34,8 +35,8 @@ class WaitCause:
     text: sentence that explains the cause to a user.
     ms: time that all ranks together lose per iteration, in milliseconds.
     kind: ``work`` (the rank has more work), ``slow`` (a straggler), ``start`` (a late start),
-        ``link`` (exposed communication), or the name of a phase that takes longer on this rank than
-        on other ranks.
+        ``link`` (exposed communication), ``unknown`` (no phase takes longer on this rank than on
+        other ranks), or the name of the phase that takes longer.
     direction: pass in which the cause is costliest.
     rank: the rank for which other ranks wait; None for a link.
     step: step of the schedule in which the cause is costliest; -1 before the first step.
@@ -109,9 +110,12 @@ def _kind(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
     - slow: the rank takes longer than its work explains
     - `START`: the rank starts late
     - the name of a phase: this phase took longer than on other ranks
+    - `UNKNOWN`: no phase took longer
     """
     charge, at = waits.charges[d], (*divmod(rank, waits.shape.workers), slot)
     own = charge.own[(slice(None), *at)]
+    if own.max() <= 0:
+        return UNKNOWN
     phase = OWN[int(own.argmax())]
     if phase == START:
         # The rank starts late. If its attention took longer by more than half of that delay, the
@@ -142,6 +146,8 @@ def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) ->
     elif kind == "slow":
         why = _slow(waits, d, rank, slot)
         notes.append("slow or disturbed device")
+    elif kind == UNKNOWN:
+        why = "which takes no longer than the others in any phase: a disturbed host or link"
     else:
         at = (*divmod(rank, waits.shape.workers), slot)
         longer = float(waits.charges[d].own[(OWN.index(kind), *at)] / waits.charges[d].lost[at])

@@ -27,15 +27,18 @@ _NUMBERED = 16  # most ranks of a heat map with a number in each cell
 _SHOWN = 64  # most ranks in a table or figure
 
 
-def write(path: Path, title: str, masks: Sequence[MaskView]) -> None:
-    """Write the page of the masks of all kinds of layers."""
+def write(path: Path, title: str, masks: Sequence[MaskView], cluster: str = "auto") -> None:
+    """Write the page of the masks of all kinds of layers.
+
+    cluster: `topology.cluster` of the prices.
+    """
     picture, travels = mask_figure(masks), travel_figure(masks)
     work = work_figure(masks)
     pair = "".join(f'<div class="panel">{elements.figure(one)}</div>' for one in (picture, travels))
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
         *(_layouts(view, len(masks) > 1) for view in masks),
-        elements.note(_prices_note(masks[0].shares[0].prices)),
+        elements.note(layouts_note(masks[0].shares[0].prices, cluster)),
         f'<div class="panels">{pair}</div>',
         elements.figure(work),
         *(_ranks(view, len(masks) > 1) for view in masks),
@@ -44,13 +47,19 @@ def write(path: Path, title: str, masks: Sequence[MaskView]) -> None:
     elements.write(path, title, body, (picture, travels, work))
 
 
-def _prices_note(prices: RowPrices) -> str:
+def layouts_note(prices: RowPrices, cluster: str) -> str:
+    """Explain the columns under `HEADS`.
+
+    cluster: `topology.cluster`, which gives the prices; auto means H200s.
+    """
+    gpus = "H200s" if cluster == "auto" else cluster
     return (
-        "Rows are those that a group cast moves in the forward pass of a layer. Cost: the pairs of "
-        "a rank plus the price of the rows that it receives, divided by the mean number of pairs. "
-        f"On H200s, a row of this model costs as much as {prices.inner:,} pairs, and "
-        f"{prices.outer:,} if it comes from another node. Without overlap, attention takes as long "
-        "as the largest cost, and 1 is the best."
+        "Most: the largest number of a rank. Slices: rectangles, full, causal or banded, that "
+        "cover the pairs of a rank. Rows are those that a group cast moves in the forward pass of "
+        "a layer. Cost: the pairs of a rank plus the price of the rows that it receives, divided "
+        f"by the mean number of pairs. On {gpus}, a row of this model costs as much as "
+        f"{prices.inner:,} pairs, and {prices.outer:,} if it comes from another node. Without "
+        "overlap, attention takes as long as the largest cost, and 1 is the best."
     )
 
 

@@ -238,7 +238,8 @@ def mask_rows(config: Config) -> list[tuple[str, str]]:
     if config.mask.full_every:
         layers = config.model.num_layers
         full = sum(map(config.mask.is_full, range(layers)))
-        rows.append(("", f"{full} of {layers} layers see all earlier tokens instead"))
+        see = "sees" if full == 1 else "see"
+        rows.append(("", f"{full} of {layers} layers {see} all earlier tokens instead"))
     if shown := int(mask.shows_later_keys().sum()):
         counted = f"{config.seq - shown:,} of {config.seq:,} labels count"
         why = "a label that a query may see is ignored"

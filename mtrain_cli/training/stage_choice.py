@@ -52,9 +52,10 @@ def choose_staged_exchange(
     most = 3 if one.traits.hierarchical else 2
     staged = (choose_exchange(replace(topology, stages=n), needs) for n in range(2, most + 1))
     choices = {choice.stages: choice for choice in (*staged, one)}  # 3 stages may mean 2
-    cluster = None
+    cluster, where = None, "H200s"
     if topology.cluster != "auto":
         cluster = load_cluster(topology.cluster, f"topology.cluster={topology.cluster}")
+        where = f"the links of topology.cluster={topology.cluster}"
     rules = MaskRule.of(config).by_layers(config.model.num_layers)
     times = {
         stages: _seconds(
@@ -75,7 +76,7 @@ def choose_staged_exchange(
     )
     prices = (
         f"with {with_count(best, 'stage')}, attention of a layer takes "
-        f"{_milliseconds(times[best])}, {others} (topology.stages=auto)"
+        f"{_milliseconds(times[best])}, {others} (topology.stages=auto, predicted for {where})"
     )
     return replace(choices[best], reason=f"{one.reason}; {prices}")
 

@@ -106,12 +106,9 @@ def test_flash_splits_only_for_shared_heads_in_16_bits():
 
 def test_the_kernel_for_a_gpu_has_a_name_or_says_what_is_missing(monkeypatch):
     shared, own = (16, 2, 128, torch.bfloat16), (16, 16, 128, torch.bfloat16)
-    monkeypatch.setattr(decode, "_has_triton", lambda: True)
-    assert [decode.split_kernel(*shape) for shape in (shared, own)] == [
-        "FlashAttention-2",
-        "triton",
-    ]
-    monkeypatch.setattr(decode, "_has_triton", lambda: False)
+    monkeypatch.setattr(decode, "has_triton", lambda: True)
+    assert [decode.split_kernel(*shape) for shape in (shared, own)] == ["triton", "triton"]
+    monkeypatch.setattr(decode, "has_triton", lambda: False)
     assert decode.split_kernel(*shared) == "FlashAttention-2"
     with pytest.raises(ConfigError, match="new tokens need triton, which is not installed"):
         decode.split_kernel(*own)

@@ -36,6 +36,7 @@ def test_it_counts_pairs_labels_and_the_work_of_layouts(tmp_path):
     assert "901 of 1,000 count" in text
     assert "4 workers" in text
     assert "dense attention only" in text
+    assert "Cost: the pairs of a rank plus the price of the rows that it receives" in text
     assert all(f"{name} " in text for name in NAMES)
     page = file.read_text()
     assert page.startswith("<!doctype html>")
@@ -62,7 +63,10 @@ def test_workers_and_nodes_come_from_the_topology(tmp_path):
     assert "rows from other nodes" in names_of_bars(file)
     assert one.stdout != two.stdout
     # 16 query heads and 2 KV heads
-    assert "costs as much as 253 pairs, and 1,511 if it comes" in file.read_text()
+    assert "On H200s, a row of this model costs as much as 253 pairs, and 1,511" in file.read_text()
+    other = run("show", *words, "topology.cluster=a100_4x8")
+    assert "On a100_4x8, a row of this model costs as much as" in " ".join(other.stdout.split())
+    assert "On a100_4x8, a row of this model costs as much as" in file.read_text()
 
 
 def names_of_bars(page: Path) -> set[str]:
@@ -109,7 +113,8 @@ def test_mistakes_are_one_line_before_the_work(tmp_path, monkeypatch, words, lin
 
 def test_training_needs_a_label_that_the_mask_hides(tmp_path):
     words = ["seq=64", "train.steps=1", f"run.dir={tmp_path / 'run'}"]
-    for mask in (["mask=full"], ["mask=prefix_lm", "mask.prefix=64"]):
+    refused = ["mask=full"], ["mask=full", "--dry-run"], ["mask=prefix_lm", "mask.prefix=64"]
+    for mask in refused:
         found = CliRunner().invoke(app, ["train", *words, *mask], prog_name="mtrain")
         assert found.exit_code == 2
         assert f"{mask[0].replace('=', '.kind=')}: shows every query its next token" in found.stderr

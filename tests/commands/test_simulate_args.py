@@ -11,6 +11,7 @@ import pytest
 import yaml
 from command import python_path
 from commands.typed_line import DENSE, STRIPED, document, run, simulate
+from masked_documents import masked_store
 
 from mtrain_cli import resource_dir
 from mtrain_cli.commands.simulate import SimulateOptions
@@ -131,3 +132,17 @@ def test_group_casts_are_compared_under_a_mask_other_than_causal(words, casts, e
     assert [name for name in job.exchanges if "cast" in name] == casts
     swept = parse_job(typed, ["density=2%,5%"])
     assert [name for name in swept.exchanges if "cast" in name] == casts
+
+
+def test_the_layout_and_the_exchange_of_a_recipe_are_compared_too(tmp_path):
+    store = masked_store(tmp_path)
+    recipe = ["recipe=shared_question", f"data.path={store}", "data.positions_key=at"]
+    usual, chosen = (parse_job(SimulateOptions(overrides=words)) for words in ([], recipe))
+    assert chosen.layouts == [*usual.layouts, "balanced"]
+    assert chosen.exchanges == [*usual.exchanges, "group_cast"]
+    one = parse_job(SimulateOptions(overrides=recipe, layout="zigzag", exchange="ring"))
+    assert (one.layouts, one.exchanges) == (["zigzag"], ["ring"])
+    rings = ["topology.exchange=hierarchical_ring", "topology.layout=auto"]
+    assert parse_job(SimulateOptions(overrides=rings)).exchanges == ["hierarchical_ring"]
+    on_one_node = parse_job(SimulateOptions(overrides=["topology=hierarchical"]))
+    assert set(usual.exchanges) <= set(on_one_node.exchanges)

@@ -197,7 +197,7 @@ def test_the_defaults_are_valid(defaults):
         (
             {"data__mask_key": "mask"},
             "data.mask_key=mask: data=stdlib has no masks for its documents; give data=tokens and "
-            "what `mtrain data prepare --tokens-key` wrote",
+            "what `mtrain data prepare --tokens-key --mask-key` wrote",
         ),
         (
             {"data__positions_key": "at", "data__kind": "text", "data__path": "/"},

@@ -11,7 +11,9 @@ from attention.test_decode import SCALE, oracle
 from command import mtrain
 from inference.small_models import tokens, write_hf
 
+from mtrain_cli.attention import decode
 from mtrain_cli.attention.decode import decode_on_gpu, flash_splits, merge_parts, pack_part
+from mtrain_cli.config.schema import RopeConfig
 from mtrain_cli.inference.cache import KvCache
 from mtrain_cli.inference.decode_step import DecodeStep
 from mtrain_cli.inference.engine import Engine
@@ -19,6 +21,7 @@ from mtrain_cli.inference.model_source import open_source
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.model.layer_execution import ExecutedLayer
+from mtrain_cli.model.rope import inverse_frequencies, rotate, rotation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,10 +31,16 @@ USED = (0, 1, 127, 128, 4999, 5000)
 NEW = 12
 
 
+@pytest.mark.parametrize("kernel", ["triton", "FlashAttention-2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (8, 8), (28, 4), (5, 5)])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_decode_equals_the_oracle(heads, kv_heads, dim, dtype):
+def test_decode_equals_the_oracle(heads, kv_heads, dim, dtype, kernel, monkeypatch):
+    if kernel != "triton":
+        if not flash_splits(heads, kv_heads, dim, dtype):
+            pytest.skip("FlashAttention-2 does not serve this shape")
+        monkeypatch.setattr(decode, "has_triton", lambda: False)
+    assert decode.split_kernel(heads, kv_heads, dim, dtype) == kernel
     torch.manual_seed(0)
     q = torch.randn(len(USED), 1, heads, dim, device="cuda", dtype=dtype)
     k, v = (
@@ -45,9 +54,20 @@ def test_decode_equals_the_oracle(heads, kv_heads, dim, dtype):
     torch.testing.assert_close(lse.double().cpu(), want_lse, atol=5e-3, rtol=1e-3)
     assert bool(lse[0].isneginf().all())
     assert not bool(out[0].any())
-    assert flash_splits(heads, kv_heads, dim, dtype) == (
-        dtype == torch.bfloat16 and heads > kv_heads
-    )
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(16, 128), (2, 128), (5, 80)])
+def test_one_kernel_rotates_like_the_operations_of_training(heads, dim):
+    torch.manual_seed(0)
+    x = torch.randn(3, 1, heads, dim, device="cuda", dtype=torch.bfloat16)
+    frequencies = inverse_frequencies(RopeConfig(theta=1e6), dim, 1.0).cuda()
+    positions = torch.tensor([[0], [131_071], [1_000_003]], device="cuda")
+    angles = rotation(positions, frequencies, 1.0)
+    with_gradients = rotate(x, angles.cos_BN1F, angles.sin_BN1F)
+    with torch.no_grad():
+        fused = rotate(x, angles.cos_BN1F, angles.sin_BN1F)
+    # The kernel may round a product and a sum once, not twice.
+    torch.testing.assert_close(fused, with_gradients, atol=1e-5, rtol=2**-8)
 
 
 def test_parts_of_workers_merge_to_the_whole():

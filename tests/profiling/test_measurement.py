@@ -72,16 +72,21 @@ def test_cases_with_equal_communicators_share_a_group(monkeypatch):
     bench = bench_of([])
     bench._groups, bench.environment = {}, None  # type: ignore[assignment]
     bench.context_group = lambda **options: made.append(options) or options  # type: ignore
+    layout = SimpleNamespace(name="balanced")
     monkeypatch.setattr(
-        measurement, "resolve_run", lambda choice, _: SimpleNamespace(exchange=choice, layout=None)
+        measurement,
+        "resolve_run",
+        lambda choice, _: SimpleNamespace(exchange=choice, layout=layout),
     )
     monkeypatch.setattr(measurement, "make_chosen_exchange", lambda *of: of[2])
-    plan = SimpleNamespace(cases=[("dense auto", choice) for choice in choices])
+    plan = SimpleNamespace(cases=[("dense auto auto 4k", choice) for choice in choices])
     cases = bench.cases(plan)  # type: ignore[arg-type]
     expected = [{"per_node": 4, "heads": c.heads, "channels": c.channels} for c in choices]
     assert [case.exchange for case in cases] == expected
     assert made == expected[:3]
-    assert [case.label for case in cases] == [f"dense {c.label}" for c in choices]
+    assert [case.label for case in cases] == [f"dense balanced {c.label} 4k" for c in choices]
+    typed = SimpleNamespace(cases=[("dense zigzag ring", choices[1])])
+    assert bench.cases(typed)[0].label == "dense zigzag ring"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("gathered", "stops"), [([False, True], True), ([False, False], False)])

@@ -117,6 +117,20 @@ def test_in_training_a_late_start_is_the_slow_attention_before(tmp_path):
     assert (found.causes[0].rank, found.causes[0].kind) == (3, "start")
 
 
+def test_a_wait_for_a_rank_that_is_not_slower_has_an_unknown_cause(tmp_path):
+    rows = rows_of(Play(ring(2), index=0.3), directions=("forward",))
+    waits = rows[rows["phase"] == KINDS.index("index")].copy()
+    waits["phase"], waits["link"] = KINDS.index("wait"), LINKS.index("context")
+    waits["dur_us"] = waits["late_us"] = np.where(waits["rank"] == 0, 1000, 0)
+    waits["start_us"] += 300
+    (found,) = analyse(
+        open_records(write(tmp_path, [np.concatenate([rows, waits])], [facts_of(ring(2))]))
+    )
+    cause = found.causes[0]
+    assert (cause.rank, cause.kind, cause.step) == (1, "unknown", -1)
+    assert "rank 0 waits 1.00 ms for rank 1, which takes no longer than the others" in cause.text
+
+
 def test_a_slow_index_estimate_is_named(tmp_path):
     rows = rows_of(Play(ring(2), index=1.3), directions=("forward",))
     index = rows["phase"] == KINDS.index("index")

@@ -288,6 +288,12 @@ def test_a_plan_says_which_share_of_the_keys_a_group_cast_moves(words, share):
     assert len(module.exchange_rows(gathers)) == 1
 
 
+@pytest.mark.parametrize(("every", "line"), [(2, "2 of 4 layers see"), (4, "1 of 4 layers sees")])
+def test_a_plan_counts_the_full_layers(every, line):
+    words = ["mask=sliding_window", f"mask.full_every={every}", "topology.device=cpu"]
+    assert f"{line} all earlier tokens instead" in text(dry_run(compose(words)), 120)
+
+
 def test_padding_is_shown():
     printed = text(dry_run(compose(["topology.device=cpu", "seq=1000", "topology.workers=3"])), 120)
     assert "384 tokens per worker, 152 of 1,152 are padding" in printed

@@ -53,7 +53,8 @@ def test_the_reason_states_all_times_and_the_smallest_wins(slow):
     chosen = exchange(*WINDOW, cluster=slow)
     found = re.search(
         r"moves the rows .*; with (\d) stages, attention of a layer takes (\S+) ms, "
-        r"(\S+) ms with 1 stage and (\S+) ms with \d stages \(topology\.stages=auto\)$",
+        r"(\S+) ms with 1 stage and (\S+) ms with \d stages "
+        r"\(topology\.stages=auto, predicted for the links of topology\.cluster=\S+\)$",
         chosen.reason,
     )
     assert found is not None, chosen.reason

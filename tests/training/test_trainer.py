@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,9 @@ from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.context_attention import DynamicIndex
+from mtrain_cli.parallel.dispatch import Balancer
+from mtrain_cli.parallel.layout import Balanced
+from mtrain_cli.parallel.traffic import LayerMasks
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.optimizer import local_gradients, make_optimizer, squared_norm
@@ -550,10 +552,17 @@ def test_indices_are_counted_once_per_micro_batch_after_its_backward_pass():
 def layouts_differ(rank: int, world: int, differing: str) -> str:
     """Return the error about layouts that differ between groups, or between ranks of a group."""
     window = ("mask=sliding_window", "mask.window=16", "topology.layout=balanced")
-    trainer = make(rank, world, 2, window)
-    group = rank // 2 if differing == "groups" else rank % 2
+    trainer = make(rank, world, 2, (*window, "topology.exchange=all_gather"))
+    layout = Balancer.layout
+
+    def reversed_layout(self: Balancer, masks: LayerMasks) -> Balanced:
+        found = layout(self, masks)
+        return replace(found, owner=found.owner[::-1])
+
+    if rank // 2 if differing == "groups" else rank % 2:
+        Balancer.layout = reversed_layout
     try:
-        trainer._check_layouts([SimpleNamespace(layout=f"layout {group}")])
+        trainer.train_step(False)
     except ConfigError as error:
         return str(error)
     return ""
