@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,18 +64,22 @@ def train(config: Config) -> Path:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a model generated for one prompt.
+    """What a model generated for one prompt. Comparison ignores the times.
 
     text: the new text; None if the model has no tokenizer.
     ids: the new token ids, without the id that ended the text.
     prompt_tokens: number of tokens of the prompt.
     finish: ``end`` if an end token came, ``length`` after ``max_new`` tokens.
+    prefill_seconds: time of the prompt.
+    decode_seconds: time of the new tokens after the first, of all prompts computed together.
     """
 
     text: str | None
     ids: list[int]
     prompt_tokens: int
     finish: str
+    prefill_seconds: float = field(compare=False)
+    decode_seconds: float = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,14 @@ class Model:
         require_prompts(self.source, ids, max_new, beyond=beyond)
         stop = frozenset() if ignore_end else self._codec.stop
         return [
-            Generation(self._codec.decode(c.ids), c.ids, c.prompt_tokens, c.finish)
+            Generation(
+                text=self._codec.decode(c.ids),
+                ids=c.ids,
+                prompt_tokens=c.prompt_tokens,
+                finish=c.finish,
+                prefill_seconds=c.prefill_seconds,
+                decode_seconds=c.decode_seconds,
+            )
             for c in self._engine.generate(ids, max_new, sampling, stop)
         ]
 
@@ -175,7 +186,7 @@ class Model:
         Raises:
             ConfigError: there are fewer than two tokens, too many, or ids outside the vocabulary.
         """
-        from mtrain_cli.inference.limits import require_prompts
+        from mtrain_cli.inference.limits import require_hidden_labels, require_prompts
 
         ids = self._ids(tokens)
         if len(ids) < 2:
@@ -183,6 +194,7 @@ class Model:
                 f"token_losses: {len(ids)} token{'s' * (len(ids) != 1)}; give at least 2, since "
                 "the first has no loss"
             )
+        require_hidden_labels(self.source.config, "token_losses")
         require_prompts(self.source, [ids], 0, beyond=beyond)
         return TokenScores(*self._engine.token_scores(ids))
 

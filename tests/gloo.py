@@ -44,10 +44,15 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def environment(
-    rank: int, world: int, cp: int | None = None, per_node: int | None = None, tp: int = 1
+    rank: int,
+    world: int,
+    cp: int | None = None,
+    per_node: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
 ) -> Environment:
     """Return the environment of one of ``world`` CPU processes; by default all share sequences."""
-    dims = ParallelDims.of(world, cp=cp or world // tp, tp=tp)
+    dims = ParallelDims.of(world, pp=pp, cp=cp or world // (tp * pp), tp=tp)
     return Environment("cpu", dims, per_node or world, rank, rank, "mtrain", world)
 
 

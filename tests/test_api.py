@@ -103,6 +103,14 @@ def test_mistakes_raise_config_errors(folder, call, problem):
     assert problem in str(raised.value)
 
 
+def test_a_prefix_lm_generates_but_has_no_losses(tmp_path):
+    write_run(tmp_path / "prefix", "mask=prefix_lm", "mask.prefix=48")
+    model = load(tmp_path / "prefix")
+    assert len(model.generate("a", max_new=3, ignore_end=True)[0].ids) == 3
+    with pytest.raises(api.ConfigError, match=r"prefix 48: token_losses needs the loss of each"):
+        model.token_losses("abc")
+
+
 def test_several_workers_need_processes(folder):
     with pytest.raises(api.ConfigError, match=r"topology\.workers=2: this process computes alone"):
         api.load(folder / "run", "topology.workers=2", device="cpu")

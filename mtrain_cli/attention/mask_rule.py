@@ -59,12 +59,12 @@ class MaskRule:
     def by_layers(self, layers: int) -> tuple[tuple[MaskRule, int], ...]:
         """Return each rule that some layers follow, with their number, for a model of ``layers``.
 
-        With `mask.full_every`, the layers that it selects come last.
+        The layers that see all earlier tokens instead of a window come last.
         """
         full = sum(map(self.mask.is_full, range(layers)))
         if not full:
             return ((self, layers),)
-        window = replace(self, mask=replace(self.mask, full_every=0))
+        window = replace(self, mask=self.mask.of_window_layers)
         return (window, layers - full), (MaskRule(self.document_mask), full)
 
     def __call__(

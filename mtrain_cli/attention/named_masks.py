@@ -12,12 +12,15 @@ from collections.abc import Callable
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray, SliceKind
-from mtrain_cli.config.mask_settings import MASKS, MaskConfig
+from mtrain_cli.config.mask_settings import FULL_LAYERS, MASKS, MaskConfig
 
 
 def slices_of(mask: MaskConfig, seq: int) -> IntArray:
-    """Return the slices of a configured mask over ``seq`` tokens, int64 [slices, 5]."""
-    own = (name for name in MASKS[mask.kind] if name != "full_every")  # the mask of other layers
+    """Return the slices of a configured mask over ``seq`` tokens, int64 [slices, 5].
+
+    If layers have different masks, the slices are those of the layers with the window.
+    """
+    own = (name for name in MASKS[mask.kind] if name not in FULL_LAYERS)
     keys = {name: getattr(mask, name) for name in own}
     return _NAMED[mask.kind](seq, **keys)
 

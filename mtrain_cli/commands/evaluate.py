@@ -378,11 +378,13 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
     """
     from mtrain_cli.evaluation.generated import Generated
     from mtrain_cli.evaluation.request import open_measurement
-    from mtrain_cli.inference.limits import require_prompts
+    from mtrain_cli.inference.limits import require_hidden_labels, require_prompts
     from mtrain_cli.inference.text import open_codec
 
     codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
     measurement = open_measurement(request, source, codec)
+    if not isinstance(measurement, Generated):
+        require_hidden_labels(source.config, "this evaluation")
     shortest = min(request.lengths)
     for cell in measurement.cells():
         if cell.length == shortest:

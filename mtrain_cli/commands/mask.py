@@ -134,7 +134,7 @@ def _facts(config: Config, view: MaskView) -> Table:
 
     seq, mask = config.seq, view.mask
     keys = (mask.high - mask.low).sum(0)
-    sparse = config.mask.keeps_causal_intervals and not config.mask.full_every
+    sparse = config.mask.keeps_causal_intervals and not config.mask.is_mixed
     sparse = sparse and config.data.mask_key is None
     fits = "with sparse patterns" if sparse else "dense attention only"
     return two_columns(

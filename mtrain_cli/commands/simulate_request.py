@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtrain_cli.config.mask_settings import FULL_LAYERS
 from mtrain_cli.config.pattern_settings import PatternSettings
+from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.config.tensor_parallel import require_whole_layers
 
 if TYPE_CHECKING:
     from mtrain_cli.simulation.prediction import AttentionWorkload
@@ -144,7 +145,7 @@ class SimulateRequest:
                     "simulate sweep workers=2,4,8`"
                 )
         config = compose(["topology.workers=auto", "topology.gpus_per_node=auto", *words])
-        require_whole_layers(config, "mtrain simulate")
+        require_whole_model(config, "mtrain simulate")
         named = config.topology.cluster  # a file has its absolute path
         if named not in ("auto", self.cluster, str(Path(self.cluster).expanduser().absolute())):
             raise ConfigError(
@@ -264,9 +265,10 @@ class SimulateRequest:
 
     def _check_mask(self, config: Config) -> None:
         """Raise ConfigError if an option asks for what the mask does not allow."""
-        if self.layers is not None and config.mask.full_every:
+        mixed = next((name for name in FULL_LAYERS if getattr(config.mask, name)), None)
+        if self.layers is not None and mixed is not None:
             raise ConfigError(
-                f"--layers {self.layers}: with mask.full_every={config.mask.full_every}, all "
+                f"--layers {self.layers}: with mask.{mixed}={getattr(config.mask, mixed)}, all "
                 f"{config.model.num_layers} layers are predicted; leave --layers out"
             )
         given = {
@@ -299,9 +301,10 @@ class SimulateRequest:
             return f"recorded in {file} ({pairs})"
         words = [*self.words, *(swept or ())]
         if pairs == DENSE:
-            mask = self.compose(words).mask
-            allowed = "causal pairs" if mask.kind == "causal" else f"pairs of {mask.describe()}"
-            line = f"dense: all {allowed}, each sequence one document"
+            config = self.compose(words)
+            line = f"dense: all {_allowed(config)}"
+            if config.data.mask_key is not None:
+                return line  # sparse patterns refuse such data
             if self.index is not None or _sparsity(words):
                 return line
             return (
@@ -463,6 +466,18 @@ class SimulateRequest:
             if not 0.1 <= ranks[int(rank)] <= 100:
                 raise ConfigError(f"--slow {word}: the factor must be between 0.1 and 100")
         return ranks
+
+
+def _allowed(config: Config) -> str:
+    """Name the pairs that dense attention computes."""
+    from mtrain_cli.training.first_masks import first_masks
+
+    read = first_masks(config)
+    if read is not None and read.masks:
+        return "pairs of a micro-batch of the data, with the median number of pairs"
+    kind = config.mask.kind
+    pairs = "causal pairs" if kind == "causal" else f"pairs of {config.mask.describe()}"
+    return f"{pairs}, each sequence one document"
 
 
 def _blocks(config: Config) -> int:

@@ -43,8 +43,10 @@ from mtrain_cli.simulation.validation import (
     sources,
     write_predictions,
 )
+from mtrain_cli.training.flops import peak_flops
 
 FILE = "validation.json"
+_CPU = "CPU"  # device of a profile without GPUs
 _LABEL = len("imbalance  ")  # width of the label that begins each line
 # Columns that a narrow terminal omits, in this order.
 SPARE = ("step ID", "ranks", "worker ID", "steps", "best - worst")
@@ -181,9 +183,12 @@ def _document(
         described = first.get("cluster") or {}
         by_source = sources((described.get("constants") or {}).items())
         named, files = described.get("name"), first.get("calibration")
+        gpu = described.get("gpu")
+        on_cpu = gpu is not None and peak_flops(gpu) is None  # it does not record the device type
     else:
         by_source, named = sources(cluster.constants().items()), cluster.name
         files = describe_source(cluster.gpu.name, calibration)
+        gpu, on_cpu = cluster.gpu.name, cluster.gpu.is_cpu
     return {
         "schema": 1,
         "kind": "validation",
@@ -200,7 +205,7 @@ def _document(
         "cluster": named,
         "constants": by_source,
         "assumed": ASSUMED,
-        "elsewhere": _device_mismatches(runs, predictions, cluster),
+        "elsewhere": _device_mismatches(runs, gpu, on_cpu, named),
         "calibration": files,
         "agreement": accuracy.to_json(),
         "cases": [case.to_json() for case in compared],
@@ -209,26 +214,28 @@ def _document(
 
 
 def _device_mismatches(
-    runs: Sequence[MeasuredRun], predictions: Sequence[Path], cluster: Cluster
+    runs: Sequence[MeasuredRun], gpu: str | None, on_cpu: bool, cluster: str | None
 ) -> list[str]:
-    """Return a line for each run that was measured on a device that the cluster does not have."""
-    if predictions:
+    """Return a line for each run that was measured on another device than was predicted.
+
+    gpu: device of the predicted cluster; None if the prediction does not name it.
+    on_cpu: whether this device is a CPU.
+    """
+    if gpu is None:
         return []
-
-    def differs(name: str) -> bool:
-        return not (cluster.gpu.is_cpu if name == "CPU" else same_device(name, cluster.gpu.name))
-
     return [
-        f"{run.folder} ran on {name}, and {cluster.name} has {cluster.gpu.name}"
+        f"{run.folder} ran on {name}, but the prediction is for {cluster}, which has {gpu}. The "
+        "errors compare different hardware; give --cluster FILE that describes the machine of the "
+        "profile"
         for run in runs
         for name in dict.fromkeys(_devices(run))
-        if differs(name)
+        if not (on_cpu if name == _CPU else same_device(name, gpu))
     ]
 
 
 def _devices(run: MeasuredRun) -> list[str]:
     environment = run.recorded.summary.get("environment") or {}
-    gpus = environment.get("gpus") or ["CPU"]
+    gpus = environment.get("gpus") or [_CPU]
     return [str(gpu.get("name", gpu) if isinstance(gpu, dict) else gpu) for gpu in gpus]
 
 
@@ -238,6 +245,8 @@ def _show(
     compared: Sequence[CaseComparison],
     accuracy: PredictionAccuracy,
 ) -> None:
+    for line in document["elsewhere"]:
+        say(console, f"warning: {line}", style="yellow")
     print_table(console, _table(compared), SPARE)
     say(
         console,
@@ -255,7 +264,6 @@ def _show(
         say(console, line, _LABEL)
     notes = [
         *dict.fromkeys(brief_remark(remark) for case in compared for remark in case.remarks),
-        *document["elsewhere"],
         *(f"measured, but not predicted: {label}" for label in document["not_predicted"]),
     ]
     for note in notes:

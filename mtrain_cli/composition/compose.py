@@ -22,7 +22,7 @@ from mtrain_cli.config import keys, validate
 from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
 from mtrain_cli.config.overrides import OverrideProblem, convert, parse
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
 
 # Keys that a resumed run keeps: its weights, its loss, the order of its data and its name depend on
 # them.
@@ -57,7 +57,12 @@ def compose(
     open_keys, raw = _required_keys(raw, parsed.groups)
     given, model = _given_model(groups, parsed.groups, parsed.values, raw)
     raw, underivable = derived.fill(
-        raw, given, model, _defaults(), chose_mask=_chose_mask(parsed.groups, parsed.values, raw)
+        raw,
+        given,
+        model,
+        _defaults(),
+        chose_mask=_chose_mask(parsed.groups, parsed.values, raw),
+        mask_keys=[name for name in parsed.values if name.startswith("mask.")],
     )
     leaves, wrong = convert(raw, files)
     if leaves.get("optim.rewarm"):
@@ -192,8 +197,8 @@ def _given_model(
 def _chose_mask(
     choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> bool:
-    """Return whether the user typed a mask, or a file sets one that is not the default."""
-    typed = "mask" in choices or any(name.startswith("mask.") for name in values)
+    """Return whether the user typed a kind of mask, or a file sets one that is not the default."""
+    typed = "mask" in choices or "mask.kind" in values
     return typed or raw.get("mask.kind") != _defaults()["mask.kind"]
 
 
@@ -233,7 +238,9 @@ def replaced_recipe_keys(overrides: Sequence[str], config_dir: Path | None = Non
     lost = {
         name: value
         for name, value in convert({n: v for n, v in own.items() if v != _OPEN})[0].items()
-        if name not in parsed.values and not _holds(name, value, composed)
+        if name not in parsed.values
+        and not _holds(name, value, composed)
+        and not _describes_the_replaced(name, own, composed)
     }
     if not lost:
         return ""
@@ -249,6 +256,27 @@ def _holds(name: str, value: Any, composed: Mapping[str, Any]) -> bool:
     """Return whether a key still has a value, or the chosen pattern or mask lacks the key."""
     now = composed.get(name, value)
     return now == value or (now is None and name.startswith(("sparsity.", "mask.")))
+
+
+def _describes_the_replaced(name: str, own: Mapping[str, Any], composed: Mapping[str, Any]) -> bool:
+    """Return whether a key of a recipe says nothing about the option that replaces its own.
+
+    - The shape of a model belongs to its weights.
+    - Positions that neither model scales need no factor or original length.
+    - A topology that leaves the device to mtrain takes the GPU if there is one.
+
+    Args:
+        own: keys of the recipe.
+        composed: values with the options that the user chose.
+    """
+    if name == "topology.device":
+        return composed.get(name) == derived.AUTO
+    section, _, field = name.rpartition(".")
+    if section == "model":
+        return field in ModelConfig.SHAPE
+    scaling = "model.rope.scaling"
+    scaled = own.get(scaling, composed.get(scaling)) != "none" or composed.get(scaling) != "none"
+    return section == "model.rope" and name not in (scaling, "model.rope.theta") and not scaled
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:

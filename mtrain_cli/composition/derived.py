@@ -30,6 +30,7 @@ def fill(
     defaults: Mapping[str, Any],
     *,
     chose_mask: bool = False,
+    mask_keys: Collection[str] = (),
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
     """Return ``raw`` with values for the keys that other files decide, and the problems found.
 
@@ -40,7 +41,8 @@ def fill(
             chose no model.
         defaults: values for keys whose file is missing or invalid. This function or `validate`
             reports the problem of the file.
-        chose_mask: whether the user or a file chose a mask other than the default.
+        chose_mask: whether the user or a file chose a kind of mask.
+        mask_keys: keys under ``mask`` that the user typed.
     """
     leaves = dict(raw)
     of_model = [name for name in leaves if name.startswith("model.")]
@@ -50,7 +52,7 @@ def fill(
     if folder is not None:
         problems += _from_folder(leaves, given, model, folder)
         if not problems and not chose_mask:
-            _take_window(leaves, folder)
+            problems += _take_window(leaves, folder, mask_keys)
     elif isinstance(leaves.get(INIT_FROM), str):  # `validate` reports what is wrong with it
         _take(leaves, defaults, (name for name in of_model if name not in given))
     elif leaves.get("model.family") == AUTO:
@@ -131,12 +133,29 @@ def _from_folder(
     return [OverrideProblem(line, ("model.",))]
 
 
-def _take_window(leaves: dict[str, Any], folder: Path) -> None:
-    """Set the mask to the sliding window of the folder's layers, if they have one."""
+def _take_window(
+    leaves: dict[str, Any], folder: Path, typed: Collection[str]
+) -> list[OverrideProblem]:
+    """Set the mask to the sliding window of the folder's layers, if they have one.
+
+    Return the problem that a typed key under ``mask`` has another value than the folder.
+    """
     from mtrain_cli.model.huggingface_config import read_mask
 
-    if (mask := read_mask(folder)) is not None:
-        leaves.update(keys.flatten({"mask": dataclasses.asdict(mask)}))
+    if (mask := read_mask(folder)) is None:
+        return []
+    theirs = keys.flatten({"mask": dataclasses.asdict(mask)})
+    other = {name: leaves[name] for name in typed if _differs(leaves, theirs, name)}
+    leaves.update({name: value for name, value in theirs.items() if name not in typed})
+    if not other:
+        return []
+    given = ", ".join(f"{name}={keys.show(value)}" for name, value in other.items())
+    own = ", ".join(f"{name}={keys.show(value)}" for name, value in theirs.items() if value)
+    line = (
+        f"{given}: the layers of {INIT_FROM}={leaves[INIT_FROM]} have {own}; leave out "
+        f"{', '.join(other)} to keep that, or add mask=sliding_window to train with another window"
+    )
+    return [OverrideProblem(line, ("mask.",))]
 
 
 def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
@@ -144,12 +163,16 @@ def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterat
 
     Skip values of a wrong type, which the conversion reports.
     """
-    for name in (f"model.{field}" for field in ModelConfig.SHAPE):
-        try:
-            if keys.all_keys()[name].convert(leaves.get(name)) != theirs[name]:
-                yield name
-        except ValueError:
-            continue
+    names = (f"model.{field}" for field in ModelConfig.SHAPE)
+    return (name for name in names if _differs(leaves, theirs, name))
+
+
+def _differs(leaves: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> bool:
+    """Return whether a key has another value than in the folder; False for a wrong type."""
+    try:
+        return keys.all_keys()[name].convert(leaves.get(name)) != theirs[name]
+    except ValueError:
+        return False
 
 
 def _leaves_of(model: ModelConfig) -> dict[str, Any]:

@@ -28,6 +28,10 @@ LATER = {
     "topology.stages": "auto",
     "topology.tensor_parallel": 1,
     "topology.tensor_chunks": "auto",
+    "topology.pipeline_parallel": 1,
+    "topology.schedule": "auto",
+    "topology.virtual_stages": 1,
+    "topology.stage_layers": "auto",
     "topology.balanced_chunk": "auto",
     "topology.gpu_memory_gib": "auto",
     "topology.host_memory_gib": "auto",
@@ -69,4 +73,5 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
-    return {**LATER, **gate, **renamed(flat)}
+    layers = {"mask.full_first": 0} if flat.get("mask.kind") == "sliding_window" else {}
+    return {**LATER, **gate, **layers, **renamed(flat)}

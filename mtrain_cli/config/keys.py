@@ -184,6 +184,8 @@ class ConfigKey:
                 return _WRONG
             return {str(name): float(item) for name, item in value.items()}
         assert origin is tuple, f"{self.name}: the schema uses a type without a conversion: {kind}"
+        if isinstance(value, list | tuple) and kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             return _WRONG
         parts = tuple(self._convert_to(part, item) for part, item in zip(kinds, value, strict=True))

@@ -7,7 +7,7 @@ To add a mask, add its keys and its entry in `MASKS` here, its slices in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mtrain_cli.config.option import NOT_NEGATIVE, POSITIVE, TOKENS_OF_SEQ, Range, option
 
@@ -19,7 +19,7 @@ _SOME_OR_0 = NOT_NEGATIVE.up_to(*TOKENS_OF_SEQ)
 # {kind: names of the keys that it uses}
 MASKS: dict[str, tuple[str, ...]] = {
     "causal": (),
-    "sliding_window": ("window", "global_tokens", "full_every"),
+    "sliding_window": ("window", "global_tokens", "full_every", "full_first"),
     "full": (),
     "prefix_lm": ("prefix",),
     "block_causal": ("block",),
@@ -32,7 +32,9 @@ MASKS: dict[str, tuple[str, ...]] = {
 # The kinds of layers under `full_every`: those with the window, and those that see all earlier
 # tokens.
 LAYER_KINDS = ("window", "full")
-_OFF_AT_0 = ("global_tokens", "full_every", "causal")
+# Keys that select the layers that see all earlier tokens.
+FULL_LAYERS = ("full_every", "full_first")
+_OFF_AT_0 = ("global_tokens", *FULL_LAYERS, "causal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class MaskConfig:
         queries see, too
     full_every: sliding_window: every n-th layer sees all earlier tokens instead, the first is layer
         n; 0 = no layer. For dense attention only
+    full_first: sliding_window: number of layers at the start of the model that see all earlier
+        tokens instead. For dense attention only
     prefix: prefix_lm: number of tokens at the start of the sequence that all queries see
     block: block_causal: number of tokens per block, which sees itself and all earlier blocks.
         dilated: number of tokens per block
@@ -76,6 +80,7 @@ class MaskConfig:
         Range("must be 0 or at least 2 (1 would be mask=causal)", lambda n: n == 0 or n >= 2),
         default=None,
     )
+    full_first: int | None = option(NOT_NEGATIVE, default=None)
     prefix: int | None = option(_SOME_OR_0, tokens=True, default=None)
     block: int | None = option(_SOME, tokens=True, default=None)
     chunk: int | None = option(_SOME, tokens=True, default=None)
@@ -95,6 +100,16 @@ class MaskConfig:
         """
         return self.kind == "causal" or (self.kind == "sliding_window" and not self.global_tokens)
 
+    @property
+    def shows_later_keys(self) -> bool:
+        """Whether some query sees a later key, so that the model may see tokens that it predicts.
+
+        A mask from sizes that hide all later keys, such as a prefix of 0 tokens, counts as one too.
+        """
+        if self.kind == "video":
+            return not self.causal
+        return self.kind in ("full", "prefix_lm", "block_causal", "chunked")
+
     def intervals(self, seq: int) -> int:
         """Return the most separate intervals of keys that a query sees in a sequence."""
         if self.kind == "sliding_window":
@@ -105,15 +120,30 @@ class MaskConfig:
         return _video_intervals(self) if self.kind == "video" else 1
 
     @staticmethod
-    def sliding(window: int, full_every: int = 0) -> MaskConfig:
+    def sliding(window: int, full_every: int = 0, full_first: int = 0) -> MaskConfig:
         """Return the mask of a sliding window, without global tokens."""
         return MaskConfig(
-            kind="sliding_window", window=window, global_tokens=0, full_every=full_every
+            kind="sliding_window",
+            window=window,
+            global_tokens=0,
+            full_every=full_every,
+            full_first=full_first,
         )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some layers see all earlier tokens instead of a window."""
+        return any(getattr(self, name) for name in FULL_LAYERS)
+
+    @property
+    def of_window_layers(self) -> MaskConfig:
+        """The mask of the layers that have the window."""
+        return replace(self, full_every=0, full_first=0) if self.is_mixed else self
 
     def is_full(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, sees all earlier tokens instead of a window."""
-        return bool(self.full_every) and (layer + 1) % (self.full_every or 1) == 0
+        is_nth = bool(self.full_every) and (layer + 1) % (self.full_every or 1) == 0
+        return is_nth or layer < (self.full_first or 0)
 
     def layer_kinds(self, layers: int) -> dict[str, list[int]]:
         """Return the numbers of the layers of each kind, for a model of ``layers``.
@@ -153,11 +183,12 @@ class MaskConfig:
             return
         if check := _CHECKS.get(self.kind):
             yield from check(self, seq)
-        if pattern != "dense" and self.full_every:
-            yield (
-                f"mask.full_every={self.full_every}: with sparsity.pattern={pattern}, all layers "
-                "share a mask; give mask.full_every=0 or sparsity=dense"
-            )
+        for name in FULL_LAYERS:
+            if pattern != "dense" and (number := getattr(self, name)):
+                yield (
+                    f"mask.{name}={number}: with sparsity.pattern={pattern}, all layers share a "
+                    f"mask; give mask.{name}=0 or sparsity=dense"
+                )
         if pattern != "dense" and not self.keeps_causal_intervals:
             given = f"mask.kind={self.kind}"
             if self.kind == "sliding_window":

@@ -36,6 +36,7 @@ _TABLE = (MOST_TOKENS, "a batch holds a table of all positions, 0.5 GiB at this 
 _TOKENS = POSITIVE.up_to(*_TABLE)
 _WORKERS = POSITIVE.up_to(2**14, "planning takes time for every worker")
 _HEADS = POSITIVE.up_to(65_535, "the limit of a CUDA grid")
+_STAGES = POSITIVE.up_to(10_000, "the maximum of model.num_layers")
 _GIB = ABOVE_ZERO.up_to(2**20, "1 PiB")
 _EPSILON = ABOVE_ZERO.up_to(1, "more would outweigh the values that it protects from 0")
 _RATIO = ABOVE_ZERO.up_to(10**6, "float32 would round the smaller terms away")
@@ -48,6 +49,7 @@ MOST_CHUNKS_PER_WORKER = 32  # of auto; more would cut a shard into small pieces
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 EXCHANGES = ("auto", *EXCHANGE_TRAITS, *HEAD_SHARING)
+PIPELINE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved")
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
 MEMORIES = ("manual", "auto")
@@ -165,12 +167,22 @@ class TopologyConfig:
         predicts: a name in conf/cluster, or the path of such a YAML file; auto = one host of H200s
     workers: number of workers; auto = all GPUs of the job, or 2 on a CPU
     context_parallel: number of workers that share one sequence; auto = all workers, divided by
-        tensor_parallel
+        tensor_parallel and pipeline_parallel
     tensor_parallel: number of workers that share each layer's heads and MLP (tensor parallelism
         with sequence parallelism); must divide model.num_heads, model.num_kv_heads,
         model.intermediate_size and the workers of a node
     tensor_chunks: tensor_parallel: number of chunks of tokens in which a layer computes its part
         after attention; the messages of a chunk overlap with other chunks; auto = up to 4, by size
+    pipeline_parallel: number of stages, which hold different layers (pipeline parallelism);
+        micro-batches of a step pass through the stages one after another
+    schedule: pipeline_parallel: order of forward and backward passes; gpipe = all forward passes
+        first; 1f1b = forward and backward passes in turn; interleaved = as 1f1b, with several
+        virtual stages per worker; auto = interleaved with virtual_stages above 1, else 1f1b
+    virtual_stages: pipeline_parallel: number of separate parts of the model that each stage holds
+        (schedule=interleaved); more parts idle less and send more messages
+    stage_layers: pipeline_parallel: number of layers of each stage, such as [9,9,9,8]; with
+        virtual_stages, of each virtual stage in the order of the layers; auto = by the cost of the
+        layers and of the LM head
     gpu_memory_gib: memory of each GPU in GiB, for plans and train.memory=auto; auto = read from the
         GPU, or an H200's if there is no GPU
     host_memory_gib: host memory per GPU in GiB, for plans and train.memory=auto; auto = an equal
@@ -207,6 +219,12 @@ class TopologyConfig:
     context_parallel: int | str = option(_WORKERS)
     tensor_parallel: int = option(_WORKERS)
     tensor_chunks: int | str = option(_HEADS)
+    pipeline_parallel: int = option(_WORKERS)
+    schedule: str = option(PIPELINE_SCHEDULES)
+    virtual_stages: int = option(_STAGES)
+    stage_layers: tuple[int, ...] | str = option(
+        expected="auto, or a list of whole numbers such as [9,9,9,8]"
+    )
     gpu_memory_gib: float | str = option(_GIB)
     host_memory_gib: float | str = option(_GIB)
     gpus_per_node: int | str = option(_WORKERS)
@@ -243,7 +261,8 @@ class TopologyConfig:
         """Number of workers of a context group; ``auto`` if it depends on the machine."""
         if isinstance(self.context_parallel, int) or not isinstance(self.workers, int):
             return self.context_parallel
-        return max(1, self.workers // max(1, self.tensor_parallel))
+        sharing = max(1, self.tensor_parallel) * max(1, self.pipeline_parallel)
+        return max(1, self.workers // sharing)
 
     @property
     def chunk(self) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import gcd
+from typing import Any
 
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config, ConfigError
@@ -30,7 +31,17 @@ def problems(config: Config) -> Iterator[str]:
         common = gcd(*sizes.values())
         allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         yield f"{given}: must divide {', '.join(first)} and {last}; allowed: {allowed}"
-    for key, off in NEED_WHOLE_LAYERS.items():
+    yield from unsupported(config, given, NEED_WHOLE_LAYERS)
+
+
+def unsupported(config: Config, given: str, turned_off: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each setting that a kind of parallelism does not support.
+
+    Args:
+        given: key and value of its degree.
+        turned_off: the settings, with the value that turns each of them off.
+    """
+    for key, off in turned_off.items():
         group, _, name = key.partition(".")
         value = getattr(getattr(config, group), name)
         if value != off:
@@ -43,9 +54,18 @@ def require_whole_layers(config: Config, command: str) -> None:
     Args:
         command: the command, such as ``mtrain simulate``.
     """
-    degree = config.topology.tensor_parallel
-    if degree > 1:
+    refuse(config, "tensor_parallel", command)
+
+
+def refuse(config: Config, degree: str, command: str) -> None:
+    """Raise ConfigError if a degree of parallelism that a command does not support is above 1.
+
+    Args:
+        degree: name of its key in ``topology``.
+        command: the command, such as ``mtrain simulate``.
+    """
+    if (value := getattr(config.topology, degree)) > 1:
         raise ConfigError(
-            f"topology.tensor_parallel={degree}: only `mtrain train` supports it, not `{command}`; "
+            f"topology.{degree}={value}: only `mtrain train` supports it, not `{command}`; "
             "leave this setting out"
         )

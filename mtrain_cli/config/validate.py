@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config import keys, tensor_parallel
+from mtrain_cli.config import keys, pipeline_parallel, tensor_parallel
 from mtrain_cli.config.cluster import file_of
 from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
@@ -52,6 +52,7 @@ def problems(config: Config) -> list[str]:
         *_model(config.model),
         *_topology(config.topology),
         *tensor_parallel.problems(config),
+        *pipeline_parallel.problems(config),
         *_blocks(config),
         *_balanced_chunk(config),
         *(config.sparsity.problems(config.seq) if _is_complete(config.sparsity) else ()),
@@ -255,10 +256,16 @@ def _is_complete(settings: PatternSettings) -> bool:
 
 
 def _mixed_layers(config: Config) -> Iterator[str]:
-    every, layers = config.mask.full_every, config.model.num_layers
-    if not every:
+    mask, layers = config.mask, config.model.num_layers
+    every, first = mask.full_every or 0, mask.full_first or 0
+    if layers < 1 or not mask.is_mixed:
         return
-    if every > layers >= 1:
+    if first and all(map(mask.is_full, range(layers))):
+        yield (
+            f"mask.full_first={first}: leaves no layer of model.num_layers={layers} with the "
+            f"window; give fewer, or mask=causal"
+        )
+    if every > layers:
         yield (
             f"mask.full_every={every}: exceeds model.num_layers={layers}, so no layer would be "
             f"full; allowed: 0 and 2 to {layers}"
@@ -271,12 +278,13 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
     line = f"train.global_batch={train.global_batch}: must be a multiple of"
     micro_batch = f"train.micro_batch={train.micro_batch}"
     workers, context = topology.workers, topology.context_parallel
+    sharing = topology.tensor_parallel * topology.pipeline_parallel
     if train.global_batch % train.micro_batch:
         yield f"{line} {micro_batch}"
     elif not isinstance(workers, int) or not isinstance(context, int) or context < 1:
         return
-    elif workers >= 1 and workers % (context * topology.tensor_parallel) == 0:
-        groups = workers // (context * topology.tensor_parallel)
+    elif workers >= 1 and workers % (context * sharing) == 0:
+        groups = workers // (context * sharing)
         if train.global_batch % (groups * train.micro_batch):
             yield (
                 f"{line} {groups * train.micro_batch}: {micro_batch} for each of the {groups} "

@@ -75,6 +75,9 @@ def describe(engine: Engine) -> list[str]:
     pattern = "dense"
     if choices.pattern is not None:
         pattern = f"{display_name(choices.pattern)} ({choices.pattern.describe()})"
+    mask = engine.config.mask
+    if mask.kind != "causal":
+        pattern += f" under {mask.describe()}"
     dtype = str(choices.dtype).removeprefix("torch.")
     new = f"dense over the whole cache, kernel {engine.decode_kernel}"
     return [

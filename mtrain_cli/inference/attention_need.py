@@ -85,6 +85,7 @@ class AttentionNeed:
             return AttentionBytes(0, _BY_INDEX * call)
         # Under a causal mask, a group of rows has a mask up to its last key. Other layers reuse the
         # masks if they are small together.
-        whole = queries * 4 * (keys + ROWS_PER_CALL) // 2
+        later = self.config.mask.shows_later_keys
+        whole = queries * 4 * (2 * keys if later else keys + ROWS_PER_CALL) // 2
         call = min(max(MASK_BYTES, _LEAST_ROWS * 4 * keys), whole)
         return AttentionBytes(min(CACHED_MASK_BYTES, whole), _DENSE * call)

@@ -147,6 +147,13 @@ class Engine:
             )
         return self._groups[key]
 
+    def _config_for(self, tokens: int) -> Config:
+        """Return the configuration for a prompt of ``tokens``, which are at most a whole prefix."""
+        mask = self.config.mask
+        if mask.prefix is not None:
+            mask = replace(mask, prefix=min(mask.prefix, tokens))
+        return replace(self.config, seq=tokens, mask=mask)
+
     def _batch(
         self,
         ids: Sequence[int],
@@ -157,10 +164,11 @@ class Engine:
 
         documents: int32 [tokens], to keep the tokens of each document apart; None for one document.
         """
-        choices = resolve_run(replace(self.config, seq=len(ids)), self.environment)
+        config = self._config_for(len(ids))
+        choices = resolve_run(config, self.environment)
         group = self._context_group(choices.exchange)
         exchange = make_chosen_exchange(choices.exchange, choices.layout, group)
-        rule = MaskRule.of(self.config)
+        rule = MaskRule.of(config)
         make = BatchMaker(
             exchange,
             choices.kernel,
@@ -226,7 +234,7 @@ class Engine:
 
     def held(self, ids: Sequence[int]) -> int:
         """Return how many tokens of a prompt this worker holds. They come before its padding."""
-        layout = resolve_run(replace(self.config, seq=len(ids)), self.environment).layout
+        layout = resolve_run(self._config_for(len(ids)), self.environment).layout
         return int((layout.positions(self.group.rank) < len(ids)).sum())
 
     def token_losses(self, ids: Sequence[int], documents: np.ndarray | None = None) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_bytes
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MOST_TOGETHER = 8  # prompts whose tokens are generated together
+_WHOLE_CACHE = ("causal", "prefix_lm")  # masks under which new tokens see all earlier tokens
 _USABLE = 0.92  # share of the memory that tensors may take; the rest is for libraries
 _SCORE_BYTES = 8  # of a logit, in float64
 
@@ -33,8 +35,8 @@ def require_prompts(
         beyond: allow positions for which the model was not trained.
 
     Raises:
-        ConfigError: a prompt is empty, has an id outside the vocabulary or is too long, or the
-            model's mask hides earlier tokens.
+        ConfigError: a prompt is empty, has an id outside the vocabulary or is too long, or new
+            tokens do not see the whole cache under the model's mask.
     """
     vocabulary, most = source.config.model.vocab_size, source.max_position
     problems = []
@@ -57,20 +59,43 @@ def require_prompts(
             )
     if problems:
         raise ConfigError(*problems)
-    _require_causal(source.config, max(len(ids) for ids in prompts) + max_new)
+    _require_whole_cache(source.config.mask, max(len(ids) for ids in prompts) + max_new)
 
 
-def _require_causal(config: Config, tokens: int) -> None:
-    window = config.mask.plain_window
-    if config.mask.kind == "causal" or (window is not None and window >= tokens):
+def _require_whole_cache(mask: MaskConfig, tokens: int) -> None:
+    """Raise ConfigError unless a query after the prompt sees all earlier keys, and no later ones.
+
+    Under a prefix-LM, this is so for all queries after the prefix.
+    """
+    window = mask.window if mask.kind == "sliding_window" else None
+    assert not isinstance(window, tuple)
+    if mask.kind in _WHOLE_CACHE or (window is not None and window >= tokens):
         return
-    problem = f"mask {config.mask.describe()}: a new token sees the whole cache"
+    problem = f"mask {mask.describe()}: a new token sees the whole cache"
     if window is not None:
         raise ConfigError(
             f"{problem}, but this model's window ends after {window:,} tokens. Give prompts that, "
             f"with --max-new, have at most {window:,} tokens"
         )
-    raise ConfigError(f"{problem}, but this model's mask hides earlier tokens or shows later ones")
+    fact = "sees later tokens, too" if mask.shows_later_keys else "does not see all earlier tokens"
+    raise ConfigError(
+        f"{problem}, but under this model's mask a token {fact}. Generate with a run that has "
+        f"mask={', '.join(_WHOLE_CACHE)} or sliding_window"
+    )
+
+
+def require_hidden_labels(config: Config, what: str) -> None:
+    """Raise ConfigError if the losses of a text say nothing, because queries see later tokens.
+
+    Args:
+        what: what needs the losses, for the message.
+    """
+    if config.mask.shows_later_keys:
+        raise ConfigError(
+            f"mask {config.mask.describe()}: {what} needs the loss of each token, but under this "
+            "mask the model sees tokens that it predicts. Give a model with mask=causal or another "
+            "mask without later tokens"
+        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.mask_settings import CAUSAL
 from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.tensor_parallel import require_whole_layers
 from mtrain_cli.launch.job import current_job
@@ -95,6 +96,7 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
         path = _find_run(path)
         config = _config_of_run(run_of(path), overrides)
     require_whole_layers(config, "mtrain generate` or `mtrain eval")
+    require_whole_model(config, "mtrain generate` or `mtrain eval")
     if PATTERNS[config.sparsity.pattern].synthetic:
         others = ", ".join(name for name, found in PATTERNS.items() if not found.synthetic)
         raise ConfigError(
@@ -130,12 +132,19 @@ def _find_run(path: Path) -> Path:
 def _config_of_run(run: Path, overrides: Sequence[str]) -> Config:
     """Return the configuration of a run, with the overrides instead of its topology."""
     saved, defaults = resolved_file.load(run / RESOLVED), compose.compose(_defaults())
+    # A model needs neither the optimizer nor the folders of its run, which may be gone, and the run
+    # used memory and arithmetic for its own devices.
     train = dataclasses.replace(
-        saved.train, kernel="auto", dtype="auto", compile=False, global_batch=1, micro_batch=1
+        defaults.train, tile_mib=saved.train.tile_mib, loss_chunk_mib=saved.train.loss_chunk_mib
     )
-    base = dataclasses.replace(saved, topology=defaults.topology, train=train)
-    # The data of the run may be gone. Generation does not need them.
-    base = dataclasses.replace(base, data=defaults.data)
+    base = dataclasses.replace(
+        saved,
+        topology=defaults.topology,
+        train=train,
+        optim=defaults.optim,
+        profile=defaults.profile,
+        data=defaults.data,
+    )
     changed = compose.resume(base, overrides)
     return dataclasses.replace(changed, data=saved.data)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtrain_cli.config.pipeline_parallel import uneven_rounds
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig, TrainConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.validate import number_of_chunks
@@ -96,6 +97,7 @@ def resolve_environment(
         problems.extend(_wrong_batch(config.train, dims))
     if not problems:
         problems.extend(number_of_chunks(config, dims.cp))
+        problems.extend(uneven_rounds(config, dims.dp))
     if problems:
         raise ConfigError(*problems)
     return Environment(
@@ -142,11 +144,19 @@ def _parallel_dims(
             f"node. Use one of {_divisors(per_node)}."
         )
         tp = 1
+    pp, groups = topology.pipeline_parallel, workers // tp
     unit = "workers" if tp == 1 else f"tensor groups (topology.tensor_parallel={tp})"
-    key, groups = "topology.context_parallel", workers // tp
+    if groups % pp:
+        problems.append(
+            f"topology.pipeline_parallel={pp}: must divide the {groups} {unit}. Use one of "
+            f"{_divisors(groups)}."
+        )
+        pp = 1
+    key, groups = "topology.context_parallel", groups // pp
+    unit += f" of a stage (topology.pipeline_parallel={pp})" * (pp > 1)
     cp = _parse_divisor(key, topology.context_parallel, groups, groups, problems, unit)
     problems.extend(_split_nodes(groups, cp, per_node // tp))
-    return ParallelDims.of(workers, cp=cp, tp=tp)
+    return ParallelDims.of(workers, pp=pp, cp=cp, tp=tp)
 
 
 def _wrong_batch(train: TrainConfig, dims: ParallelDims) -> Iterator[str]:
@@ -154,6 +164,7 @@ def _wrong_batch(train: TrainConfig, dims: ParallelDims) -> Iterator[str]:
     per_pass = dims.dp * train.micro_batch
     if train.global_batch % per_pass:
         tensor = f" / tensor_parallel={dims.tp}" if dims.tp > 1 else ""
+        tensor += f" / pipeline_parallel={dims.pp}" if dims.pp > 1 else ""
         yield (
             f"train.global_batch={train.global_batch}: must be a multiple of {per_pass} = "
             f"{dims.dp} context groups (topology.workers={dims.workers} / "

@@ -11,17 +11,20 @@ class ParallelDims:
     """The degree of each dimension. The product of the degrees is the number of workers.
 
     Ranks are row-major in the order of the fields:
-    ``rank = (dp_coordinate * cp + cp_coordinate) * tp + tp_coordinate``.
+    ``rank = ((pp_coordinate * dp + dp_coordinate) * cp + cp_coordinate) * tp + tp_coordinate``.
 
-    Parameters are sharded over all dimensions. Tensor parallelism cuts the matrices of the layers
-    into ``tp`` parts, and FSDP shards each part over ``dp`` and ``cp``.
+    Parameters are sharded over all dimensions. A pipeline stage holds some of the layers. Tensor
+    parallelism cuts their matrices into ``tp`` parts, and FSDP shards each part over ``dp`` and
+    ``cp``.
 
+    pp: pipeline-parallel degree: the number of stages, each with its own layers.
     dp: data-parallel degree: the number of context groups. Groups train on different sequences.
     cp: context-parallel degree: the number of workers of a context group, which share each
         sequence.
     tp: tensor-parallel degree: the number of workers that share each layer's heads and MLP.
     """
 
+    pp: int = field(default=1, metadata={"name": "pipeline"})
     dp: int = field(default=1, metadata={"name": "data"})
     cp: int = field(default=1, metadata={"name": "context"})
     tp: int = field(default=1, metadata={"name": "tensor"})
@@ -67,8 +70,8 @@ class ParallelDims:
         return sorted({self.group(dim, rank) for rank in range(self.workers)})
 
     def __str__(self) -> str:
-        """Return the degrees, such as ``2 data x 4 context``. ``tp`` appears only above 1."""
-        shown = [f for f in fields(self) if f.name != "tp" or self.tp > 1]
+        """Return the degrees, such as ``2 data x 4 context``. ``pp`` and ``tp`` only above 1."""
+        shown = [f for f in fields(self) if f.name in ("dp", "cp") or getattr(self, f.name) > 1]
         return " x ".join(f"{getattr(self, f.name)} {f.metadata['name']}" for f in shown)
 
     def _stride(self, dim: str) -> int:

@@ -208,21 +208,28 @@ class Decoder(nn.Module):
                 tensor to bfloat16, unless its mixed-precision policy has
                 ``cast_forward_inputs=False``.
         """
-        x_NC = self.hidden(tokens_BN, positions_BN, attend).flatten(0, 1)
+        return self.loss_of(self.hidden(tokens_BN, positions_BN, attend), labels_BN, loss_scale)
+
+    def loss_of(self, x_BNC: Tensor, labels_BN: Tensor, loss_scale: float | Tensor) -> Tensor:
+        """Return the result of `forward` from hidden states, the result of `hidden`."""
         total, loss = with_z_loss(
-            x_NC, self._head_weight(), labels_BN.flatten(), loss_scale, self.loss
+            x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), loss_scale, self.loss
         )
         return loss + (total - total.detach()) if self.loss.z_loss else total
 
     def hidden(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
         """Return the hidden states after the last layer and the final norm, ``[B, N, C]``."""
-        if self.inverse_frequencies_F.device != positions_BN.device:
-            self.inverse_frequencies_F = self.inverse_frequencies_F.to(positions_BN.device)
-        rope = rotation(positions_BN, self.inverse_frequencies_F, self.attention_factor)
+        rope = self.rotation(positions_BN)
         x_BNC = self.embed_tokens(tokens_BN)
         for layer in self.layers:
             x_BNC = layer(x_BNC, rope, attend)
         return self.norm(x_BNC)
+
+    def rotation(self, positions_BN: Tensor) -> Rotation:
+        """Return the rotary angles of the positions."""
+        if self.inverse_frequencies_F.device != positions_BN.device:
+            self.inverse_frequencies_F = self.inverse_frequencies_F.to(positions_BN.device)
+        return rotation(positions_BN, self.inverse_frequencies_F, self.attention_factor)
 
     def token_losses(
         self,
@@ -241,13 +248,19 @@ class Decoder(nn.Module):
         """
         with torch.no_grad():
             x_BNC = self.hidden(tokens_BN, positions_BN, attend)
-            losses_N = token_losses(
-                x_BNC.flatten(0, 1),
-                self._head_weight(),
-                labels_BN.flatten(),
-                self.loss.chunk_bytes,
-                None if is_greedy_BN is None else is_greedy_BN.view(-1),
-            )
+            return self.token_losses_of(x_BNC, labels_BN, is_greedy_BN)
+
+    def token_losses_of(
+        self, x_BNC: Tensor, labels_BN: Tensor, is_greedy_BN: Tensor | None = None
+    ) -> Tensor:
+        """Return the result of `token_losses` from hidden states, the result of `hidden`."""
+        losses_N = token_losses(
+            x_BNC.flatten(0, 1),
+            self._head_weight(),
+            labels_BN.flatten(),
+            self.loss.chunk_bytes,
+            None if is_greedy_BN is None else is_greedy_BN.view(-1),
+        )
         return losses_N.view(labels_BN.shape)
 
     def logits(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents, keys
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.mask_settings import CAUSAL, FULL_LAYERS, MaskConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
 from mtrain_cli.config.sizes import with_count
 
@@ -286,7 +286,7 @@ def read_mask(folder: Path) -> MaskConfig | None:
 
     Raises:
         ConfigError: config.json is missing or invalid, or has a window in layers that
-            `mask.full_every` cannot describe.
+            `mask.full_every` and `mask.full_first` cannot describe.
     """
     path = folder / "config.json"
     fields = _ConfigFields(path, read_json(path))
@@ -297,7 +297,7 @@ def read_mask(folder: Path) -> MaskConfig | None:
 
 
 def _window(fields: _ConfigFields, family: str) -> MaskConfig | None:
-    """Return the mask of the layers. Record a problem if `mask.full_every` cannot describe them."""
+    """Return the mask of the layers. Record a problem if no `MaskConfig` describes them."""
     kinds = fields.raw.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else None
     other = next((kind for kind in kinds or () if kind not in _LAYER_TYPES), None)
@@ -324,11 +324,14 @@ def _window(fields: _ConfigFields, family: str) -> MaskConfig | None:
             )
     if window is None or not any(of_layers):
         return None
-    mask = MaskConfig.sliding(window, 0 if all(of_layers) else of_layers.index(False) + 1)
+    first = of_layers.index(True)
+    every = 0 if first or all(of_layers) else of_layers.index(False) + 1
+    mask = MaskConfig.sliding(window, full_every=every, full_first=first)
     if of_layers != [not mask.is_full(layer) for layer in range(len(of_layers))]:
         fields.problem(
             f"sliding_window={window}: is the window of {sum(of_layers)} of {len(of_layers)} "
-            "layers; mtrain gives all layers the window, or all but every n-th (mask.full_every)"
+            "layers; mtrain gives the window to all layers, to all but every n-th "
+            "(mask.full_every), or to all but the first n (mask.full_first)"
         )
     return mask
 
@@ -400,11 +403,12 @@ def _window_keys(model: ModelConfig, mask: MaskConfig) -> dict[str, Any]:
     """
     window = mask.plain_window
     if model.family == "mistral":  # without this key, transformers would assume 4096 tokens
-        if mask.full_every:
-            raise ConfigError(
-                f"mask.full_every={mask.full_every}: all layers of a mistral model of transformers "
-                "are alike. Use model.family=qwen2 or qwen3."
-            )
+        for name in FULL_LAYERS:
+            if number := getattr(mask, name):
+                raise ConfigError(
+                    f"mask.{name}={number}: all layers of a mistral model of transformers are "
+                    "alike. Use model.family=qwen2 or qwen3."
+                )
         return {"sliding_window": window}
     if model.family == "llama":
         if window is not None:
@@ -418,7 +422,7 @@ def _window_keys(model: ModelConfig, mask: MaskConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": True,
         "sliding_window": window,
-        "max_window_layers": 0,
+        "max_window_layers": mask.full_first or 0,
         "layer_types": [
             _FULL if mask.is_full(layer) else _SLIDING for layer in range(model.num_layers)
         ],

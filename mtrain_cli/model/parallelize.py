@@ -22,6 +22,7 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.layer_execution import ExecutedLayer, LayerExecution
 from mtrain_cli.model.layer_parts import cut_layers
 from mtrain_cli.model.loss import LossOptions
+from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.fsdp import shard_parameters
@@ -72,6 +73,8 @@ def parallelize(
     )
     # Evaluation calls this method instead of `forward`. FSDP must gather weights for it, too.
     register_fsdp_forward_method(decoder, "token_losses")
+    if isinstance(decoder, StageDecoder):
+        register_fsdp_forward_method(decoder, "run_stage")
     return decoder
 
 
@@ -111,9 +114,10 @@ def execute_layers(
         keep_mlp: value of ``train.keep_mlp``, which selects layers, counted from the last. The
             selected layers also keep the results of their matrix products for the backward pass.
     """
-    layers = len(decoder.layers)
+    layers = decoder.model_config.num_layers
     first_kept = layers - layers_with_products(keep_mlp, layers)
-    for index, layer in enumerate(decoder.layers):
+    for layer in decoder.layers:
         # As FSDP2 does, change the class and not the module: parameters keep their names.
         layer.__class__ = ExecutedLayer
-        layer.execution = replace(execution, keep_products=index >= first_kept)  # type: ignore
+        keep_products = layer.index >= first_kept  # type: ignore
+        layer.execution = replace(execution, keep_products=keep_products)  # type: ignore

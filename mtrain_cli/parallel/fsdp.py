@@ -13,7 +13,7 @@ so all three modes write the same checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,9 @@ def shard_parameters(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def begin_micro_batch(decoder: nn.Module, shard: str, *, last: bool) -> None:
+def begin_micro_batch(
+    decoder: nn.Module, shard: str, *, last: bool, layers: Iterable[int] | None = None
+) -> None:
     """Set whether the next backward pass frees gathered weights and reduces gradients.
 
     Under ``full`` every backward pass frees weights and reduces gradients. Under ``gradients``
@@ -73,12 +75,19 @@ def begin_micro_batch(decoder: nn.Module, shard: str, *, last: bool) -> None:
     ``optimizer`` only the last micro-batch's pass does either.
 
     last: whether this is the last micro-batch of the optimizer step.
+    layers: numbers of the layers to which this applies. None applies to the whole decoder, an empty
+        iterable to the weights outside the layers.
     """
     if shard == "full" or not isinstance(decoder, FSDPModule):
         return
-    decoder.set_reshard_after_backward(last)
-    if shard == "optimizer":
-        decoder.set_requires_gradient_sync(last)
+    units: list[nn.Module] = [decoder]
+    if layers is not None:
+        units = [decoder.layers.get_submodule(str(n)) for n in layers] or units  # type: ignore
+    for unit in units:
+        assert isinstance(unit, FSDPModule)
+        unit.set_reshard_after_backward(last, recurse=layers is None)
+        if shard == "optimizer":
+            unit.set_requires_gradient_sync(last, recurse=layers is None)
 
 
 def reshard(decoder: nn.Module) -> None:

@@ -165,14 +165,17 @@ def _channels(
     }
 
 
-SHARD, TENSOR = "shard", "tensor"  # dimensions of the parameter mesh
+STAGE, SHARD, TENSOR = "stage", "shard", "tensor"  # dimensions of the parameter mesh
 
 
 def make_parameter_mesh(dims: ParallelDims, device: str) -> DeviceMesh:
-    """Make the mesh over all ranks that shards parameters, gradients and optimizer states.
+    """Make the mesh over the ranks of a stage that shards parameters, gradients and states.
 
-    The mesh is flat without tensor parallelism, else [dp * cp, tp].
+    The mesh is flat without tensor parallelism, else [dp * cp, tp]. Without pipeline parallelism,
+    all ranks are one stage.
     """
-    if dims.tp == 1:
-        return init_device_mesh(device, (dims.workers,), mesh_dim_names=(SHARD,))
-    return init_device_mesh(device, (dims.dp * dims.cp, dims.tp), mesh_dim_names=(SHARD, TENSOR))
+    sizes = {STAGE: dims.pp, SHARD: dims.dp * dims.cp, TENSOR: dims.tp}
+    cut = [name for name in (STAGE, TENSOR) if sizes[name] > 1]
+    names = tuple(name for name in sizes if name == SHARD or name in cut)
+    mesh = init_device_mesh(device, tuple(sizes[name] for name in names), mesh_dim_names=names)
+    return mesh if STAGE not in cut else mesh[names[1:]]

@@ -100,7 +100,9 @@ def _mask(source: ReportSource) -> str:
     rows = mask_rows(config)
     if not rows:
         return ""
-    picture = mask_svg.inline(MaskRule.of(config).undivided(config.seq, config.seq), _MASK_SIDE)
+    picture = ""
+    if config.data.mask_key is None:  # the masks of the data differ from sequence to sequence
+        picture = mask_svg.inline(MaskRule.of(config).undivided(config.seq, config.seq), _MASK_SIDE)
     return f"<h3>Mask</h3>{elements.definition_list(rows)}{picture}"
 
 

@@ -71,6 +71,7 @@ class AttentionWorkload:
     model: name of the model, for files.
     full: the layers with other masks than ``masks``; None if all layers are alike. For dense
         attention.
+    remark: where the masks come from, for the user; "" if they follow from the settings.
     """
 
     made: RecordedSetup
@@ -82,6 +83,19 @@ class AttentionWorkload:
     estimated: bool = True
     model: str = ""
     full: FullLayers | None = None
+    remark: str = ""
+
+    def part(self, i: int, n: int) -> AttentionWorkload:
+        """Return the attention of the i-th of n equal parts of the heads."""
+        if n == 1:
+            return self
+
+        def index(layer: int) -> Index | None:
+            whole = self.index(layer)
+            return None if whole is None else whole.part(i, n)
+
+        made = replace(self.made, heads=self.made.heads // n, kv_heads=self.made.kv_heads // n)
+        return replace(self, made=made, index=index)
 
     @property
     def kinds(self) -> list[tuple[tuple[SequenceMask, ...], list[int]]]:
@@ -242,6 +256,8 @@ def predict(
         players.append((player, numbers))
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
     remarks = [*kernels.remarks, *_uncertain(cluster), *_index_remarks(cluster, problem, first)]
+    if problem.remark:
+        remarks.append(problem.remark)
     if rows and not fits:
         remarks.append(
             f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case"

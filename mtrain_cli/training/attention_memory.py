@@ -95,7 +95,7 @@ class AttentionMemory:
         rectangles = whole and not documents and mask.kind in ("causal", "full")
         if self.kernel != "flash4" or self.index is not None or rectangles:
             return 0
-        kinds = (replace(mask, full_every=0), CAUSAL) if mask.full_every else (mask,)
+        kinds = (mask.of_window_layers, CAUSAL) if mask.is_mixed else (mask,)
         seen: int | Fraction = layout.padded_seq
         if self.sizes.casts:
             own = layout.tokens_per_worker * heads
@@ -149,7 +149,7 @@ def shard_sizes(
             exchange.options(layout.workers),
             layout,
             config.sparsity.block,
-            CAUSAL if config.mask.full_every else config.mask,
+            CAUSAL if config.mask.is_mixed else config.mask,
             config.data.document_mask,
         ),
     )

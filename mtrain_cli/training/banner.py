@@ -43,6 +43,7 @@ def banner(
         ("layout", dry_run.describe_layout(plan)),
         *dry_run.exchange_rows(plan),
         *dry_run.tensor_rows(plan),
+        *dry_run.pipeline_rows(plan),
         *dry_run.mask_rows(config),
         ("sparsity", dry_run.describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
@@ -66,6 +67,8 @@ def _memory(plan: RunPlan) -> str:
     total, capacity = plan.memory.total, plan.capacity
     share = f", {total / capacity:.0%} of {size(capacity)}" if capacity else ""
     text = f"estimated peak {size(total)} {'' if capacity else 'of tensors '}per worker{share}"
+    if plan.config.data.mask_key is not None:
+        text += ", for causal documents"
     return f"{text}; plus {size(plan.memory.host)} of host memory" if plan.memory.host else text
 
 

@@ -56,7 +56,8 @@ class HostBatch:
     earlier: int64 [batch, tokens of this worker]: number of earlier tokens in each token's context,
         that is its document or the sequence (`MaskRule.starts`).
     plan: what this worker's attention computes.
-    full_plan: the same for the layers that `mask.full_every` selects; None if all layers are alike.
+    full_plan: the same for the layers that see all earlier tokens instead of a window; None if all
+        layers are alike.
     valid: number of labels that count toward the loss, in the whole sequences.
     maker: the `BatchMaker` that made this batch.
     """
@@ -78,8 +79,8 @@ class Batch:
     tokens, positions, labels: int64 [batch, tokens of this worker], in layout order. The positions
         are for the rotary embedding. With tensor parallelism, tokens and labels are [1, own tokens]
         (`TensorGroup.own`), and positions has the tokens of all workers of the tensor group.
-    attend: attention over the whole sequences, shared by all layers, or by all that
-        `mask.full_every` does not select.
+    attend: attention over the whole sequences, shared by all layers, or by all with
+        a sliding window if others see all earlier tokens.
     mixed: attention of all layers if they have different masks; None if they are alike.
     valid: number of labels that count toward the loss, in the whole sequences.
     """
@@ -187,7 +188,7 @@ class BatchMaker:
         self.layers = layers
         self.full: BatchMaker | None = None
         self.kind = ""
-        if mask.mask.full_every:
+        if mask.mask.is_mixed:
             self.kind = "window"
             self.full = BatchMaker(
                 exchange,

@@ -211,11 +211,13 @@ class Checkpointer:
             tensors = self._tensors(state)
             if manifest.workers != self._workers:
                 tensors.pop("rng", None)
-            extra = self._on_all_ranks(lambda: _read(folder, tensors))[0]
+            foreign = self._on_all_ranks(lambda: _read(folder, tensors))
         except _Failed as error:
             return str(error)
+        # With pipeline parallelism, each rank has a part of the model.
+        extra = [name for name in foreign[0] if all(name in names for names in foreign)]
         if extra and "model" in state:
-            return f"holds {extra}, which this model does not have"
+            return f"holds {extra[0]}, which this model does not have"
         if "trainer" in state:
             state["trainer"] = dict(manifest.trainer)
         return None
@@ -401,12 +403,11 @@ class _CheckpointWriter(dcp.FileSystemWriter):
 
 def _read(
     folder: Path, tensors: dict[str, Any], reader: CheckpointReader | None = None
-) -> str | None:
+) -> list[str]:
     """Fill this rank's part of `tensors` from a checkpoint.
 
-    Return the name of a model tensor that the checkpoint holds but `tensors` lacks, or None if no
-    such tensor exists. Every rank reads on its own, because ranks exchange pickles in DCP's
-    collective load.
+    Return the names of model tensors that the checkpoint holds but `tensors` lacks. Every rank
+    reads on its own, because ranks exchange pickles in DCP's collective load.
 
     Raises:
         ForeignFileError: a file holds data that DCP does not write.
@@ -421,7 +422,7 @@ def _read(
             raise
         raise min(error.failures.items())[1][0] from error
     stored = checkpoint_files.tensors_of(reader.metadata, "model.")
-    return next((name for name in stored if name not in planner.state_dict), None)
+    return [name for name in stored if name not in planner.state_dict]
 
 
 def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tensor]:

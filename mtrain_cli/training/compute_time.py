@@ -11,7 +11,7 @@ the host never waits for the GPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,15 +35,18 @@ class ComputeTimer(Callback):
 
     seconds = 0.0
 
-    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(
+        self, layers: Mapping[int, nn.Module], device: torch.device, most: int = LAYERS
+    ) -> None:
         """Add a forward hook to each timed layer.
 
-        layers: all decoder layers, already sharded by FSDP. The timer's hooks then run after those
-            of FSDP, so the times exclude FSDP's communication.
+        layers: this worker's decoder layers by number, already sharded by FSDP. The timer's hooks
+            then run after those of FSDP, so the times exclude FSDP's communication.
+        most: number of layers of the worker with the fewest. All workers time as many.
         """
         self._cuda = device.type == "cuda"
-        count = min(LAYERS, len(layers))
-        self._chosen = sorted({len(layers) * n // count for n in range(count)})
+        count, numbers = min(LAYERS, len(layers), most), list(layers)
+        self._chosen = sorted({numbers[len(layers) * n // count] for n in range(count)})
         self._attention_ended: dict[int, Any] = {}
         self._durations: dict[int, float | tuple[Any, Any]] = {}
         self._events = {n: (_event(), _event()) for n in self._chosen} if self._cuda else {}

@@ -20,13 +20,16 @@ from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.cast_rows import too_many_to_count
+from mtrain_cli.parallel.layout import Balanced
 from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.traffic import count_traffic
 from mtrain_cli.sparsity.pattern import display_name
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
 from mtrain_cli.training import initial_weights, run_plan
+from mtrain_cli.training.first_masks import FirstMasks
 from mtrain_cli.training.flops import causal_pairs, peak_flops
+from mtrain_cli.training.layout_choice import layout_advice, make_balancer
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import duration, longest_seq, refusal, search
 from mtrain_cli.training.resolution import compiles
@@ -47,8 +50,6 @@ DOCUMENTS = {
     False: "attention crosses documents (data.document_mask=false)",
 }
 FEW_LABELS = 0.1  # share of the labels below which a plan warns
-# What plans and predictions assume with data.mask_key.
-CAUSAL_DOCUMENTS = "a plan does not read the masks of the data and assumes causal documents"
 USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan shows
 
 
@@ -80,16 +81,18 @@ def render(plan: RunPlan) -> RenderableType:
         ("", f"{count(plan.parameters.embedding)} in the embedding{tied}"),
         ("positions", describe_rope(plan)),
         *weights_rows(config),
-        ("per token", f"{per_token} ({config.mask.kind}, whole sequence)"),
+        ("per token", f"{per_token} ({_which_pairs(plan)})"),
         ("", f"{flop(plan.flops.executed)} executed{sparse_note}; {recomputation}"),
         ("step", describe_step(plan)),
         ("", describe_time(plan)),
-        ("documents", DOCUMENTS[config.data.document_mask]),
+        ("documents", _documents(plan)),
         ("workers", describe_workers(plan)),
         ("layout", describe_layout(plan)),
-        *exchange_rows(plan),
+        *_layout_advice(plan),
+        *exchange_rows(plan, read_data=True),
         *tensor_rows(plan),
-        *mask_rows(config),
+        *pipeline_rows(plan),
+        *mask_rows(config, plan.data_masks),
         ("sparsity", describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
         *kernel_rows(plan),
@@ -192,21 +195,69 @@ def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
     return [("tensor", f"a worker computes {heads} and {width}"), ("", f"forward {cost}")]
 
 
-def exchange_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return a row on the exchange and, for a group cast, a row on the keys that it moves."""
+def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return rows on pipeline parallelism: the stages, and what their messages cost."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return []
+    message, step = size(pipeline.hidden), size(pipeline.received)
+    moved = f"a message has {message} of hidden states; a stage between others receives {step}"
+    return [("pipeline", pipeline.describe()), ("", f"{moved} per step")]
+
+
+def _which_pairs(plan: RunPlan) -> str:
+    read = plan.data_masks
+    if read is None or not read.masks:
+        return f"{plan.config.mask.kind}, whole sequence"
+    return "masks of the data"
+
+
+def _documents(plan: RunPlan) -> str:
+    read = plan.data_masks
+    if read is not None and read.masks:
+        return "a sequence may hold several, each with its own mask"
+    return DOCUMENTS[plan.config.data.document_mask]
+
+
+def _layout_advice(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return a row if the balanced layout suits the masks of the data better; none if unknown."""
+    read, environment = plan.data_masks, plan.environment
+    if read is None or not read.masks or too_many_to_count(plan.layout):
+        return []
+    config, workers = plan.config.of_worker, plan.dims.cp
+    padded = [[mask.repadded(plan.layout.padded_seq) for mask in read.masks[: read.micro_batch]]]
+    advice = layout_advice(config, workers, environment.context_per_node, padded)
+    return [("", advice)] if advice else []
+
+
+def exchange_rows(plan: RunPlan, *, read_data: bool = False) -> list[tuple[str, str]]:
+    """Return a row on the exchange and, for a group cast, a row on the keys that it moves.
+
+    read_data: count the keys under masks from the data. Otherwise these are unknown.
+    """
     config, layout = plan.config, plan.layout
     rows = [("exchange", f"{plan.exchange.label}: {plan.exchange.reason}")]
     if not plan.exchange.traits.by_mask or plan.dims.cp == plan.exchange.heads:
         return rows
-    if config.data.mask_key is not None or too_many_to_count(layout):
+    from_data = config.data.mask_key is not None
+    read = plan.data_masks if from_data and read_data else None
+    if too_many_to_count(layout) or (from_data and (read is None or not read.masks)):
         return rows  # the masks are unknown, or take long to count
     rules = MaskRule.of(config).by_layers(config.model.num_layers)
     masks = [[rule.undivided(layout.seq, layout.padded_seq)] for rule, _ in rules]
-    layers = [count for _, count in rules]
+    layers, inside_documents = [count for _, count in rules], ""
+    if read is not None:
+        masks = [[mask.repadded(layout.padded_seq) for mask in read.typical]]
+        if layout.name == Balanced.name:
+            balancer = make_balancer(
+                config.of_worker, plan.dims.cp, plan.environment.context_per_node
+            )
+            layout = balancer.layout(masks)
+    elif config.data.document_mask:
+        inside_documents = " or less with documents"
     inside = Placement(layout, plan.exchange.heads).inside
     shards = [inside.positions(rank) for rank in range(inside.workers)]
     moved = count_traffic(masks, shards, layers=layers).share_moved(layout.padded_seq * sum(layers))
-    inside_documents = " or less with documents" if config.data.document_mask else ""
     text = f"a worker receives {moved:.1%} of the keys of the other workers{inside_documents}"
     return [*rows, ("", text)]
 
@@ -221,21 +272,28 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def mask_rows(config: Config) -> list[tuple[str, str]]:
-    """Return a row on the mask, and a row on the labels that it shows; no rows if it is causal."""
+def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str, str]]:
+    """Return a row on the mask, and a row on the labels that it shows; no rows if it is causal.
+
+    read: masks of the data, of which a row says how many pairs they allow; None for no such row.
+    """
     if (name := config.data.mask_key) is not None:
         own = f"from the data (data.mask_key={name})"
         if config.data.path is not None:
             intervals = with_count(most_intervals(config), "interval")
             own += f", at most {intervals} of keys per query"
-        return [("mask", own), ("", f"{CAUSAL_DOCUMENTS}: FLOP, memory and times are estimates")]
+        if read is None:
+            return [("mask", own)]
+        if read.masks:
+            own += f"; {read.pairs / causal_pairs(config.seq):.3g} of the pairs of causal"
+        return [("mask", own), ("", read.describe())]
     if config.mask.kind == "causal":
         return []
     mask = MaskRule.of(config).undivided(config.seq, config.seq)
     inside = ", inside each document" if config.data.document_mask else ""
     share = mask.pairs / causal_pairs(config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share:.3g} of the pairs of causal")]
-    if config.mask.full_every:
+    if config.mask.is_mixed:
         layers = config.model.num_layers
         full = sum(map(config.mask.is_full, range(layers)))
         see = "sees" if full == 1 else "see"

@@ -92,7 +92,7 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
         heads=cp if topology.exchange in HEAD_SHARING else heads,
         per_node=per_node,
         prices=row_prices(config),
-        layers=(model.num_layers - full, full) if mask.full_every else (1,),
+        layers=(model.num_layers - full, full) if mask.is_mixed else (1,),
         given_chunk=topology.chunk,
     )
 
@@ -132,7 +132,7 @@ def _static_dispatch(balancer: Balancer, mask: MaskConfig) -> Dispatch:
 
 
 def _undivided(mask: MaskConfig, length: int, padded: int) -> LayerMasks:
-    kinds = [mask, CAUSAL] if mask.full_every else [mask]
+    kinds = [mask, CAUSAL] if mask.is_mixed else [mask]
     return [[MaskRule(False, kind).undivided(length, padded)] for kind in kinds]
 
 

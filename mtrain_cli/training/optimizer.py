@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +101,13 @@ class DeviceOptimizer:
     last_micro_batch: whether the current backward pass is the last backward pass of its step.
     """
 
-    def __init__(self, decoder: Decoder, optim: OptimConfig) -> None:
+    def __init__(
+        self, decoder: Decoder, optim: OptimConfig, copies: Callable[[torch.Tensor], int] = copies
+    ) -> None:
+        """Make the optimizer of a decoder's shards.
+
+        copies: returns the number of workers that hold the same shard of a parameter.
+        """
         self.masters = decoder
         self.optimizer = make_optimizer(decoder, optim)
         self.last_micro_batch = True

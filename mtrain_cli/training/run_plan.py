@@ -30,6 +30,7 @@ from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_search, resolution
 from mtrain_cli.training.attention_memory import AttentionMemory, shard_sizes
+from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
@@ -39,7 +40,8 @@ from mtrain_cli.training.flops import (
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.memory_search import MemorySearch, MemorySetting
-from mtrain_cli.training.state_memory import StateMemory
+from mtrain_cli.training.pipeline_plan import PipelinePlan
+from mtrain_cli.training.state_memory import largest_states
 from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
 
 if TYPE_CHECKING:
@@ -150,6 +152,13 @@ class RunPlan:
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.dims.dp)
 
+    @functools.cached_property
+    def pipeline(self) -> PipelinePlan | None:
+        """The stages; None if each worker holds the whole model."""
+        if self.dims.pp == 1:
+            return None
+        return PipelinePlan.of(self.config, self.micro_batches, self.layout, self.dtype_bytes)
+
     @property
     def checkpoint(self) -> int:
         """Bytes of one checkpoint on disk: float32 weights and two AdamW states."""
@@ -160,9 +169,19 @@ class RunPlan:
         return parameters(self.config.model)
 
     @functools.cached_property
+    def data_masks(self) -> FirstMasks | None:
+        """The masks of the first sequences of the data; None if the data bring no masks."""
+        return first_masks(self.config)
+
+    @functools.cached_property
     def flops(self) -> FlopsPerToken:
+        read = self.data_masks
         return training_flops(
-            self.config, self.layout, sharing=self.exchange.heads, dtype_bytes=self.dtype_bytes
+            self.config,
+            self.layout,
+            sharing=self.exchange.heads,
+            dtype_bytes=self.dtype_bytes,
+            pairs=read.pairs if read is not None and read.masks else None,
         )
 
     @property
@@ -182,7 +201,9 @@ class RunPlan:
         traits = Traits(make_kernel(self.kernel).needs_out)
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
         again = forward.recomputed(self.recompute)
-        states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
+        states = largest_states(
+            self.config, self.dims.workers, self.micro_batches, self.dtype_bytes
+        )
         message = message_bytes(self.config, self.layout, self.dtype_bytes)
         layers = self.config.model.num_layers
         return ReceivedBytes(

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import state_dict
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.config.sizes import format_size
 from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.open_dataset import open_dataset
@@ -31,7 +30,8 @@ from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.parallelize import parallelize
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.parallel import profiler_labels
+from mtrain_cli.model.stages import StageDecoder
+from mtrain_cli.parallel import parameter_shards, profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.collectives import all_gather, share
 from mtrain_cli.parallel.context_attention import IndexRecord
@@ -39,13 +39,13 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
-from mtrain_cli.parallel.parameter_shards import sum_copied_gradients
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.training import garbage_collection
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch
 from mtrain_cli.training.callback import Callback
+from mtrain_cli.training.checked_plan import checked_plan
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
@@ -56,58 +56,12 @@ from mtrain_cli.training.index_metrics import (
     local_index_sums,
 )
 from mtrain_cli.training.layout_choice import layout_advice
-from mtrain_cli.training.memory_search import PLAN_FOR_GPUS
-from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule, set_hyperparameters
+from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
+from mtrain_cli.training.pipeline import make_stage
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
-from mtrain_cli.training.run_plan import (
-    RunPlan,
-    needed_here,
-    plan_resolved,
-    require_fit,
-    with_auto_memory,
-)
 from mtrain_cli.training.step_result import StepReport, StepResult, check_finite
 from mtrain_cli.training.watch import SpikeWatch
-
-
-def _check_host_memory(config: Config, environment: Environment, choices: ResolvedRun) -> None:
-    """Refuse CPU workers that need more memory than the machine has.
-
-    Such workers would slow the whole machine down, whereas a full GPU raises an error at once.
-    """
-    if environment.device != "cpu" or config.train.memory == "auto":
-        return
-    plan = plan_resolved(config, environment, choices)
-    if not plan.fits:
-        workers = environment.local_workers
-        raise ConfigError(
-            f"seq={format_size(config.seq)}: {workers} CPU worker{'s' * (workers > 1)} of "
-            f"model={config.model.name} would need {needed_here(plan)}. "
-            "`mtrain train ... --dry-run` shows where the memory goes and what would fit; add "
-            f"{PLAN_FOR_GPUS}"
-        )
-
-
-def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
-    """Plan a run, including `train.memory=auto`. All ranks call this and get the same plan.
-
-    Raises:
-        ConfigError: the run cannot fit the GPUs. The message is one line that says what would fit.
-    """
-    plan = plan_resolved(config, environment, choices)
-    if environment.device == "cuda" and environment.dims.workers > 1:
-        # GPUs of one job may differ by some MiB. Plan for the smallest, so that ranks agree.
-        everyone: list[list[int]] = share((plan.gpu_bytes, plan.host_share))
-        plan = replace(
-            plan,
-            capacity=min(gpu for gpu, _ in everyone),
-            host_share=min(host for _, host in everyone),
-        )
-    if config.train.memory == "auto":
-        plan = with_auto_memory(plan)
-    require_fit(plan)
-    return plan
 
 
 class Trainer:
@@ -129,14 +83,14 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.choices: ResolvedRun = resolve_run(config, environment)
-        _check_host_memory(config, environment, self.choices)
-        self.plan = _checked_plan(config, environment, self.choices)
+        self.plan = checked_plan(config, environment, self.choices)
         self.config = config = self.plan.config
         # A new group does not inherit the default group's timeout.
         timeout = timedelta(seconds=config.topology.timeout_s)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self.exchange = self._make_exchange(timeout)
         self.tensor = make_tensor_group(environment.rank, environment.dims, self.device, timeout)
+        self.stage = make_stage(config, environment, self.device, self.choices.dtype, timeout)
         self.offload: ActivationOffload | None = None
         if offloaded := config.train.offload_activations:
             self.offload = ActivationOffload(config.model.num_layers, self.device, offloaded)
@@ -159,7 +113,7 @@ class Trainer:
         self._schedule = LearningRateSchedule.of(config)
         self.step = 0
         self.tokens = 0
-        self.compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
+        self.compute_timer = self._make_timer()
         self.callbacks: list[Callback] = [self.compute_timer]
         self.recorder: Recorder | None = None
         self._batches: Any = None
@@ -234,10 +188,11 @@ class Trainer:
             tensor=self.tensor,
         )
         decoder.to_empty(device=self.device)
+        copies = parameter_shards.copies if self.stage is None else self.stage.copies(decoder)
         states = (
             OffloadedOptimizer(decoder, self._empty_decoder(), config.optim)
             if config.optim.offload
-            else DeviceOptimizer(decoder, config.optim)
+            else DeviceOptimizer(decoder, config.optim, copies)
         )
         if config.train.init_from:
             load_into(states.masters, config.train.init_from)
@@ -247,9 +202,18 @@ class Trainer:
         return decoder, states
 
     def _empty_decoder(self) -> Decoder:
-        model = self.config.model
+        model, stage = self.config.model, self.stage
+        factor = rope_factor(model.rope, self.config.seq)
         with torch.device("meta"):
-            return Decoder(model, rope_factor(model.rope, self.config.seq))
+            if stage is None:
+                return Decoder(model, factor)
+            return StageDecoder(model, factor, stage.stages)
+
+    def _make_timer(self) -> ComputeTimer:
+        """Make the timer of layers. It times the same number of layers on every worker."""
+        layers = {int(name): layer for name, layer in self.decoder.layers.named_children()}
+        most = len(layers) if self.stage is None else self.stage.fewest_layers
+        return ComputeTimer(layers, self.device, most)
 
     def train_step(self, stop: bool) -> StepResult:
         """Run one optimizer step over `train.global_batch` sequences.
@@ -479,6 +443,18 @@ class Trainer:
             attends: the attention of each micro-batch.
             valid: number of labels in the whole step that count toward the loss.
         """
+        if self.stage is None:
+            loss = self._forward_backward(batches, attends, valid)
+        else:
+            loss = self.stage.forward_backward(self.decoder, batches, attends, valid)
+        if self.tensor is not None:
+            parameter_shards.sum_copied_gradients(self.decoder.parameters(), self.tensor)
+        return loss
+
+    def _forward_backward(
+        self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
+    ) -> torch.Tensor:
+        """Run one micro-batch after another through the whole model."""
         loss = torch.zeros((), device=self.device)
         with nullcontext() if self.recorder is None else self.recorder.iteration():
             for number, (batch, attend) in enumerate(zip(batches, attends, strict=True)):
@@ -496,8 +472,6 @@ class Trainer:
                 loss += part.detach()
                 if batch.attend.index is not None:
                     batch.attend.index.count()
-        if self.tensor is not None:
-            sum_copied_gradients(self.decoder.parameters(), self.tensor)
         return loss
 
     def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
@@ -561,6 +535,8 @@ class Trainer:
             # the bias correction of the first real step.
             for state in self.optimizer.state.values():
                 state["step"].zero_()
+        if self.stage is not None:
+            del optimizer["param_groups"]  # each stage has other parameters in them
         trainer = {
             "step": self.step,
             "tokens": self.tokens,
@@ -581,16 +557,17 @@ class Trainer:
             self.states.send()
             return
         state = self.state()
+        # The hyperparameters are those of `config`, and not those of the checkpoint.
+        state["optimizer"].pop("param_groups", None)
+        groups = state_dict.get_optimizer_state_dict(self.states.masters, self.optimizer)
         checkpointer.load(state)
         state_dict.set_state_dict(
             self.states.masters,
             self.optimizer,
             model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            optim_state_dict={**state["optimizer"], "param_groups": groups["param_groups"]},
         )
         self.states.send()
-        # The loaded state sets the hyperparameters of the checkpoint; `config` may differ.
-        set_hyperparameters(self.optimizer, self.config.optim)
         saved = state["trainer"]
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
         self.loader.load_state(saved)

@@ -17,7 +17,11 @@ CASES = [
     ("causal", 97, {}),
     ("full", 97, {}),
     *(
-        ("sliding_window", seq, {"window": window, "global_tokens": sinks, "full_every": 0})
+        (
+            "sliding_window",
+            seq,
+            {"window": window, "global_tokens": sinks, "full_every": 0, "full_first": 0},
+        )
         for seq in (1, 5, 96, 97)
         for window in (1, 2, 7, 96, 97, 500)
         for sinks in (0, 1, 10)
@@ -64,6 +68,7 @@ def test_a_named_mask_equals_its_predicate(kind, seq, keys):
     assert made.pairs == wanted.sum()
     assert ((cells((KeySlice(*s) for s in table.tolist()), seq, seq) > 0) == wanted).all()
     assert made.intervals == mask.intervals(seq)
+    assert mask.shows_later_keys or not made.shows_later_keys().any()
     assert made.is_causal_interval or not mask.keeps_causal_intervals
     assert made.same_as(SequenceMask.from_slices(table, seq, seq + 3))
 
@@ -115,6 +120,11 @@ def test_contexts_start_with_their_document():
         (["mask=sliding_window", "mask.window=[1,2,3]"], r"needs one number"),
         (["mask=sliding_window", "mask.full_every=1"], r"must be 0 or at least 2 .1 would be mask"),
         (["mask=sliding_window", "mask.full_every=9"], r"exceeds model.num_layers=4"),
+        (["mask=sliding_window", "mask.full_first=4"], r"leaves no layer of model.num_layers=4"),
+        (
+            ["mask=sliding_window", "mask.full_first=3", "mask.full_every=4"],
+            r"mask.full_first=3: leaves no layer",
+        ),
         (
             ["mask=sliding_window", "mask.full_every=2", "sparsity=vertical_slash"],
             r"mask.full_every=2: with sparsity.pattern=vertical_slash, all layers share a mask",

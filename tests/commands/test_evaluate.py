@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command import mtrain
 from evaluation.evaluated_runs import small_run, text_file
-from inference.small_models import write_hf
+from inference.small_models import write_hf, write_run
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
@@ -125,6 +125,12 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
 )
 def test_mistakes_get_one_line(words, message):
     assert message in refused(*words)
+
+
+def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):
+    write_run(tmp_path / "run", "mask=prefix_lm", "mask.prefix=48")
+    line = refused("niah", str(tmp_path / "run"), "--length", "400")
+    assert "mask prefix_lm, prefix 48: this evaluation needs the loss of each token" in line
 
 
 def test_samples_without_outputs_and_too_long_ones_are_refused():

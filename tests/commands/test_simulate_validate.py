@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,6 +90,32 @@ def test_a_replay_uses_the_exchange_options_of_the_profile(tmp_path):
     message = json.loads(result.stdout)
     assert (len(message["cases"]), message["not_predicted"]) == (len(typed), [])
     assert message["agreement"]["mape"] < 1e-3
+
+
+def test_a_profile_of_other_hardware_is_named_before_the_errors(tmp_path):
+    ships = resource_dir("profiles") / "predicted-4xh200"
+    saved = "predicted-4xh200/predictions"
+    shown = run("validate", str(ships), "--prediction", saved, "--no-files")
+    assert "different hardware" not in shown.stdout
+    copied = shutil.copytree(ships, tmp_path / "on_cpu")
+    summary = json.loads((copied / record_files.SUMMARY).read_text())
+    summary["environment"]["gpus"] = []
+    (copied / record_files.SUMMARY).write_text(json.dumps(summary))
+    shown = run("validate", str(copied), "--prediction", saved, "--no-files")
+    first, table = " ".join(shown.stdout.split()).split("predicted against measured")
+    assert first == (
+        f"warning: {copied} ran on CPU, but the prediction is for machine, which has NVIDIA H200. "
+        "The errors compare different hardware; give --cluster FILE that describes the machine of "
+        "the profile "
+    )
+    assert "different hardware" not in table
+    as_json = run("validate", str(copied), "--prediction", saved, "--no-files", "--json")
+    (line,) = json.loads(as_json.stdout)["elsewhere"]
+    assert line.startswith(f"{copied} ran on CPU")
+    summary["environment"]["gpus"] = [{"name": "NVIDIA A100-SXM4-80GB"}]
+    (copied / record_files.SUMMARY).write_text(json.dumps(summary))
+    shown = run("validate", str(copied), "--prediction", saved, "--no-files")
+    assert shown.stdout.startswith(f"warning: {copied} ran on NVIDIA A100-SXM4-80GB, but")
 
 
 def test_a_saved_prediction_can_be_validated_later():

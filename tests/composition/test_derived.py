@@ -237,10 +237,37 @@ def test_the_folder_gives_the_window_of_its_layers(tmp_path: Path) -> None:
     assert compose(words).mask.kind == "causal", "no layer has the window"
 
 
-def test_layers_with_different_windows_are_refused(tmp_path: Path) -> None:
+def test_the_folder_may_have_full_layers_first(tmp_path: Path) -> None:
     folder = write(tmp_path / "mixed", QWEN | {"max_window_layers": 1})
+    assert compose([f"train.init_from={folder}"]).mask == MaskConfig.sliding(96, full_first=1)
+
+
+def test_a_window_other_than_the_folders_is_refused_with_both_values(tmp_path: Path) -> None:
+    folder = write(tmp_path / "windowed", QWEN | {"max_window_layers": 0})
+    words = [f"train.init_from={folder}", "mask.window=64"]
+    assert complaints(*words) == [
+        f"mask.window=64: the layers of train.init_from={folder} have mask.kind=sliding_window, "
+        "mask.window=96; leave out mask.window to keep that, or add mask=sliding_window to train "
+        "with another window",
+    ]
+    assert compose([*words, "mask=sliding_window"]).mask == MaskConfig.sliding(64)
+    assert compose([words[0], "mask.window=96"]).mask == MaskConfig.sliding(96)
+    (line,) = complaints(words[0], "mask.window=wide")
+    assert line.startswith("mask.window=wide: ")
+    (line,) = complaints(*words, "mask.full_every=2")
+    assert line.startswith("mask.window=64, mask.full_every=2: the layers of ")
+    write(folder, LLAMA)
+    (line,) = complaints(*words)
+    assert line.startswith("mask.window=64: is not a key of mask.kind=causal; allowed with mask=sl")
+
+
+def test_layers_with_different_windows_are_refused(tmp_path: Path) -> None:
+    kinds = [f"{kind}_attention" for kind in ("full", "sliding", "full")]
+    mixed = QWEN | {"num_hidden_layers": 3, "layer_types": kinds}
+    folder = write(tmp_path / "mixed", mixed)
     (line,) = complaints(f"train.init_from={folder}")
     assert line.endswith(
-        "config.json: sliding_window=96: is the window of 1 of 2 layers; mtrain gives all layers "
-        "the window, or all but every n-th (mask.full_every)"
+        "config.json: sliding_window=96: is the window of 1 of 3 layers; mtrain gives the window "
+        "to all layers, to all but every n-th (mask.full_every), or to all but the first n "
+        "(mask.full_first)"
     )

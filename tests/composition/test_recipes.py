@@ -256,8 +256,28 @@ def test_the_command_line_overrides_a_recipe() -> None:
     [
         (
             ["recipe=video", "data=stdlib", "topology=local"],
-            "recipe=video: data=stdlib, topology=local replace its data.document_mask=false, "
-            "topology.device=cuda, topology.exchange=group_cast; to keep a value, give its key, "
+            "recipe=video: data=stdlib replaces its data.document_mask=false; to keep a value, "
+            "give its key, too",
+        ),
+        (
+            [
+                "recipe=video",
+                "model=tiny",
+                "topology=local",
+                "data=stdlib",
+                "data.document_mask=false",
+            ],
+            "",
+        ),
+        (
+            ["recipe=video", "model=qwen3b"],
+            "recipe=video: model=qwen3b replaces its model.rope.scaling=none, "
+            "model.rope.original_max_position=65536; to keep a value, give its key, too",
+        ),
+        (
+            ["recipe=sliding_window_qwen3b_512k", "topology=local"],
+            "recipe=sliding_window_qwen3b_512k: topology=local replaces its "
+            "topology.layout=zigzag, topology.exchange=group_cast; to keep a value, give its key, "
             "too",
         ),
         (

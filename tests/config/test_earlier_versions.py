@@ -23,6 +23,8 @@ def test_missing_keys_get_the_behaviour_of_the_version_that_lacked_them():
     assert completed({"train.shard": "gradients"})["train.shard"] == "gradients"
     assert completed({"sparsity.pattern": "moba"})["sparsity.gate"] == "block"
     assert "sparsity.gate" not in completed({"sparsity.pattern": "dense"})
+    for kind, full_first in (("sliding_window", 0), ("prefix_lm", None)):
+        assert completed({"mask.kind": kind})["mask.full_first"] == full_first
 
 
 def test_only_existing_keys_have_a_value_for_older_files():

@@ -39,7 +39,7 @@ def test_each_missing_key_is_one_line(kind):
     ("mask", "message"),
     [
         (
-            MaskConfig(kind="sliding_window", window=(2, 3, 4), global_tokens=0, full_every=0),
+            dataclasses.replace(MaskConfig.sliding(2), window=(2, 3, 4)),
             "mask.window=[2,3,4]: mask.kind=sliding_window needs one number, such as 4k; three are "
             "for mask=video",
         ),
@@ -112,6 +112,7 @@ def test_intervals_join_where_keys_are_adjacent(mask, intervals):
     ("mask", "key"),
     [
         (MaskConfig.sliding(64, full_every=2), "mask.full_every=2"),
+        (MaskConfig.sliding(64, full_first=2), "mask.full_first=2"),
         (dataclasses.replace(MaskConfig.sliding(64), global_tokens=4), "mask.global_tokens=4"),
         (MaskConfig(kind="full"), "mask.kind=full"),
     ],
@@ -135,4 +136,21 @@ def test_every_nth_layer_is_full():
     mask = MaskConfig.sliding(64, full_every=3)
     assert [layer for layer in range(7) if mask.is_full(layer)] == [2, 5]
     assert not any(map(MaskConfig.sliding(64).is_full, range(7)))
+    assert mask.is_mixed
+    assert not MaskConfig.sliding(64).is_mixed
+
+
+def test_the_first_layers_are_full():
+    mask = MaskConfig.sliding(64, full_first=3)
+    assert [layer for layer in range(7) if mask.is_full(layer)] == [0, 1, 2]
+    assert mask.is_mixed
+    both = MaskConfig.sliding(64, full_every=3, full_first=1)
+    assert [layer for layer in range(7) if both.is_full(layer)] == [0, 2, 5]
+    assert both.of_window_layers == mask.of_window_layers == MaskConfig.sliding(64)
+    assert CAUSAL.of_window_layers == CAUSAL
+    assert mask.describe() == "sliding_window, window 64, full_first 3"
+
+
+def test_plain_windows():
+    mask = MaskConfig.sliding(64, full_every=3)
     assert (mask.plain_window, CAUSAL.plain_window, VIDEO.plain_window) == (64, None, None)

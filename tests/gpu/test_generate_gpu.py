@@ -10,10 +10,10 @@ import torch
 from attention.test_decode import SCALE, oracle
 from command import mtrain
 from inference.small_models import tokens, write_hf
+from model.tiny_models import PLAIN
 
 from mtrain_cli.attention import decode
 from mtrain_cli.attention.decode import decode_on_gpu, flash_splits, merge_parts, pack_part
-from mtrain_cli.config.schema import RopeConfig
 from mtrain_cli.inference.cache import KvCache
 from mtrain_cli.inference.decode_step import DecodeStep
 from mtrain_cli.inference.engine import Engine
@@ -60,7 +60,7 @@ def test_decode_equals_the_oracle(heads, kv_heads, dim, dtype, kernel, monkeypat
 def test_one_kernel_rotates_like_the_operations_of_training(heads, dim):
     torch.manual_seed(0)
     x = torch.randn(3, 1, heads, dim, device="cuda", dtype=torch.bfloat16)
-    frequencies = inverse_frequencies(RopeConfig(theta=1e6), dim, 1.0).cuda()
+    frequencies = inverse_frequencies(PLAIN, dim, 1.0).cuda()
     positions = torch.tensor([[0], [131_071], [1_000_003]], device="cuda")
     angles = rotation(positions, frequencies, 1.0)
     with_gradients = rotate(x, angles.cos_BN1F, angles.sin_BN1F)

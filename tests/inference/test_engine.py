@@ -9,6 +9,7 @@ import gloo
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as functional
 from inference.small_models import engine, source, tokens, write_hf, write_run
 
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -63,6 +64,76 @@ def test_greedy_ids_equal_transformers(tmp_path, family):
     # One by one, then together.
     assert [generate(found, [ids], Sampling(), 12)[0] for ids in prompts] == expected
     assert generate(found, prompts, Sampling(), 12) == expected
+
+
+def test_layers_below_max_window_layers_see_the_whole_prompt(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    expected = {}
+    for full in (0, 1, 2):
+        folder = tmp_path / f"{full}"
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(
+            "qwen2", vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+            use_sliding_window=True, sliding_window=20, max_window_layers=full,
+        )  # fmt: skip
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        found, ids = engine(folder), tokens(100)
+        (expected[full],) = transformers_ids(folder, [ids], 8)
+        for _ in range(8):  # a new token would see the whole cache, so compute each text anew
+            x_1NC, _ = found.hidden(ids)
+            last = x_1NC[:, len(ids) - 1 : len(ids)]  # padding may follow
+            ids.append(int(found.decoder.head(last).argmax()))
+        assert ids[100:] == expected[full]
+        assert generate(found, [tokens(12)], Sampling(), 8) == transformers_ids(
+            folder, [tokens(12)], 8
+        )
+    assert len({tuple(ids) for ids in expected.values()}) == 3, "the full layers have an effect"
+
+
+def prefix_logits(found: Engine, ids: list[int], prefix: int) -> torch.Tensor:
+    """Return the logits of all tokens, [tokens, vocabulary]: q sees k if k <= q or k < prefix."""
+    at = torch.arange(len(ids))
+    seen = (at <= at[:, None]) | (at < prefix)
+
+    def attend(q, k, v, layer):  # noqa: ARG001
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    with torch.no_grad():
+        x_1NC = found.decoder.hidden(torch.tensor([ids]), at[None], attend)
+        return found.decoder.head(x_1NC)[0]
+
+
+@pytest.mark.parametrize("length", [1, 20, 48, 129])
+def test_a_prefix_lm_reads_the_prompt_as_its_prefix(tmp_path, length):
+    """Tokens after a longer prompt's prefix, and all new tokens, are causal."""
+    write_run(tmp_path / "run", "mask=prefix_lm", "mask.prefix=48")
+    found, ids = engine(tmp_path / "run"), tokens(length)
+    logits, whole = cached_logits(found, ids)
+    expected = prefix_logits(found, whole, min(48, length))[length - 1 :]
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    causal = prefix_logits(found, whole, 0)[length - 1 :]
+    assert length == 1 or (causal - expected).abs().max() > 1e-3
+    assert generate(found, [ids], Sampling(), NEW - 1) == [whole[length:]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("topology.layout=zigzag", "topology.exchange=ring"),
+        ("topology.layout=balanced", "topology.exchange=group_cast"),
+        (),
+    ],
+    ids=" ".join,
+)
+def test_workers_share_the_prompts_of_a_prefix_lm(tmp_path, words):
+    write_run(tmp_path / "run", "mask=prefix_lm", "mask.prefix=300")
+    expected = on_workers(0, 1, str(tmp_path / "run"), ())
+    for result in gloo.run(2, on_workers, str(tmp_path / "run"), ("topology.workers=2", *words)):
+        assert result["greedy"] == expected["greedy"]
+        assert result["sampled"] == expected["sampled"]
 
 
 def on_workers(rank: int, world: int, folder: str, words: tuple[str, ...]) -> dict:
@@ -149,22 +220,30 @@ def test_batches_do_not_change_samples(folder, monkeypatch):
     assert generate(found, prompts) == together
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_cached_logits_equal_those_of_a_whole_forward_pass(folder, length):
-    found = engine(folder)
-    ids = tokens(length)
-    cache = KvCache(found.config.model, 1, length + NEW, torch.float32, found.device)
+def cached_logits(found: Engine, ids: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Generate greedily. Return the logits of the prompt's end and of the new tokens, and the text.
+
+    The logits are [NEW, vocabulary]; the text lacks the last of these tokens.
+    """
+    cache = KvCache(found.config.model, 1, len(ids) + NEW, torch.float32, found.device)
     step = DecodeStep(found.decoder, cache, found.choices.kernel, found.group, Sampling(), NEW)
     logits = [found.prefill(ids, cache, 0)]
-    step.begin(logits[0], [length], [np.zeros(NEW)])
+    step.begin(logits[0], [len(ids)], [np.zeros(NEW)])
     whole = list(ids)
     for _ in range(NEW - 1):
         whole.append(int(step.tokens))
         step.run()
         logits.append(step.logits)
+    return torch.cat(logits), whole
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_cached_logits_equal_those_of_a_whole_forward_pass(folder, length):
+    found = engine(folder)
+    logits, whole = cached_logits(found, tokens(length))
     x_1NC, _ = found.hidden(whole)
     expected = found.decoder.head(x_1NC[:, length - 1 : len(whole)])[0]
-    torch.testing.assert_close(torch.cat(logits), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
 def training_hidden(found: Engine, ids: list[int], words: tuple[str, ...]) -> torch.Tensor:

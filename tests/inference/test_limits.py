@@ -7,9 +7,15 @@ import dataclasses
 import pytest
 from inference.small_models import POSITIONS, source, tokens, write_hf, write_run
 
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.inference.limits import GIB, MOST_TOGETHER, MemoryNeed, require_prompts
+from mtrain_cli.inference.limits import (
+    GIB,
+    MOST_TOGETHER,
+    MemoryNeed,
+    require_hidden_labels,
+    require_prompts,
+)
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.parallel_dims import ParallelDims
@@ -59,15 +65,39 @@ def test_positions_of_a_run_follow_its_length_and_yarn(tmp_path):
     ("mask", "prompt", "part"),
     [
         (MaskConfig.sliding(64), 60, "window ends after 64 tokens"),
-        (MaskConfig(kind="full"), 5, "hides earlier tokens or shows later ones"),
+        (dataclasses.replace(MaskConfig.sliding(64), global_tokens=4), 60, "after 64 tokens"),
+        (
+            MaskConfig(kind="full"),
+            5,
+            "mask full: a new token sees the whole cache, but under this model's mask a token sees "
+            "later tokens, too. Generate with a run that has mask=causal, prefix_lm or sliding_wi",
+        ),
+        (
+            MaskConfig(kind="dilated", block=4, stride=2, count=3),
+            5,
+            "a token does not see all earlier tokens. Generate with",
+        ),
     ],
 )
 def test_masks_that_hide_the_cache_are_refused(model, mask, prompt, part):
     masked = dataclasses.replace(model, config=dataclasses.replace(model.config, mask=mask))
     (line,) = problems(masked, [tokens(prompt)])
     assert part in line
-    if mask.plain_window:
+    if mask.kind == "sliding_window":
         require_prompts(masked, [tokens(56)], 8)
+
+
+def test_losses_need_a_mask_without_later_tokens(model):
+    for mask in (CAUSAL, MaskConfig.sliding(4)):
+        require_hidden_labels(dataclasses.replace(model.config, mask=mask), "perplexity")
+    prefix = MaskConfig(kind="prefix_lm", prefix=5)
+    require_prompts(
+        dataclasses.replace(model, config=dataclasses.replace(model.config, mask=prefix)),
+        [tokens(9)],
+        8,
+    )
+    with pytest.raises(ConfigError, match=r"mask prefix_lm, prefix 5: perplexity needs the loss"):
+        require_hidden_labels(dataclasses.replace(model.config, mask=prefix), "perplexity")
 
 
 def on_cpu(workers: int = 1) -> Environment:

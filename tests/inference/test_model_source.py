@@ -11,6 +11,7 @@ from inference.small_models import source, write_hf, write_run
 from model.tiny_models import LLAMA3, YARN, export, make_decoder, tiny_model
 from training.allocations import LiveBytes
 
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.model_source import load_decoder, open_source
 from mtrain_cli.model.huggingface import HuggingFaceFolder
@@ -72,6 +73,28 @@ def test_a_run_keeps_its_pattern_and_not_its_topology(tmp_path):
     dense = source(tmp_path / "run", "sparsity=dense", "topology.workers=3")
     assert (dense.config.sparsity.pattern, dense.config.topology.workers) == ("dense", 3)
     assert source(tmp_path / "run", "sparsity.p_s=0.5").config.sparsity.p_s == 0.5
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "train.eval_every=2 data.eval_sequences=2",
+        "train.deterministic=true train.dtype=float32",
+        "train.global_batch=4 topology.workers=4 topology.context_parallel=1",
+        "data=text data.path=corpus",
+        "optim.offload=true topology.device=cuda",
+        "profile.every=2",
+    ],
+)
+def test_settings_of_training_alone_do_not_matter(tmp_path, monkeypatch, word):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    saved = write_run(tmp_path / "run", *word.split()).changed(train={"init_from": "gone"})
+    resolved_file.save(saved, tmp_path / "run" / "resolved.yaml")
+    (tmp_path / "corpus").rmdir()
+    found = source(tmp_path / "run", "topology.workers=2").config
+    assert (found.model, found.mask, found.data) == (saved.model, saved.mask, saved.data)
+    assert found.train.eval_every == 0
 
 
 def test_layers_are_compiled_only_on_request(tmp_path):

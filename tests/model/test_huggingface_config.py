@@ -207,13 +207,21 @@ def test_missing_kv_heads_default_to_those_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "every"), [("qwen2", 0), ("qwen2", 2), ("qwen3", 3), ("mistral", 0)]
+    ("family", "full"),
+    [
+        ("qwen2", {}),
+        ("qwen2", {"full_every": 2}),
+        ("qwen2", {"full_first": 1}),
+        ("qwen3", {"full_every": 3}),
+        ("qwen3", {"full_first": 2}),
+        ("mistral", {}),
+    ],
 )
-def test_a_sliding_window_is_written_and_read(tmp_path, family, every):
+def test_a_sliding_window_is_written_and_read(tmp_path, family, full):
     transformers = pytest.importorskip("transformers")
     export(tmp_path / "hf", tiny_model(family))
     assert read_mask(tmp_path / "hf") is None
-    mask = MaskConfig.sliding(9, every)
+    mask = MaskConfig.sliding(9, **full)
     export(tmp_path / "windowed", tiny_model(family), mask=mask)
     assert read_mask(tmp_path / "windowed") == mask
     read_config(tmp_path / "windowed")
@@ -221,8 +229,23 @@ def test_a_sliding_window_is_written_and_read(tmp_path, family, every):
     theirs.save_pretrained(tmp_path / "theirs")
     assert read_mask(tmp_path / "theirs") == mask
     edit_config(tmp_path / "windowed", sliding_window=...)
-    of_transformers = MaskConfig.sliding(4096, every)
+    of_transformers = MaskConfig.sliding(4096, **full)
     assert read_mask(tmp_path / "windowed") == of_transformers, "the default of transformers"
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_layers_below_max_window_layers_are_full_in_transformers_too(tmp_path, first):
+    transformers = pytest.importorskip("transformers")
+    mask = MaskConfig.sliding(9, full_first=first)
+    export(tmp_path / "hf", tiny_model("qwen2"), mask=mask)
+    types = transformers.AutoConfig.from_pretrained(tmp_path / "hf").layer_types
+    # Versions of transformers without layer_types read max_window_layers alone.
+    edit_config(tmp_path / "hf", layer_types=...)
+    assert read_mask(tmp_path / "hf") == mask
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    assert theirs.max_window_layers == first
+    assert theirs.layer_types == types
+    assert [kind == "full_attention" for kind in types] == list(map(mask.is_full, range(3)))
 
 
 def test_a_window_of_no_layer_is_no_window(tmp_path):
@@ -236,6 +259,8 @@ def test_windows_that_a_family_lacks_are_refused(tmp_path):
         export(tmp_path / "hf", tiny_model("llama"), mask=MaskConfig.sliding(9))
     with pytest.raises(ConfigError, match=r"mask.full_every=2: all layers of a mistral model"):
         export(tmp_path / "hf", tiny_model("mistral"), mask=MaskConfig.sliding(9, 2))
+    with pytest.raises(ConfigError, match=r"mask.full_first=1: all layers of a mistral model"):
+        export(tmp_path / "hf", tiny_model("mistral"), mask=MaskConfig.sliding(9, full_first=1))
     export(tmp_path / "hf", tiny_model("llama"), mask=MaskConfig(kind="full"))
 
 

@@ -17,6 +17,7 @@ from mtrain_cli.simulation.scenario import (
     predict_training,
     train_line,
 )
+from mtrain_cli.training.flops import causal_pairs
 
 
 def scenario_of(*words: str) -> Scenario:
@@ -68,17 +69,36 @@ def test_a_prediction_ignores_which_packages_this_machine_has(kernel, monkeypatc
     assert with_packages[0] == (kernel or "flash4")
 
 
-def test_a_prediction_says_what_it_assumes_of_masks_from_the_data(tmp_path):
-    pairs = PairSource("dense")
-    words = ("model=qwen3b", "seq=4k", "data=tokens", f"data.path={masked_store(tmp_path)}")
-    for key, says in (("mask", True), ("null", False)):
+@pytest.mark.parametrize("seq", [512, 4096])
+def test_a_prediction_is_for_the_masks_of_the_data(tmp_path, seq):
+    """The data have 680 tokens."""
+    pairs, cluster = PairSource("dense"), load_cluster("h200_1x8")
+    words = ("model=qwen3b", f"seq={seq}", "data=tokens", f"data.path={masked_store(tmp_path)}",
+             "topology.block_size=16")  # fmt: skip
+    computed = {}
+    for key in ("mask", "null"):
         config = compose([*words, f"data.mask_key={key}"])
         scenario = Scenario(config, pairs.problem(config), words=words)
-        cluster = load_cluster("h200_1x8")
-        outcome = predict_training(cluster, scenario, 8, "striped", "ring", number=0, rows=False)
-        found = [line for line in outcome.remarks if "assumes causal documents" in line]
-        assert len(found) == says
-        assert all(line.startswith("data.mask_key=mask: a plan does not read") for line in found)
+        outcome = predict_training(cluster, scenario, 8, "balanced", "group_cast")
+        pairs_of_a_sequence = outcome.attention.facts["density"] * causal_pairs(seq)
+        computed[key] = pairs_of_a_sequence, outcome.plan.flops.model
+        found = [line for line in outcome.remarks if line.startswith("data.mask_key=mask: ")]
+        assert len(found) == (key == "mask")
+        if key == "mask":
+            (line,) = found
+            read = (
+                "masks of the first 2 sequences were read" if seq == 512 else "cannot be read (seq="
+            )
+            assert read in line
+        documents = [line for line in outcome.remarks if "every sequence is one document" in line]
+        assert len(documents) == (key == "null")
+    masks = pairs.problem(compose([*words, "data.mask_key=mask"])).masks
+    if seq == 512:
+        assert computed["mask"][0] == pytest.approx(masks[0].pairs)
+        assert masks[0].pairs < computed["null"][0] / 10
+        assert computed["mask"][1] < computed["null"][1]
+    else:
+        assert computed["mask"] == computed["null"]
 
 
 def dense(*words: str) -> Scenario:

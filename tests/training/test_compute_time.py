@@ -47,7 +47,7 @@ def attention(clock: Clock, *_: object) -> None:
 
 def made(layers: int) -> tuple[list[Layer], ComputeTimer]:
     model = [Layer(index) for index in range(layers)]
-    return model, ComputeTimer(model, torch.device("cpu"))
+    return model, ComputeTimer(dict(enumerate(model)), torch.device("cpu"))
 
 
 def forward(model: list[Layer], timer: ComputeTimer, clock: Clock, seconds: float = 2) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention.missing_packages import hide_packages
-from masked_documents import masked_store
+from masked_documents import masked_store, prepared, question_record, write_jsonl
 from rich.console import Console
 from training.test_run_plan import LARGE, without_gpu
 
@@ -20,9 +20,11 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, gathered_bytes
 from mtrain_cli.parallel.program import Program
+from mtrain_cli.parallel.traffic import count_traffic
 from mtrain_cli.training import attention_memory
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, flop
+from mtrain_cli.training.layout_choice import make_balancer
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import duration, longest_seq
 from mtrain_cli.training.run_plan import make_plan, size
@@ -494,10 +496,50 @@ def test_an_assumed_number_of_gpus_is_marked_as_such():
     assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"
 
 
-def test_a_plan_says_what_it_assumes_of_masks_from_the_data(tmp_path):
+def test_a_plan_shows_the_masks_of_the_data(tmp_path):
     words = ["data=tokens", f"data.path={masked_store(tmp_path)}", "topology.device=cpu"]
     plain = compose([*words, "model.vocab_size=264"])
     assert module.mask_rows(plain) == []
-    shown = text(dry_run(plain.changed(data={"mask_key": "mask"})), 200)
-    assert "from the data (data.mask_key=mask), at most 2 intervals of keys per query" in shown
-    assert "does not read the masks of the data and assumes causal documents" in shown
+    masked = plain.changed(data={"mask_key": "mask"})
+    shown = text(dry_run(dataclasses.replace(masked, seq=128)), 200)
+    assert "from the data (data.mask_key=mask), at most 2 intervals of keys per query; 0." in shown
+    assert "masks of the first 6 sequences were read; memory and stages are those of" in shown
+    assert "% of it attention (masks of the data)" in shown
+    assert "a sequence may hold several, each with its own mask" in shown
+    unread = text(dry_run(masked), 200)
+    assert "the masks cannot be read (seq=4096: data.path=" in unread
+    assert "(causal, whole sequence)" in unread
+    (banner,) = module.mask_rows(masked)
+    assert banner[1].endswith("intervals of keys per query"), "a banner does not read the data"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced"])
+def test_keys_that_move_are_counted_under_the_masks_of_the_data(tmp_path, layout):
+    """Each sequence is a question with 7 answers."""
+    record = question_record(256, 7, 256)
+    prepared(write_jsonl(tmp_path / "documents.jsonl", [record] * 9), tmp_path / "store")
+    words = ["data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=264", "seq=2k",
+             "topology.device=cpu", "topology.workers=4", "topology.exchange=group_cast",
+             f"topology.layout={layout}", "data.mask_key=mask"]  # fmt: skip
+    plan = make_plan(compose(words))
+    assert len(module.exchange_rows(plan)) == 1, "a banner does not read the data"
+    _, (_, moved) = module.exchange_rows(plan, read_data=True)
+    mask, held = plan.data_masks.typical[0], plan.layout
+    if layout == "balanced":
+        held = make_balancer(plan.config, 4, 4).layout([[mask]])
+        assert held != plan.layout
+    share = count_traffic([[mask]], [held.positions(rank) for rank in range(4)]).share_moved(2048)
+    # Contiguous: three workers receive the 256 tokens of the question, of 1,536 other tokens.
+    assert share == (3 / 4 * 256 / 1536 if layout == "contiguous" else share)
+    assert moved == f"a worker receives {share:.1%} of the keys of the other workers"
+
+
+def test_a_plan_advises_the_layout_that_suits_the_masks_of_the_data(tmp_path):
+    record = question_record(512, 7, 512)
+    prepared(write_jsonl(tmp_path / "documents.jsonl", [record] * 3), tmp_path / "store")
+    words = ["data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=264", "seq=4k",
+             "topology.device=cuda", "topology.workers=4", "data.mask_key=mask"]  # fmt: skip
+    advice = "topology.layout=balanced may be faster: the first batch would cost"
+    assert advice in text(dry_run(compose(words)), 200)
+    assert advice not in text(dry_run(compose([*words, "topology.layout=striped"])), 200)
+    assert advice not in text(dry_run(compose([*words, "data.mask_key=null"])), 200)

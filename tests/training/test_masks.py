@@ -27,9 +27,10 @@ CASES = {
     "dilated": ["mask=dilated", "mask.block=8", "mask.stride=3", "mask.count=4"],
     "video": ["mask=video", "mask.causal=true", *VIDEO, "data.document_mask=false"],
     "window, mixed": [*WINDOW, "mask.full_every=2"],
+    "window, full first": [*WINDOW, "mask.full_first=1"],
     "causal": [],
 }
-OTHERS = ("window, recomputed", "window, sparse", "window, sinks", "chunks")
+OTHERS = ("window, recomputed", "window, sparse", "window, sinks", "window, full first", "chunks")
 
 WAYS = {
     "window": ["topology.exchange=ring", "topology.layout=zigzag"],
@@ -89,8 +90,8 @@ def pairs_of_layers(rank: int, world: int) -> tuple[list[dict[int, int]], float]
         layers[-1][layer] = self.plan.allowed_pairs
         return original(self, q, k, v, layer)
 
-    window = [*WINDOW, "mask.full_every=3", "model.num_layers=7", "data.document_mask=false"]
-    config = compose([*SMALL, *SEQ, *window])
+    full = ["mask.full_every=3", "mask.full_first=1", "model.num_layers=7"]
+    config = compose([*SMALL, *SEQ, *WINDOW, *full, "data.document_mask=false"])
     trainer = Trainer(config, gloo.environment(rank, world, world))
     ContextAttention.__call__ = record
     layers.append({})
@@ -102,9 +103,9 @@ def pairs_of_layers(rank: int, world: int) -> tuple[list[dict[int, int]], float]
 
 
 def test_each_layer_has_its_own_mask():
-    """Layers 3 and 6 of 7 see all earlier tokens."""
+    """Layers 1, 3 and 6 of 7 see all earlier tokens."""
     ((layers, pairs),) = gloo.run(1, pairs_of_layers)
     causal, window = 300 * 301 // 2, 300 * 40 - 40 * 39 // 2
-    expected = {layer: causal if layer in (2, 5) else window for layer in range(7)}
+    expected = {layer: causal if layer in (0, 2, 5) else window for layer in range(7)}
     assert layers == [expected, expected], "in training and in evaluation"
-    assert pairs == round((5 * window + 2 * causal) / 7)
+    assert pairs == round((4 * window + 3 * causal) / 7)

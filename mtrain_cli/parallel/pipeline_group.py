@@ -1,0 +1,237 @@
+"""The stages of a pipeline, and the messages between them."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain_cli.launch import progress_record
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.mesh import connect_all
+from mtrain_cli.parallel.pipeline_player import SENDS_IN_FLIGHT
+from mtrain_cli.parallel.pipeline_schedule import (
+    FORWARD,
+    RECEIVE,
+    SEND,
+    Action,
+    Channel,
+    Pipeline,
+)
+from mtrain_cli.parallel.transport import explain_peer_loss
+
+
+@dataclass(frozen=True)
+class PipelineGroup:
+    """The workers that pass a micro-batch on, from the view of one worker.
+
+    stage: this worker's stage, counted from 0.
+    ranks: global rank of each stage's worker.
+    channels: communicators of this worker's channels. Each payload has its own communicator in
+        each direction, so that no message queues behind another.
+    ends: communicator of the first and the last stage if they share the weight of tied embeddings;
+        None on other stages, or without a shared weight.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    channels: dict[Channel, dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    ends: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @torch.no_grad()
+    def sum_over_ends(self, shared: Tensor) -> None:
+        """Replace a tensor of the first and the last stage with its sum over both stages."""
+        if self.ends is None:
+            return
+        other = self.ranks[self.size - 1 - self.stage]
+        with explain_peer_loss(
+            f"pipeline, stage {self.stage}, tied embedding",
+            f"waits for gradients from rank {other}",
+            f"gradients from rank {other} did not arrive",
+            other,
+        ):
+            dist.all_reduce(shared, group=self.ends)
+
+
+def make_pipeline_group(
+    rank: int,
+    dims: ParallelDims,
+    pipeline: Pipeline,
+    device: torch.device,
+    timeout: timedelta | None = None,
+    *,
+    tied: bool = False,
+) -> PipelineGroup:
+    """Make the communicators of all pipelines and return this rank's group.
+
+    All ranks must call this.
+
+    Args:
+        timeout: longest wait for one message; None for torch's default.
+        tied: whether the first and the last stage share the weight of the embedding.
+    """
+    channels: dict[Channel, dist.ProcessGroup] = {}
+    ends = None
+    for ranks in dims.groups("pp"):
+        for channel in pipeline.channels():
+            _, sender, receiver = channel
+            pair = [ranks[sender], ranks[receiver]]
+            made = dist.new_group(sorted(pair), timeout=timeout)
+            if rank in pair:
+                channels[channel] = made
+        if tied:
+            pair = [ranks[0], ranks[-1]]
+            made = dist.new_group(pair, timeout=timeout)
+            ends = made if rank in pair else ends
+    connect_all([*channels.values(), *([ends] if ends is not None else [])], device)
+    return PipelineGroup(dims.coordinate("pp", rank), dims.group("pp", rank), channels, ends)
+
+
+class StagePasses(Protocol):
+    """The computations of one stage, which `PipelineExecutor` calls."""
+
+    def received_like(self, micro_batch: int) -> Tensor:
+        """Return an uninitialized tensor for the hidden states of a micro-batch."""
+        ...
+
+    def forward(self, virtual_stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        """Return the hidden states after a virtual stage; the last one returns anything.
+
+        received: hidden states of the previous virtual stage; None in the first one.
+        """
+        ...
+
+    def backward(
+        self, virtual_stage: int, micro_batch: int, gradient: Tensor | None
+    ) -> Tensor | None:
+        """Return the gradient of what `forward` received; None in the first virtual stage.
+
+        gradient: gradient of the hidden states that `forward` returned; None in the last one.
+        """
+        ...
+
+
+class PipelineExecutor:
+    """Runs the actions of one stage.
+
+    Streams: a message starts behind the work already queued on the current (compute) stream, and
+    NCCL runs it on its own stream. Before a computation, the compute stream waits for its message;
+    the host does not block. With gloo the host itself waits.
+    """
+
+    def __init__(self, group: PipelineGroup, pipeline: Pipeline) -> None:
+        self._group, self._pipeline = group, pipeline
+        # Results to send, messages on their way by `Action.message`, and sends by channel.
+        self._results: dict[Action, Tensor] = {}
+        self._arriving: dict[tuple[str, int, int], tuple[Action, Tensor, list[dist.Work]]] = {}
+        self._leaving: dict[Channel, deque[tuple[Action, Tensor, list[dist.Work]]]] = defaultdict(
+            deque
+        )
+
+    def run(self, actions: Sequence[Action], passes: StagePasses) -> None:
+        """Run the actions of this stage.
+
+        Raises:
+            ExchangeError: a message did not arrive. The error names stage and micro-batch.
+        """
+        try:
+            for action in actions:
+                if action.kind == RECEIVE:
+                    self._start_receive(action, passes)
+                elif action.kind == SEND:
+                    self._start_send(action)
+                else:
+                    self._compute(action, passes)
+            for channel in self._leaving:
+                self._wait_for_sends(channel, 0)
+        finally:
+            for waiting in (self._results, self._arriving, self._leaving):
+                waiting.clear()
+
+    def _compute(self, action: Action, passes: StagePasses) -> None:
+        forward, pipeline = action.kind == FORWARD, self._pipeline
+        (receive,) = pipeline.received(action) or (None,)
+        (send,) = pipeline.sent(action) or (None,)
+        arrived = None if receive is None else self._arrived(receive)
+        progress_record.note(f"{self._where(action)}, {action.kind}")
+        compute = passes.forward if forward else passes.backward
+        result = compute(action.virtual_stage, action.micro_batch, arrived)
+        if send is not None:
+            assert result is not None, action
+            self._results[send] = result
+
+    def _start_receive(self, action: Action, passes: StagePasses) -> None:
+        tensor = passes.received_like(action.micro_batch)
+        works = self._post(action, dist.irecv, tensor)
+        self._arriving[action.message] = action, tensor, works
+
+    def _start_send(self, action: Action) -> None:
+        channel = self._pipeline.channel(action)
+        self._wait_for_sends(channel, SENDS_IN_FLIGHT - 1)
+        tensor = self._results.pop(action).detach().contiguous()
+        works = self._post(action, dist.isend, tensor)
+        self._leaving[channel].append((action, tensor, works))
+
+    def _post(
+        self, action: Action, operation: Callable[..., Any], tensor: Tensor
+    ) -> list[dist.Work]:
+        peer = self._peer(action)
+        group = self._group.channels[self._pipeline.channel(action)]
+        posts = f"{action.kind}s {action.payload} {self._way(action)} rank {peer}"
+        with self._peer_errors(action, posts, None):
+            # A batch of one uses the channel's own communicator. NCCL would make another one for a
+            # single message.
+            return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
+
+    def _arrived(self, receive: Action) -> Tensor:
+        """Wait for a message and return it."""
+        action, tensor, works = self._arriving.pop(receive.message)
+        peer = self._peer(action)
+        with self._peer_errors(action, f"waits for {action.payload} from rank {peer}", peer):
+            for work in works:
+                work.wait()
+        return tensor
+
+    def _wait_for_sends(self, channel: Channel, most: int) -> None:
+        """Wait until at most ``most`` sends of a channel are on their way."""
+        leaving = self._leaving[channel]
+        while len(leaving) > most:
+            action, _, works = leaving.popleft()
+            peer = self._peer(action)
+            activity = f"waits for rank {peer} to receive {action.payload}"
+            with self._peer_errors(action, activity, peer):
+                for work in works:
+                    work.wait()
+
+    def _peer(self, action: Action) -> int:
+        """Return the global rank at the other end of a message."""
+        return self._group.ranks[action.peer % self._pipeline.stages]
+
+    @staticmethod
+    def _way(action: Action) -> str:
+        return "to" if action.kind == SEND else "from"
+
+    def _where(self, action: Action) -> str:
+        stage = f"pipeline, stage {self._group.stage}"
+        if self._pipeline.virtual_stages > 1:
+            stage += f", virtual stage {action.virtual_stage}"
+        return f"{stage}, micro-batch {action.micro_batch}"
+
+    def _peer_errors(
+        self, action: Action, activity: str, waits_for: int | None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the loss of a peer names stage, micro-batch and rank."""
+        verb = "were not received by" if action.kind == SEND else "did not arrive from"
+        failure = f"{action.payload} {verb} rank {self._peer(action)}"
+        return explain_peer_loss(self._where(action), activity, failure, waits_for)

@@ -1,0 +1,183 @@
+"""The schedule of a pipeline as data: what each stage does in an optimizer step, in order.
+
+Symbols: p stages, v virtual stages on each, m micro-batches per step. Virtual stage s holds
+consecutive layers. It is on stage s % p, so that each stage holds v separate parts of the model
+(Narayanan et al., arXiv:2104.04473, section 2.2).
+
+    schedule      order of one stage                       idle share            in flight
+    gpipe         all forward passes, then all backward    (p-1) / (m+p-1)       m
+    1f1b          p-1-r forward, then one of each in turn  (p-1) / (m+p-1)       min(m, p-r)
+    interleaved   as 1f1b, over v virtual stages           (p-1) / (v m + p-1)   up to v p + p-1
+
+The idle share holds for equal virtual stages and free messages. In flight are the micro-batches
+whose activations stage r keeps at once, per virtual stage.
+
+Everything that describes a pipeline reads these actions: the executor runs them, and
+`pipeline_player.play` checks and times them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mtrain_cli.config.schema import TopologyConfig
+
+GPIPE, ONE_F_ONE_B, INTERLEAVED = "gpipe", "1f1b", "interleaved"
+FORWARD, BACKWARD, SEND, RECEIVE = "forward", "backward", "send", "receive"
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+
+# (payload, sending stage, receiving stage). Each channel has its own communicator.
+Channel = tuple[str, int, int]
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One action of a stage.
+
+    kind: FORWARD or BACKWARD of a micro-batch through a virtual stage, or SEND or RECEIVE of a
+        message.
+    virtual_stage: the virtual stage that computes, sends or receives, counted from 0.
+    micro_batch: counted from 0.
+    payload: ACTIVATIONS or GRADIENTS of a message; "" for a computation.
+    """
+
+    kind: str
+    virtual_stage: int
+    micro_batch: int
+    payload: str = ""
+
+    @property
+    def peer(self) -> int:
+        """The virtual stage at the other end of a message."""
+        assert self.payload
+        return self.virtual_stage + (
+            1 if (self.kind == SEND) == (self.payload == ACTIVATIONS) else -1
+        )
+
+    @property
+    def message(self) -> tuple[str, int, int]:
+        """What a message holds: payload, sending virtual stage and micro-batch."""
+        sender = self.virtual_stage if self.kind == SEND else self.peer
+        return self.payload, sender, self.micro_batch
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline of a run.
+
+    schedule: GPIPE, ONE_F_ONE_B or INTERLEAVED.
+    stages: number of stages (p).
+    virtual_stages: number of virtual stages on each stage (v). Only INTERLEAVED takes more than 1.
+    micro_batches: number of micro-batches of a context group in a step (m). A training step of
+        INTERLEAVED needs a multiple of ``stages``.
+    """
+
+    schedule: str
+    stages: int
+    virtual_stages: int
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        assert self.schedule == INTERLEAVED or self.virtual_stages == 1, self
+
+    @staticmethod
+    def of(topology: TopologyConfig, micro_batches: int) -> Pipeline:
+        """Return the pipeline of a configuration."""
+        schedule, virtual_stages = topology.schedule, topology.virtual_stages
+        if schedule == "auto":
+            schedule = INTERLEAVED if virtual_stages > 1 else ONE_F_ONE_B
+        return Pipeline(schedule, topology.pipeline_parallel, virtual_stages, micro_batches)
+
+    @property
+    def last(self) -> int:
+        """The last virtual stage."""
+        return self.stages * self.virtual_stages - 1
+
+    def own(self, stage: int) -> range:
+        """Return the virtual stages of a stage."""
+        return range(stage, self.last + 1, self.stages)
+
+    def computations(self, stage: int) -> list[Action]:
+        """Return the forward and backward passes of a stage, in order."""
+        assert self.schedule != INTERLEAVED or self.micro_batches % self.stages == 0, self
+        forward, backward = (list(self._passes(stage, kind)) for kind in (FORWARD, BACKWARD))
+        behind = self.stages - 1 - stage
+        first = {
+            GPIPE: len(forward),
+            ONE_F_ONE_B: behind,
+            INTERLEAVED: (self.virtual_stages - 1) * self.stages + 2 * behind,
+        }
+        warm_up = min(first[self.schedule], len(forward))
+        in_turn = zip(forward[warm_up:], backward, strict=False)
+        steady = [action for pair in in_turn for action in pair]
+        return [*forward[:warm_up], *steady, *backward[len(forward) - warm_up :]]
+
+    def actions(self, stage: int) -> list[Action]:
+        """Return all actions of a stage in a training step."""
+        return self._with_messages(self.computations(stage))
+
+    def forward_actions(self, stage: int) -> list[Action]:
+        """Return all actions of a stage if the micro-batches only pass forward (evaluation)."""
+        return self._with_messages(list(self._passes(stage, FORWARD)))
+
+    def channel(self, message: Action) -> Channel:
+        """Return the channel of a message."""
+        own, peer = message.virtual_stage % self.stages, message.peer % self.stages
+        return (message.payload, *((own, peer) if message.kind == SEND else (peer, own)))
+
+    def channels(self) -> list[Channel]:
+        """Return all channels in a fixed order. Only virtual stages wrap around."""
+        hops = self.stages if self.virtual_stages > 1 else self.stages - 1
+        there = [(stage, (stage + 1) % self.stages) for stage in range(hops)]
+        back = [(GRADIENTS, after, before) for before, after in there]
+        return [*((ACTIVATIONS, *hop) for hop in there), *back]
+
+    def _passes(self, stage: int, kind: str) -> Iterator[Action]:
+        """Yield all passes of one kind, p micro-batches through one virtual stage after another."""
+        own = self.own(stage)
+        for first in range(0, self.micro_batches, self.stages):
+            for virtual_stage in own if kind == FORWARD else reversed(own):
+                for number in range(first, min(first + self.stages, self.micro_batches)):
+                    yield Action(kind, virtual_stage, number)
+
+    def _with_messages(self, computations: Sequence[Action]) -> list[Action]:
+        """Add the messages: a receive is posted one computation ahead, a send at once."""
+        received = [self.received(action) for action in computations]
+        actions = received[0][:]
+        for number, action in enumerate(computations):
+            ahead = received[number + 1] if number + 1 < len(received) else []
+            actions += [*ahead, action, *self.sent(action)]
+        return actions
+
+    def received(self, action: Action) -> list[Action]:
+        """Return the receive that a computation waits for, if any."""
+        first, payload = (0, ACTIVATIONS) if action.kind == FORWARD else (self.last, GRADIENTS)
+        needed = action.virtual_stage != first
+        return [Action(RECEIVE, action.virtual_stage, action.micro_batch, payload)] * needed
+
+    def sent(self, action: Action) -> list[Action]:
+        """Return the send of a computation's result, if any."""
+        end, payload = (self.last, ACTIVATIONS) if action.kind == FORWARD else (0, GRADIENTS)
+        needed = action.virtual_stage != end
+        return [Action(SEND, action.virtual_stage, action.micro_batch, payload)] * needed
+
+
+def in_flight(actions: Sequence[Action], weight: Callable[[int], float]) -> Counter[int]:
+    """Return the micro-batches in flight per virtual stage, when their weight is largest.
+
+    Args:
+        actions: those of one stage.
+        weight: weight of one micro-batch in a virtual stage, such as the bytes that it keeps.
+    """
+    now, most, largest = Counter[int](), Counter[int](), -1.0
+    for action in actions:
+        if action.kind == FORWARD:
+            now[action.virtual_stage] += 1
+            total = sum(count * weight(number) for number, count in now.items())
+            if total > largest:
+                most, largest = now.copy(), total
+        elif action.kind == BACKWARD:
+            now[action.virtual_stage] -= 1
+    return +most

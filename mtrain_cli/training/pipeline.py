@@ -1,0 +1,243 @@
+"""A worker's stage of a pipeline in training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.model.decoder import Attend, Decoder
+from mtrain_cli.model.stages import StageDecoder, VirtualStage, virtual_stages
+from mtrain_cli.parallel.fsdp import begin_micro_batch
+from mtrain_cli.parallel.parameter_shards import copies
+from mtrain_cli.parallel.pipeline_group import (
+    PipelineExecutor,
+    PipelineGroup,
+    make_pipeline_group,
+)
+from mtrain_cli.parallel.pipeline_player import play
+from mtrain_cli.parallel.pipeline_schedule import Pipeline
+from mtrain_cli.training.stage_cut import stage_layers
+
+if TYPE_CHECKING:
+    from mtrain_cli.training.batch import Batch
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A worker's stage: its virtual stages, its communicators and its schedule.
+
+    pipeline: the schedule of a training step.
+    stages: the virtual stages of this worker.
+    dtype: dtype of the hidden states.
+    """
+
+    config: Config
+    pipeline: Pipeline
+    group: PipelineGroup
+    stages: tuple[VirtualStage, ...]
+    dtype: torch.dtype
+
+    @property
+    def fewest_layers(self) -> int:
+        """The number of layers of the stage with the fewest."""
+        counts, stages = stage_layers(self.config), self.pipeline.stages
+        return min(sum(counts[stage::stages]) for stage in range(stages))
+
+    def copies(self, decoder: Decoder) -> Callable[[Tensor], int]:
+        """Return a function that counts the workers which hold the same shard of a parameter."""
+        shared = decoder.embed_tokens.weight if self.group.ends is not None else None
+        return lambda parameter: copies(parameter) * (2 if parameter is shared else 1)
+
+    def forward_backward(
+        self, decoder: Decoder, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
+    ) -> Tensor:
+        """Accumulate the gradients of a step. Return this worker's part of the mean loss.
+
+        Only the last stage has a loss; the result of the others is 0.
+
+        Args:
+            attends: the attention of each micro-batch.
+            valid: number of labels in the whole step that count toward the loss.
+        """
+        assert isinstance(decoder, StageDecoder)
+        passes = _TrainingPasses(self, decoder, batches, attends, 1.0 / max(1, valid))
+        PipelineExecutor(self.group, self.pipeline).run(
+            self.pipeline.actions(self.group.stage), passes
+        )
+        self._sum_tied_gradients(decoder)
+        return passes.loss
+
+    def token_losses(
+        self,
+        decoder: Decoder,
+        rounds: int,
+        batch: Callable[[int], Batch],
+        count: Callable[[int, Tensor | None], None],
+    ) -> None:
+        """Compute the loss of every token of ``rounds`` micro-batches, without gradients.
+
+        Args:
+            batch: makes a micro-batch from its number.
+            count: called with the number of a micro-batch that has passed, and its losses. Only the
+                last stage has losses.
+        """
+        assert isinstance(decoder, StageDecoder)
+        pipeline = replace(self.pipeline, micro_batches=rounds)
+        passes = _EvaluationPasses(self, decoder, batch, count)
+        PipelineExecutor(self.group, pipeline).run(
+            pipeline.forward_actions(self.group.stage), passes
+        )
+
+    def _sum_tied_gradients(self, decoder: Decoder) -> None:
+        """Add up the gradients of a tied embedding: of the look-up, and of the LM head."""
+        if self.group.ends is None:
+            return
+        gradient = decoder.embed_tokens.weight.grad
+        assert isinstance(gradient, DTensor), "every micro-batch gives a gradient"
+        self.group.sum_over_ends(gradient.to_local())
+
+
+def make_stage(
+    config: Config,
+    environment: Environment,
+    device: torch.device,
+    dtype: torch.dtype,
+    timeout: timedelta | None,
+) -> PipelineStage | None:
+    """Make the communicators of all stages and return this worker's stage.
+
+    Return None if each worker holds the whole model. All ranks must call this.
+
+    dtype: compute dtype.
+    timeout: longest wait for one message; None for torch's default.
+    """
+    dims, train = environment.dims, config.train
+    if dims.pp == 1:
+        return None
+    pipeline = Pipeline.of(config.topology, train.global_batch // (train.micro_batch * dims.dp))
+    play(pipeline)  # a schedule that cannot end fails here, not in the middle of a step
+    tied = config.model.tie_word_embeddings
+    group = make_pipeline_group(environment.rank, dims, pipeline, device, timeout, tied=tied)
+    every = virtual_stages(stage_layers(config))
+    own = tuple(every[number] for number in pipeline.own(group.stage))
+    return PipelineStage(config, pipeline, group, own, dtype)
+
+
+@dataclass
+class _Passes:
+    """What training and evaluation share."""
+
+    stage: PipelineStage
+    decoder: StageDecoder
+
+    def empty_like(self, batch: Batch) -> Tensor:
+        """Return an uninitialized tensor for the hidden states of a micro-batch."""
+        shape = (*batch.tokens.shape, self.stage.config.model.hidden_size)
+        return torch.empty(shape, dtype=self.stage.dtype, device=batch.tokens.device)
+
+
+@dataclass
+class _TrainingPasses(_Passes):
+    """Forward and backward passes of a training step.
+
+    scale: factor of the summed losses.
+    """
+
+    batches: Sequence[Batch]
+    attends: Sequence[Attend]
+    scale: float
+    # Input and result of each forward pass until its backward pass. Of the result, only its place
+    # in autograd's graph: nothing reads its values once they are sent.
+    _inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _results: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.loss = torch.zeros((), device=self.batches[0].tokens.device)
+
+    def received_like(self, micro_batch: int) -> Tensor:
+        return self.empty_like(self.batches[micro_batch])
+
+    def forward(self, virtual_stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        batch, key = self.batches[micro_batch], (virtual_stage, micro_batch)
+        if received is not None:
+            self._inputs[key] = received.requires_grad_()
+        result = self.decoder.run_stage(
+            virtual_stage,
+            received,
+            batch.tokens,
+            batch.positions,
+            batch.labels,
+            self.attends[micro_batch],
+            self.scale,
+        )
+        if self.decoder.stages[virtual_stage].last:
+            self.loss += result.detach()
+        self._results[key] = get_gradient_edge(result)
+        return result
+
+    def backward(
+        self, virtual_stage: int, micro_batch: int, gradient: Tensor | None
+    ) -> Tensor | None:
+        key, stage = (virtual_stage, micro_batch), self.decoder.stages[virtual_stage]
+        # The last of this worker's virtual stages in a backward pass is its first in the model.
+        finishes = virtual_stage == min(self.decoder.stages)
+        self._begin(stage, last=micro_batch == len(self.batches) - 1, finishes=finishes)
+        if gradient is None:
+            gradient = torch.ones_like(self.loss)
+        torch.autograd.backward((self._results.pop(key),), (gradient,))
+        index = self.batches[micro_batch].attend.index
+        if finishes and index is not None:
+            index.count()
+        received = self._inputs.pop(key, None)
+        return None if received is None else received.grad
+
+    def _begin(self, stage: VirtualStage, *, last: bool, finishes: bool) -> None:
+        """Set which weights the next backward pass frees, and which gradients it reduces."""
+        shard = self.stage.config.train.shard
+        begin_micro_batch(self.decoder, shard, last=last, layers=stage.layers)
+        begin_micro_batch(self.decoder, shard, last=last and finishes, layers=())
+
+
+@dataclass
+class _EvaluationPasses(_Passes):
+    """Forward passes without gradients. A micro-batch is made when the stage first needs it."""
+
+    batch: Callable[[int], Batch]
+    count: Callable[[int, Tensor | None], None]
+    _made: dict[int, Batch] = field(default_factory=dict)
+
+    def received_like(self, micro_batch: int) -> Tensor:
+        return self.empty_like(self._batch(micro_batch))
+
+    def forward(self, virtual_stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        batch, stage = self._batch(micro_batch), self.decoder.stages[virtual_stage]
+        result = self.decoder.run_stage(
+            virtual_stage,
+            received,
+            batch.tokens,
+            batch.positions,
+            batch.labels,
+            batch.attention,
+            None,
+        )
+        if virtual_stage == max(self.decoder.stages):
+            del self._made[micro_batch]
+            self.count(micro_batch, result if stage.last else None)
+        return result
+
+    def backward(self, *action: object) -> Tensor | None:
+        raise AssertionError(f"an evaluation has no backward pass: {action}")
+
+    def _batch(self, number: int) -> Batch:
+        if number not in self._made:
+            self._made[number] = self.batch(number)
+        return self._made[number]

@@ -1,0 +1,100 @@
+"""Which layers each stage of a pipeline holds."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.schema import Config
+from mtrain_cli.training.flops import parameters
+
+_DIVISIONS = 60  # halvings of the slowest stage's cost, until float64 resolves no difference
+_ROUNDING = 1e-12  # relative error of sums of costs
+
+
+def stage_layers(config: Config) -> tuple[int, ...]:
+    """Return the number of layers of each virtual stage.
+
+    ``topology.stage_layers=auto`` makes the slowest one as fast as possible, and the others as
+    equal as possible.
+    """
+    topology = config.topology
+    if not isinstance(topology.stage_layers, str):
+        return topology.stage_layers
+    stages = topology.pipeline_parallel * topology.virtual_stages
+    return cut(layer_costs(config), head_cost(config), stages)
+
+
+def layer_costs(config: Config) -> list[float]:
+    """Return the forward FLOP per token of each layer: matrix products, and q k^T and p v.
+
+    A dynamic index counts as dense attention if its density depends on the data.
+    """
+    model, mask, seq = config.model, MaskRule.of(config), config.seq
+    share = config.sparsity.known_density(seq) or 1.0
+    per_pair = 4 * model.num_heads * model.head_dim * share / seq
+    pairs = {
+        full: rule.undivided(seq, seq).pairs
+        for full, rule in ((False, mask), (True, MaskRule(mask.document_mask)))
+    }
+    matmul = 2 * parameters(model).layer_matmul
+    return [
+        matmul + per_pair * pairs[config.mask.is_full(layer)] for layer in range(model.num_layers)
+    ]
+
+
+def head_cost(config: Config) -> float:
+    """Return the forward FLOP per token of the LM head."""
+    return 2.0 * config.model.vocab_size * config.model.hidden_size
+
+
+def cut(costs: Sequence[float], head: float, stages: int) -> tuple[int, ...]:
+    """Return the number of consecutive layers of each stage, at least one each.
+
+    No other cut has a cheaper slowest stage. Within that limit, each stage takes the number of
+    layers nearest to an equal share of what is left.
+
+    Args:
+        costs: cost of each layer.
+        head: cost that the last stage has in addition.
+    """
+    assert 1 <= stages <= len(costs)
+    sums = [0.0, *accumulate(costs)]
+    total = sums[-1] + head
+    low, high = max(max(costs), costs[-1] + head), total
+    if _fewest(sums, head, low)[0] <= stages:
+        high = low
+    for _ in range(_DIVISIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _fewest(sums, head, middle)[0] <= stages else (middle, high)
+    high *= 1 + _ROUNDING
+    fewest, counts, begin = _fewest(sums, head, high), list[int](), 0
+    for left in range(stages, 1, -1):
+        share = sums[begin] + (total - sums[begin]) / left
+        longest = bisect_right(sums, sums[begin] + high)
+        ends = range(begin + 1, min(longest, len(costs) - left + 2))
+        end = min(
+            (end for end in ends if fewest[end] < left), key=lambda end: abs(sums[end] - share)
+        )
+        counts.append(end - begin)
+        begin = end
+    return (*counts, len(costs) - begin)
+
+
+def _fewest(sums: Sequence[float], head: float, most: float) -> list[int]:
+    """Return, for each layer, how few stages hold it and all later ones at a cost of ``most``.
+
+    sums: cost of the layers before each layer, and of all layers.
+    """
+    layers = len(sums) - 1
+    fewest = [layers + 1] * (layers + 1)  # without a layer, the head has no stage
+    for begin in reversed(range(layers)):
+        if sums[-1] + head - sums[begin] <= most:
+            fewest[begin] = 1
+        else:
+            # The last stage needs a layer, too.
+            end = min(bisect_right(sums, sums[begin] + most) - 1, layers - 1)
+            fewest[begin] = 1 + fewest[max(begin + 1, end)]
+    return fewest

@@ -1,0 +1,160 @@
+"""Schedules of a pipeline: their orders, their messages, and what they keep in flight."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.parallel.pipeline_schedule import (
+    ACTIVATIONS,
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    RECEIVE,
+    SEND,
+    Action,
+    Pipeline,
+    in_flight,
+)
+
+
+def order(pipeline: Pipeline, stage: int) -> str:
+    """Return a stage's passes, such as ``F0 F1 B0``, with the virtual stage after a dot if > 1."""
+    words = []
+    for action in pipeline.computations(stage):
+        part = f".{action.virtual_stage}" if pipeline.virtual_stages > 1 else ""
+        words.append(f"{action.kind[0].upper()}{action.micro_batch}{part}")
+    return " ".join(words)
+
+
+def test_gpipe_runs_all_forward_passes_first():
+    for stage in range(3):
+        assert order(Pipeline("gpipe", 3, 1, 3), stage) == "F0 F1 F2 B0 B1 B2"
+
+
+def test_1f1b_starts_with_a_forward_pass_for_each_later_stage():
+    pipeline = Pipeline("1f1b", 3, 1, 4)
+    assert order(pipeline, 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert order(pipeline, 1) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert order(pipeline, 2) == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+def test_1f1b_allows_fewer_micro_batches_than_stages():
+    assert order(Pipeline("1f1b", 4, 1, 2), 0) == "F0 F1 B0 B1"
+
+
+def test_interleaved_passes_groups_of_micro_batches_through_one_virtual_stage_after_another():
+    pipeline = Pipeline("interleaved", 2, 2, 4)
+    assert order(pipeline, 1) == (
+        "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 F2.1 B0.1 F3.1 B1.1 F2.3 B2.3 F3.3 B3.3 B2.1 B3.1"
+    )
+    assert [list(pipeline.own(stage)) for stage in (0, 1)] == [[0, 2], [1, 3]]
+
+
+def stage_of_torch(number: int, stages: int, total: int) -> Any:
+    return SimpleNamespace(
+        stage_index=number,
+        num_stages=total,
+        group_size=stages,
+        group_rank=0,
+        is_first=False,
+        is_last=False,
+        has_backward=True,
+    )
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_interleaved_orders_equal_those_of_torch(stages, parts):
+    from torch.distributed.pipelining import ScheduleInterleaved1F1B
+
+    for count in range(stages, 25, stages):
+        own: Any = [stage_of_torch(n * stages, stages, stages * parts) for n in range(parts)]
+        torchs = ScheduleInterleaved1F1B(own, count).pipeline_order
+        pipeline = Pipeline("interleaved", stages, parts, count)
+        for stage in range(stages):
+            theirs = [
+                (str(action.computation_type.name) == "FORWARD", *action[::2])
+                for action in torchs[stage]
+                if action and "REDUCE" not in action.computation_type.name
+            ]
+            ours = [
+                (action.kind == FORWARD, action.virtual_stage, action.micro_batch)
+                for action in pipeline.computations(stage)
+            ]
+            assert ours == theirs, (stages, parts, count, stage)
+
+
+def test_a_receive_is_posted_one_computation_ahead_and_a_send_at_once():
+    assert Pipeline("1f1b", 2, 1, 2).actions(1) == [
+        Action(RECEIVE, 1, 0, ACTIVATIONS),
+        Action(FORWARD, 1, 0),
+        Action(RECEIVE, 1, 1, ACTIVATIONS),
+        Action(BACKWARD, 1, 0),
+        Action(SEND, 1, 0, GRADIENTS),
+        Action(FORWARD, 1, 1),
+        Action(BACKWARD, 1, 1),
+        Action(SEND, 1, 1, GRADIENTS),
+    ]
+
+
+def test_both_ends_name_a_message_and_its_channel_alike():
+    pipeline = Pipeline("interleaved", 2, 2, 2)
+    send, receive = Action(SEND, 1, 0, ACTIVATIONS), Action(RECEIVE, 2, 0, ACTIVATIONS)
+    assert send.message == receive.message == (ACTIVATIONS, 1, 0)
+    assert pipeline.channel(send) == pipeline.channel(receive) == (ACTIVATIONS, 1, 0)
+    back = Action(SEND, 2, 0, GRADIENTS), Action(RECEIVE, 1, 0, GRADIENTS)
+    assert {action.message for action in back} == {(GRADIENTS, 2, 0)}
+    assert {pipeline.channel(action) for action in back} == {(GRADIENTS, 0, 1)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_every_message_has_a_channel(schedule):
+    pipeline = Pipeline(schedule, 3, 2 if schedule == "interleaved" else 1, 6)
+    used = {
+        pipeline.channel(action)
+        for stage in range(3)
+        for action in pipeline.actions(stage)
+        if action.payload
+    }
+    assert used == set(pipeline.channels())
+    assert len(pipeline.channels()) == len(used)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 9])
+def test_1f1b_keeps_as_many_micro_batches_as_stages_follow(count):
+    for stage in range(4):
+        found = in_flight(Pipeline("1f1b", 4, 1, count).actions(stage), lambda _: 1)
+        assert found == {stage: min(count, 4 - stage)}
+        gpipe = in_flight(Pipeline("gpipe", 4, 1, count).actions(stage), lambda _: 1)
+        assert gpipe == {stage: count}
+
+
+def test_in_flight_finds_the_heaviest_moment():
+    pipeline = Pipeline("interleaved", 2, 2, 4)
+    assert sum(in_flight(pipeline.actions(0), lambda _: 1).values()) == 5
+    heavy_end = in_flight(pipeline.actions(0), lambda stage: 100 if stage == 2 else 1)
+    assert heavy_end[2] == 2
+
+
+def test_evaluation_only_passes_forward():
+    pipeline = Pipeline("interleaved", 2, 2, 3)  # any number of micro-batches
+    actions = pipeline.forward_actions(0)
+    assert {action.kind for action in actions} == {FORWARD, SEND, RECEIVE}
+    assert sum(action.kind == FORWARD for action in actions) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "schedule"),
+    [
+        ((), "1f1b"),
+        (("topology.schedule=gpipe",), "gpipe"),
+        (("topology.virtual_stages=2",), "interleaved"),
+    ],
+)
+def test_auto_interleaves_virtual_stages(words, schedule):
+    config = compose(["model.num_layers=8", "topology.pipeline_parallel=2", *words])
+    assert Pipeline.of(config.topology, 4).schedule == schedule

@@ -1,0 +1,77 @@
+"""Layers of each stage: the slowest stage is as fast as possible."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.training.stage_cut import cut, head_cost, layer_costs, stage_layers
+
+
+def slowest(counts: tuple[int, ...], costs: list[float], head: float) -> float:
+    ends = [sum(counts[: n + 1]) for n in range(len(counts))]
+    parts = [sum(costs[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    parts[-1] += head
+    return max(parts)
+
+
+def test_no_cut_has_a_faster_slowest_stage():
+    draw = random.Random(0)
+    for _ in range(500):
+        layers = draw.randint(1, 9)
+        stages, head = draw.randint(1, layers), draw.choice([0, 0.5, 1, 4, 20])
+        costs = [draw.choice([1.0, 1.0, 3.0, 0.5]) for _ in range(layers)]
+        found = cut(costs, head, stages)
+        assert len(found) == stages
+        assert sum(found) == layers
+        assert min(found) >= 1
+        cuts = combinations(range(1, layers), stages - 1)
+        others = [
+            tuple(end - begin for begin, end in zip((0, *ends), (*ends, layers), strict=True))
+            for ends in cuts
+        ]
+        best = min(slowest(other, costs, head) for other in others)
+        assert slowest(found, costs, head) <= best * (1 + 1e-9), (costs, head, stages)
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "stages", "expected"),
+    [
+        (36, 2.5, 4, (10, 9, 10, 7)),
+        (8, 0, 4, (2, 2, 2, 2)),
+        (4, 10, 2, (3, 1)),
+    ],
+)
+def test_the_last_stage_has_fewer_layers_because_of_the_head(layers, head, stages, expected):
+    assert cut([1.0] * layers, head, stages) == expected
+
+
+def test_costs_follow_from_model_sequence_and_mask():
+    config = compose(["seq=4k", "model.num_layers=4", "topology.pipeline_parallel=2"])
+    model = config.model
+    heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    matrices = 2 * heads + 2 * kv + 3 * model.intermediate_size
+    attention = 4 * heads * (4096 + 1) / 2
+    assert layer_costs(config) == pytest.approx([2 * model.hidden_size * matrices + attention] * 4)
+    assert head_cost(config) == 2 * model.vocab_size * model.hidden_size
+    mixed = compose(
+        [
+            "seq=4k",
+            "model.num_layers=4",
+            "mask=sliding_window",
+            "mask.window=64",
+            "mask.full_every=2",
+        ]
+    )
+    narrow, full = layer_costs(mixed)[:2]
+    assert full == pytest.approx(layer_costs(config)[0])
+    assert narrow < full
+    assert layer_costs(mixed) == [narrow, full, narrow, full]
+
+
+def test_given_numbers_of_layers_are_kept():
+    words = ["model.num_layers=6", "topology.pipeline_parallel=2", "topology.stage_layers=[5,1]"]
+    assert stage_layers(compose(words)) == (5, 1)
