@@ -29,7 +29,7 @@ from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
 from mtrain_cli.training import initial_weights, run_plan
 from mtrain_cli.training.first_masks import FirstMasks
 from mtrain_cli.training.flops import causal_pairs, peak_flops
-from mtrain_cli.training.layout_choice import make_balancer
+from mtrain_cli.training.layout_choice import layout_advice, make_balancer
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import duration, longest_seq, refusal, search
 from mtrain_cli.training.parallelism_rows import pipeline_rows, tensor_rows
