@@ -25,6 +25,7 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
+from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.tensor_parallel import require_whole_layers
 
@@ -103,6 +104,7 @@ def imbalance(
     require_kernel(config, environment.device)
     for _, case in cases:
         require_whole_layers(case, "mtrain profile imbalance")
+        require_whole_model(case, "mtrain profile imbalance")
         require_exchange(case, environment)
         if not attention_only or case.data.mask_key is not None:
             require_data(case)

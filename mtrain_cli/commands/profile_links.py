@@ -22,6 +22,7 @@ from mtrain_cli.commands.options import (
     writing,
 )
 from mtrain_cli.commands.profile import app, check_output
+from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.tensor_parallel import require_whole_layers
 
@@ -88,6 +89,7 @@ def links(
     words = list(overrides or ())
     config = with_measurement_folder(compose(words), "links")
     require_whole_layers(config, "mtrain profile links")
+    require_whole_model(config, "mtrain profile links")
     environment = resolve_environment(config)
     warn_of_unused_settings(words)
     message_sizes = _parse_sizes(_SIZES[environment.device] if sizes == "auto" else sizes)

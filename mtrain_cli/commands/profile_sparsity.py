@@ -228,6 +228,7 @@ _NUMBERS_OF_WORKERS = (
     "topology.workers",
     "topology.context_parallel",
     "topology.tensor_parallel",
+    "topology.pipeline_parallel",
 )
 
 

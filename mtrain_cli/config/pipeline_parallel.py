@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS, unsupported
+from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS, refuse, unsupported
 
 # Settings that need the whole model on each worker, and the value that turns each of them off.
 NEED_WHOLE_MODEL = {**NEED_WHOLE_LAYERS, "profile.every": 0}
@@ -104,3 +104,12 @@ def uneven_rounds(config: Config, data: int) -> Iterator[str]:
         f"a multiple of topology.pipeline_parallel={stages}, so a multiple of "
         f"{sequences * stages} sequences"
     )
+
+
+def require_whole_model(config: Config, command: str) -> None:
+    """Raise ConfigError if a command without pipeline parallelism is to use it.
+
+    Args:
+        command: the command, such as ``mtrain simulate``.
+    """
+    refuse(config, "pipeline_parallel", command)

@@ -49,15 +49,23 @@ def unsupported(config: Config, given: str, turned_off: Mapping[str, Any]) -> It
 
 
 def require_whole_layers(config: Config, command: str) -> None:
-    """Raise ConfigError if a command is to use parallelism that it does not support.
+    """Raise ConfigError if a command without tensor parallelism is to use it.
 
     Args:
         command: the command, such as ``mtrain simulate``.
     """
-    for name in ("tensor_parallel", "pipeline_parallel"):
-        degree = getattr(config.topology, name)
-        if degree > 1:
-            raise ConfigError(
-                f"topology.{name}={degree}: only `mtrain train` supports it, not `{command}`; "
-                "leave this setting out"
-            )
+    refuse(config, "tensor_parallel", command)
+
+
+def refuse(config: Config, degree: str, command: str) -> None:
+    """Raise ConfigError if a degree of parallelism that a command does not support is above 1.
+
+    Args:
+        degree: name of its key in ``topology``.
+        command: the command, such as ``mtrain simulate``.
+    """
+    if (value := getattr(config.topology, degree)) > 1:
+        raise ConfigError(
+            f"topology.{degree}={value}: only `mtrain train` supports it, not `{command}`; "
+            "leave this setting out"
+        )

@@ -16,6 +16,7 @@ from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.mask_settings import CAUSAL
 from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.tensor_parallel import require_whole_layers
 from mtrain_cli.launch.job import current_job
@@ -95,6 +96,7 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
         path = _find_run(path)
         config = _config_of_run(run_of(path), overrides)
     require_whole_layers(config, "mtrain generate` or `mtrain eval")
+    require_whole_model(config, "mtrain generate` or `mtrain eval")
     if PATTERNS[config.sparsity.pattern].synthetic:
         others = ", ".join(name for name, found in PATTERNS.items() if not found.synthetic)
         raise ConfigError(

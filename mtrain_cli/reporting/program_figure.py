@@ -114,7 +114,8 @@ def _planned(source: ReportSource) -> dict[str, Any]:
         topology, model, batch = config.topology, config.of_worker.model, config.train.micro_batch
         degree, gpus = topology.tensor_parallel, len(source.facts.get("gpus") or ())
         known = topology.context_workers
-        workers = known if isinstance(known, int) else gpus // degree
+        sharing = degree * topology.pipeline_parallel
+        workers = known if isinstance(known, int) else gpus // sharing
         if topology.exchange == "auto" or workers < 2:
             return {}
         per_node = workers

@@ -25,7 +25,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
 
 if TYPE_CHECKING:
-    from mtrain_cli.training.batch import HostBatch
+    from mtrain_cli.training.batch import Batch, HostBatch
     from mtrain_cli.training.trainer import Trainer
 
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -97,24 +97,38 @@ def evaluate(trainer: Trainer) -> Evaluation:
     bounds = bucket_edges(trainer.config.seq)
     # The last column collects tokens without a label.
     sums = torch.zeros(2, len(bounds), dtype=torch.float64, device=trainer.device)
+    firsts = range(0, len(held_out), e.dims.dp)
     replica = e.dims.coordinate("dp", e.rank)
+    hosts: dict[int, HostBatch] = {}
+
+    def batch_of(number: int) -> Batch:
+        # Workers gather parameters together. A worker that has no sequence left must compute, too:
+        # it computes the sequence of another worker, and does not count the loss.
+        own = firsts[number] + replica < len(held_out)
+        hosts[number] = make.on_host(
+            [held_out[firsts[number] + replica if own else firsts[number]]]
+        )
+        return make.to_device(hosts[number])
+
+    def count(number: int, losses: torch.Tensor | None) -> None:
+        host = hosts.pop(number)
+        if losses is None or firsts[number] + replica >= len(held_out):
+            return
+        places = _bucket_of_tokens(host, bounds)
+        if trainer.tensor is not None:
+            places = trainer.tensor.own(places, len(bounds) - 1)[0]
+        places = places.to(trainer.device)
+        sums[0].index_add_(0, places, losses.flatten().double())
+        sums[1].index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
+
     with torch.no_grad():
-        for first in range(0, len(held_out), e.dims.dp):
-            # Workers gather parameters together. A worker that has no sequence left must compute,
-            # too: it computes the sequence of another worker, and does not count the loss.
-            own = first + replica < len(held_out)
-            host = make.on_host([held_out[first + replica if own else first]])
-            batch = make.to_device(host)
-            losses = trainer.decoder.token_losses(
-                batch.tokens, batch.positions, batch.labels, batch.attention
-            )
-            if own:
-                places = _bucket_of_tokens(host, bounds)
-                if trainer.tensor is not None:
-                    places = trainer.tensor.own(places, len(bounds) - 1)[0]
-                places = places.to(trainer.device)
-                sums[0].index_add_(0, places, losses.flatten().double())
-                sums[1].index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
+        if trainer.stage is not None:
+            trainer.stage.token_losses(trainer.decoder, len(firsts), batch_of, count)
+        else:
+            for number in range(len(firsts)):
+                batch = batch_of(number)
+                inputs = batch.tokens, batch.positions, batch.labels, batch.attention
+                count(number, trainer.decoder.token_losses(*inputs))
     reshard(trainer.decoder)  # otherwise the backward pass reshards, but none follows here
     totals = sums.cpu()
     dist.all_reduce(totals, group=trainer.host_group)

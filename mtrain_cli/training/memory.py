@@ -5,7 +5,8 @@ Symbols:
     C, I    hidden size and intermediate size
     A, K    heads * head_dim and kv_heads * head_dim
     V, L    vocabulary size and number of layers
-    W       number of workers
+    W       number of workers. With pipeline parallelism, of a stage, which holds its own layers;
+            the estimate is that of the largest stage
     t       tensor-parallel degree. A worker computes 1/t of A, K, I and P_l, for all tokens, and
             holds T/t rows of tensors of the hidden size. Formulas below give t = 1
     P_l     number of weights in a layer
@@ -28,6 +29,7 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.layer_memory import BackwardBytes, LayerMemory
+from mtrain_cli.training.model_part import ModelPart, model_parts
 from mtrain_cli.training.state_memory import StateMemory
 
 MIB, GIB = 2**20, 2**30
@@ -89,6 +91,9 @@ class MemoryMoment:
         the gradient of the normed states, 3 e C T.
     inputs: tokens, positions and labels (int64), cosine and sine (float32), and what
         FlashAttention-4 derives from the masks (`AttentionMemory.mask_tables`).
+    messages: hidden states and gradients that a pipeline sends and receives, e C T / t each
+        (`ModelPart.messages`). With a pipeline, activations and index count all micro-batches in
+        flight, and loss all those that await their backward pass.
     """
 
     name: str
@@ -102,6 +107,7 @@ class MemoryMoment:
     exchange: int = 0
     loss: int = 0
     inputs: int = 0
+    messages: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -175,18 +181,32 @@ def estimate_memory(
     """
     if attention is None:
         attention = AttentionMemory(config.of_worker, layout, exchange, kernel, dtype_bytes)
-    step = _StepMemory(config, workers, layout, attention, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     if config.topology.tensor_parallel > 1:
         communicators += 2  # of the tensor group, and of the workers that shard a layer's part
-    reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
-    states = step.states
-    return MemoryEstimate(
-        moments=tuple(step.moments()),
-        reserve=reserve,
-        host=step.host() + states.host,
-        saving=states.saving,
-    )
+    estimates = []
+    for part in model_parts(config, _micro_batches(config, workers, layout)):
+        step = _StepMemory(config, workers, layout, attention, dtype_bytes, part)
+        number = communicators + part.channels
+        estimates.append(
+            MemoryEstimate(
+                moments=tuple(step.moments()),
+                reserve=CONTEXT_BYTES + number * COMMUNICATOR_BYTES if cuda else 0,
+                host=step.host() + step.states.host,
+                saving=step.states.saving,
+            )
+        )
+    return max(estimates, key=lambda estimate: estimate.total + estimate.host_peak * (not cuda))
+
+
+def _micro_batches(config: Config, workers: int, layout: Layout) -> int:
+    """Return the number of micro-batches of a context group in a step.
+
+    workers: number of workers of the run.
+    """
+    topology, train = config.topology, config.train
+    sharing = layout.workers * topology.tensor_parallel * topology.pipeline_parallel
+    return train.global_batch // (train.micro_batch * (workers // sharing))
 
 
 class _StepMemory:
@@ -199,22 +219,23 @@ class _StepMemory:
         layout: Layout,
         attention: AttentionMemory,
         e: int,
+        part: ModelPart | None = None,
     ) -> None:
         model, train = config.model, config.train
         self.model, self.train, self.e = model, train, e
-        sharing = layout.workers * config.topology.tensor_parallel
-        self.micro_batches = train.global_batch // (train.micro_batch * (workers // sharing))
-        self.states = StateMemory(config, workers, self.micro_batches, e)
+        self.part = part or ModelPart.whole(model)
+        self.micro_batches = _micro_batches(config, workers, layout)
+        self.states = StateMemory(config, workers, self.micro_batches, e, self.part)
         self.attention = attention
         self.layer = LayerMemory(config, layout, self.attention, self.states.layer_weights, e)
         self.layers_on_host = layers_on_host(train.offload_activations, model.num_layers)
         # Layers with unsharded weights under train.shard=full: the current one and, if several
         # workers gather it ahead, the next one.
-        self.whole_layers = 2 if workers > 1 else 1
+        self.whole_layers = 2 if self.states.workers > 1 else 1
 
     def moments(self) -> list[MemoryMoment]:
         """Return the moments of a step that can be the peak, in order of time."""
-        layers = self.model.num_layers
+        layers = len(self.part.current)
         # Memory changes evenly from layer to layer, except that activations stop shrinking at the
         # offloaded layers. The second layer is a candidate, too: it has more gradients than higher
         # layers, and the first layer's weights are gathered ahead.
@@ -227,7 +248,7 @@ class _StepMemory:
         )
         first_layer = self.backward_of(1, 1, scatters=True)
         return [
-            self.at_loss(),
+            *([self.at_loss()] if self.part.last else []),
             max(backward, key=lambda moment: moment.allocated),
             max(first_layer, self.at_root(), key=lambda moment: moment.allocated),
             self.moment(
@@ -241,56 +262,83 @@ class _StepMemory:
         *,
         gradients: int,
         working_weights: int,
-        layers: int = 0,
+        layers: int | None = None,
         in_backward: BackwardBytes | None = None,
         loss: int = 0,
     ) -> MemoryMoment:
         """Return the memory at one moment.
 
         Args:
-            layers: number of layers that hold activations and indices.
+            layers: number of layers of the current micro-batch that hold activations and indices.
+                None if no micro-batch is in flight.
             in_backward: memory of the layer in its backward pass. None at any other moment.
         """
         layer, exchange, freed = in_backward or (0, self.attention.pool, 0)
+        others = [] if layers is None else list(self.part.others)
+        kept = self.kept(layers or 0) + sum(map(self._kept_by, others)) - freed
+        index = self.kept_index(layers or 0) + sum(self._index_of(len(each)) for each in others)
+        in_flight = 0 if layers is None else sum(self.part.in_flight)
         return MemoryMoment(
             name=name,
             parameters=self.states.parameters,
             optimizer=self.states.optimizer,
             gradients=gradients,
             working_weights=working_weights,
-            activations=self.kept(layers) - freed,
+            activations=kept,
             layer=layer,
-            index=self.kept_index(layers),
+            index=index,
             exchange=exchange,
-            loss=loss,
-            inputs=self.layer.tokens * (3 * 8 + 4 * self.model.head_dim)
-            + self.attention.mask_tables,
+            loss=loss + self._other_losses * (layers is not None),
+            inputs=self._inputs(in_flight) + self.attention.mask_tables,
+            messages=self.part.messages * self.layer.hidden * (layers is not None),
         )
+
+    def _inputs(self, in_flight: int) -> int:
+        """Return the bytes of the inputs of a step.
+
+        A pipeline has all micro-batches of a step on the device, and keeps the rotary angles of
+        those in flight.
+        """
+        batches = 1 if self.part.messages == 0 else self.micro_batches
+        angles = 4 * self.model.head_dim * max(1, in_flight)
+        return self.layer.tokens * (3 * 8 * batches + angles)
+
+    @property
+    def _other_losses(self) -> int:
+        """Bytes that losses keep for backward passes other than the current one.
+
+        Each keeps the input of the final norm, and the gradients of its output and of the LM head.
+        With train.loss_gradients=recompute, it keeps the output instead of the gradients.
+        """
+        head = self.e * self._lm_head * (self.train.loss_gradients == "forward")
+        return self.part.other_losses * (2 * self.layer.hidden + head)
 
     def backward_of(self, layer: int, whole_layers: int, *, scatters: bool) -> MemoryMoment:
         """Return the memory in the backward pass of a layer.
 
         Args:
-            layer: number of the layer, counted from 1.
+            layer: number of the layer among those of the current virtual stage, counted from 1.
             whole_layers: number of layers whose unsharded weights train.shard=full holds.
             scatters: whether the gradients of the layer above are being reduced.
         """
         states = self.states
         # Whole weights, and gradients of the LM head and of this layer.
-        working = self.e * (states.root_weights + self._lm_head + states.layer_weights)
+        head = self._lm_head * self.part.last
+        working = self.e * (states.root_weights + head + states.layer_weights)
         working += states.weights(layer, whole_layers)
         working += states.layer_scatter if scatters else 0
+        number = self.part.current.start + layer
         return self.moment(
-            f"backward of layer {layer}",
-            gradients=states.gradients(self.model.num_layers - layer),
+            f"backward of layer {number}",
+            gradients=states.gradients(len(self.part.current) - layer),
             working_weights=working,
             layers=layer,
-            in_backward=self.layer.in_backward(products=layer > self.layer.first_with_products),
+            in_backward=self.layer.in_backward(products=number > self.layer.first_with_products),
         )
 
     def at_loss(self) -> MemoryMoment:
         """Return the memory while the loss is computed. All layers hold activations."""
-        layers, vocabulary = self.model.num_layers, self.model.vocab_size
+        layers, vocabulary = len(self.part.current), self.model.vocab_size
         chunk_rows = self.train.loss_chunk_mib * MIB // (4 * vocabulary)
         rows = max(1, min(self.layer.own_tokens, chunk_rows))
         # In float32, the gradient of the logits overwrites the logits.
@@ -315,11 +363,13 @@ class _StepMemory:
         scatter, weights = states.root_scatter, self.e * states.root_weights
         # Embedding and LM head each have a gradient. If tied, the gradients are summed. The result
         # is then copied to float32.
-        working = weights + max(2 * self.e * self._lm_head, scatter)
+        gradients = self.part.first + self.part.last
+        working = weights + max(gradients * self.e * self._lm_head, scatter)
         return self.moment(
             "reduction of the embedding",
-            gradients=states.gradients(self.model.num_layers),
+            gradients=states.gradients(len(self.part.current)),
             working_weights=max(working, scatter + 4 * states.root_shard) + states.weights(0, 0),
+            layers=0,
         )
 
     @property
@@ -329,8 +379,17 @@ class _StepMemory:
 
     def kept(self, layers: int) -> int:
         """Return how many bytes the first `layers` layers keep on the device for backward."""
-        with_products = max(0, layers - self.layer.first_with_products)
-        return self.layer.kept * self.on_device(layers) + self.layer.products * with_products
+        on_device = self.layer.kept * self.on_device(layers)
+        return on_device + self._products_of(self.part.current[:layers])
+
+    def _kept_by(self, layers: range) -> int:
+        """Return how many bytes all these layers keep for backward, without offload."""
+        return self.layer.kept * len(layers) + self._products_of(layers)
+
+    def _products_of(self, layers: range) -> int:
+        """Return how many bytes of MLP products these layers keep."""
+        with_products = sum(number >= self.layer.first_with_products for number in layers)
+        return self.layer.products * with_products
 
     def on_device(self, layers: int) -> int:
         """Return how many of the first `layers` layers have their activations on the device."""
@@ -341,11 +400,17 @@ class _StepMemory:
         index = self.attention.index
         if index is None:
             return 0
+        return self._index_of(layers) + self.micro_batches * index.counted
+
+    def _index_of(self, layers: int) -> int:
+        """Return the memory of the indices of `layers` layers for one micro-batch."""
+        index = self.attention.index
+        if index is None:
+            return 0
         # Slashes and columns stay until all layers are counted (`DynamicIndex.count`).
-        indices = index.kept * (layers if index.bitmap else self.model.num_layers)
+        indices = index.kept * (layers if index.bitmap else len(self.part.current))
         columns = self.on_device(layers) * self.layer.gathered_columns
-        counted = self.micro_batches * index.counted
-        return indices + layers * index.derived(self.attention.kernel) + columns + counted
+        return indices + layers * index.derived(self.attention.kernel) + columns
 
     def host(self) -> int:
         """Return how many bytes of host memory offloaded activations take."""

@@ -41,7 +41,7 @@ from mtrain_cli.training.flops import (
     training_flops,
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate
-from mtrain_cli.training.state_memory import BYTES, StateMemory
+from mtrain_cli.training.state_memory import BYTES, largest_states
 from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _variants(plan: RunPlan) -> Iterator[Variant]:
     config = plan.config
     current = {key: get_setting(config, key) for key in CHOICES}
     free = {key: values for key, values in CHOICES.items() if current[key] == values[0]}
-    if config.topology.tensor_parallel > 1:
+    if max(config.topology.tensor_parallel, config.topology.pipeline_parallel) > 1:
         free = {key: values for key, values in free.items() if key not in NEED_WHOLE_LAYERS}
     for values in itertools.product(*free.values()):
         setting = current | dict(zip(free, values, strict=True))
@@ -251,9 +251,12 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     ).executed
     n = plan.micro_batches
     # Seconds of one micro-batch.
-    sharing = environment.dims.cp * environment.dims.tp
+    sharing = environment.dims.cp * environment.dims.tp * environment.dims.pp
     compute = flop * config.seq * train.micro_batch / sharing / (USED_OF_PEAK * peak)
-    states = StateMemory(config, environment.dims.workers, n, e)
+    if plan.pipeline is not None:
+        compute /= 1 - plan.pipeline.played.bubble
+        layers = -(-layers // environment.dims.pp)
+    states = largest_states(config, environment.dims.workers, n, e)
     link = NETWORK if environment.nodes > 1 else NODE_LINK
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     if train.offload_activations:

@@ -81,13 +81,14 @@ class PipelineStage:
         decoder: Decoder,
         rounds: int,
         batch: Callable[[int], Batch],
-        count: Callable[[int, Tensor], None],
+        count: Callable[[int, Tensor | None], None],
     ) -> None:
         """Compute the loss of every token of ``rounds`` micro-batches, without gradients.
 
         Args:
             batch: makes a micro-batch from its number.
-            count: called on the last stage with the number and the losses of a micro-batch.
+            count: called with the number of a micro-batch that has passed, and its losses. Only the
+                last stage has losses.
         """
         assert isinstance(decoder, StageDecoder)
         pipeline = replace(self.pipeline, micro_batches=rounds)
@@ -211,7 +212,7 @@ class _EvaluationPasses(_Passes):
     """Forward passes without gradients. A micro-batch is made when the stage first needs it."""
 
     batch: Callable[[int], Batch]
-    count: Callable[[int, Tensor], None]
+    count: Callable[[int, Tensor | None], None]
     _made: dict[int, Batch] = field(default_factory=dict)
 
     def received_like(self, micro_batch: int) -> Tensor:
@@ -230,8 +231,7 @@ class _EvaluationPasses(_Passes):
         )
         if virtual_stage == max(self.decoder.stages):
             del self._made[micro_batch]
-        if stage.last:
-            self.count(micro_batch, result)
+            self.count(micro_batch, result if stage.last else None)
         return result
 
     def backward(self, *action: object) -> Tensor | None:

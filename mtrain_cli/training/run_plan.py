@@ -41,7 +41,7 @@ from mtrain_cli.training.flops import (
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.memory_search import MemorySearch, MemorySetting
 from mtrain_cli.training.pipeline_plan import PipelinePlan
-from mtrain_cli.training.state_memory import StateMemory
+from mtrain_cli.training.state_memory import largest_states
 from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
 
 if TYPE_CHECKING:
@@ -201,7 +201,9 @@ class RunPlan:
         traits = Traits(make_kernel(self.kernel).needs_out)
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
         again = forward.recomputed(self.recompute)
-        states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
+        states = largest_states(
+            self.config, self.dims.workers, self.micro_batches, self.dtype_bytes
+        )
         message = message_bytes(self.config, self.layout, self.dtype_bytes)
         layers = self.config.model.num_layers
         return ReceivedBytes(

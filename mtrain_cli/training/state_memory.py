@@ -5,7 +5,7 @@ Symbols:
     P_r     number of weights outside the layers
     L       number of layers
     P       number of all weights, L P_l + P_r
-    W       number of workers
+    W       number of workers. With pipeline parallelism, of a stage; L, P_l, P_r and P are its own
     t       tensor-parallel degree. FSDP shards a layer's part over W / t workers
     e       bytes of the compute dtype
     r       bytes of the dtype in which gradients are reduced
@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from math import prod
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.training.flops import Shape, layer_shapes, root_shapes
+from mtrain_cli.training.flops import Shape, layer_shapes
+from mtrain_cli.training.model_part import ModelPart, model_parts
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -39,19 +40,35 @@ class StateMemory:
         parallelism, a part of the layer), and all weights outside the layers.
     """
 
-    def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        workers: int,
+        micro_batches: int,
+        e: int,
+        part: ModelPart | None = None,
+    ) -> None:
+        """Count the elements of a worker's part.
+
+        Args:
+            workers: number of workers of the run.
+            part: the worker's part of the model. None for the whole model.
+        """
         model, train = config.of_worker.model, config.train
-        self.model, self.workers, self.micro_batches = model, workers, micro_batches
+        part = part or ModelPart.whole(model)
+        self.model, self.micro_batches = model, micro_batches
+        self.workers = workers = workers // config.topology.pipeline_parallel
         self.layer_workers = workers // config.topology.tensor_parallel
-        self.layers, self.e = model.num_layers, e
+        self.layers, self.e = part.number_of_layers, e
+        roots = part.root_shapes(model).values()
         self.r = BYTES[train.reduce_dtype]
         self.saves = train.checkpoint_at_end or 0 < train.checkpoint_every < train.steps
         self.shard_kind, self.offload = train.shard, config.optim.offload
         self.gradients_leave = config.optim.offload_gradients
         self.layer_shard = sharded_numbers(layer_shapes(model).values(), self.layer_workers)
-        self.root_shard = sharded_numbers(root_shapes(model).values(), workers)
+        self.root_shard = sharded_numbers(roots, workers)
         self.layer_weights = sum(prod(shape) for shape in layer_shapes(model).values())
-        self.root_weights = sum(prod(shape) for shape in root_shapes(model).values())
+        self.root_weights = sum(prod(shape) for shape in roots)
         self.shard = self.layer_shard * self.layers + self.root_shard
         self.accumulates = micro_batches > 1
 
@@ -151,3 +168,13 @@ class StateMemory:
         Float32 gradients move to the host, and weights in the compute dtype move back.
         """
         return (4 + self.e) * self.shard if self.offload else 0
+
+
+def largest_states(config: Config, workers: int, micro_batches: int, e: int) -> StateMemory:
+    """Return the states of the worker with the largest shards, which is on one of the stages.
+
+    The arguments are those of `StateMemory`.
+    """
+    every = model_parts(config, micro_batches)
+    states = (StateMemory(config, workers, micro_batches, e, part) for part in every)
+    return max(states, key=lambda states: states.shard)

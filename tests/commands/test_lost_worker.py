@@ -113,6 +113,20 @@ def test_a_worker_killed_in_a_ring_is_named_with_step_and_resume_command():
     )
 
 
+STAGES = ["topology.workers=2", "topology.pipeline_parallel=2", "train.global_batch=4"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_stage_lost_in_a_hop_is_named_with_stage_and_micro_batch(signum):
+    hop = "pipeline, stage 1, micro-batch 1", "sends gradients to rank 0"
+    end = train(Fault(1, signum, 3, *hop), *STAGES)
+    check(end, 2, within=TIMEOUT_S + MARGIN_S)
+    assert "rank 1" in end.lines[0]
+    assert end.worker(1) == f"training step 3, {': '.join(hop)}"
+    waits = "waits for gradients from rank 1"
+    assert end.worker(0) == f"training step 3, pipeline, stage 0, micro-batch 1: {waits}"
+
+
 @pytest.mark.parametrize(
     "signum",
     [signal.SIGSTOP, pytest.param(HANGS, marks=pytest.mark.slow)],

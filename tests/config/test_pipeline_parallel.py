@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from commands.typed_line import run
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.mask_settings import CAUSAL
+from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.tensor_parallel import require_whole_layers
+from mtrain_cli.model.huggingface_config import config_json
 
 MODEL = ("model.num_layers=6",)
 TWO = "topology.pipeline_parallel=2"
@@ -119,9 +125,36 @@ def test_the_batch_is_split_over_the_groups_that_share_sequences():
 
 
 def test_other_commands_refuse_it_by_name():
+    require_whole_model(compose(list(MODEL)), "mtrain simulate")
     with pytest.raises(ConfigError) as error:
-        require_whole_layers(compose([*MODEL, TWO]), "mtrain simulate")
+        require_whole_model(compose([*MODEL, TWO]), "mtrain simulate")
     assert error.value.problems == (
         "topology.pipeline_parallel=2: only `mtrain train` supports it, not `mtrain simulate`; "
         "leave this setting out",
     )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "profile step",
+        "profile imbalance",
+        "profile links",
+        "profile non-attention",
+        "profile sparsity",
+        "simulate run",
+        "simulate recommend",
+        "simulate sweep seq=1k,2k",
+        "generate . --prompt a",
+    ],
+)
+def test_a_command_that_does_not_support_it_ends_with_exit_code_2(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = compose(list(MODEL)).model
+    described = config_json(model, rope_factor=1.0, seq=64, dtype="float32", mask=CAUSAL)
+    Path("config.json").write_text(json.dumps(described))
+    refused = run(f"{command} {TWO}")
+    assert refused.exit_code == 2
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("mtrain: topology.pipeline_parallel=2: "), line
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"], "nothing is written"

@@ -16,15 +16,15 @@ HANGS = 0  # instead of a signal
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank, just before it posts a hop of an exchange.
+    """A fault of one rank, just before it posts a hop of an exchange or of a pipeline.
 
     On CPUs the fault waits until the other ranks have gone as far as they can.
 
     rank: the rank that fails.
     signum: the signal it sends itself, or HANGS.
     training_step: number of the training step.
-    what: such as ``ring, layer 1, forward``.
-    exchange_step: such as ``step 2 of 3``.
+    what: such as ``ring, layer 1, forward``, or ``pipeline, stage 1, micro-batch 0``.
+    exchange_step: such as ``step 2 of 3``, or ``sends gradients to rank 0``.
     later: steps in which it fails again after restarts.
     once: whether it stops failing after those.
     fewer: whether the launcher then finds a single device only.
@@ -45,6 +45,8 @@ class Fault:
 
 def train(config, run_dir, environment, resume):
     """Run the trainer with the fault in it."""
+    import torch.distributed as dist
+
     from mtrain_cli.launch import progress_record
     from mtrain_cli.parallel.transport import Transport
     from mtrain_cli.training import loop
@@ -53,17 +55,27 @@ def train(config, run_dir, environment, resume):
     fault = Fault(**json.loads(os.environ[VARIABLE]))
     (run_dir.path / f"pid-{environment.rank}").write_text(str(os.getpid()))
     at = [0]
-    step, start_hop = Trainer.train_step, Transport.start_hop
+    step, start_hop, message = Trainer.train_step, Transport.start_hop, dist.P2POp
 
     def counted(self, stop):
         at[0] = self.step + 1
         return step(self, stop)
 
     def faulty(self, *arguments):
+        fail_if_due(self.pass_name, f"step {self.at + 1} of {self.steps}")
+        start_hop(self, *arguments)
+
+    def faulty_message(*arguments):
+        here = progress_record.own_activity()
+        if here is not None and here.doing.startswith("pipeline"):
+            fail_if_due(*here.doing.split(": "))
+        return message(*arguments)
+
+    def fail_if_due(what, exchange_step):
         before = len(list(run_dir.path.glob("fault*")))
         steps = [fault.training_step, *fault.later]
         due = steps[min(before, len(steps) - 1)] if before < len(steps) or not fault.once else -1
-        here = (environment.rank, at[0], self.pass_name, f"step {self.at + 1} of {self.steps}")
+        here = (environment.rank, at[0], what, exchange_step)
         if here == (fault.rank, due, fault.what, fault.exchange_step):
             if environment.device == "cpu":
                 _wait_for_others(
@@ -76,9 +88,8 @@ def train(config, run_dir, environment, resume):
             if fault.signum == HANGS:
                 time.sleep(600)
             os.kill(os.getpid(), signal.Signals(fault.signum))
-        start_hop(self, *arguments)
 
-    Trainer.train_step, Transport.start_hop = counted, faulty
+    Trainer.train_step, Transport.start_hop, dist.P2POp = counted, faulty, faulty_message
     return loop.train(config, run_dir, environment, resume)
 
 

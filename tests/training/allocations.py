@@ -7,6 +7,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import gloo
 import pytest
 import torch
 from parallel.free_buffers import free_tensors
@@ -21,6 +22,7 @@ from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import parallelize, set_execution
+from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
@@ -33,6 +35,7 @@ from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.memory import MemoryEstimate, estimate_memory
 from mtrain_cli.training.optimizer import make_optimizer
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
+from mtrain_cli.training.pipeline import make_stage
 from mtrain_cli.training.state_memory import StateMemory
 
 _PATIENCE = 10  # how often a sum above the peak is counted again, 2 ms later each time
@@ -137,11 +140,14 @@ def step_peak(
     here.
     """
     config = compose(overrides)
-    tp = config.topology.tensor_parallel
-    dims = ParallelDims.of(world, cp=world // tp, tp=tp)
+    tp, pp = config.topology.tensor_parallel, config.topology.pipeline_parallel
+    cp = world // (tp * pp)
+    dims = ParallelDims.of(world, pp=pp, cp=cp, tp=tp)
     layout = make_layout(config.layout, dims.cp, config.seq, config.topology.block_size)
     group = make_context_group(rank, dims, torch.device("cpu"))
     tensor = make_tensor_group(rank, dims, torch.device("cpu"))
+    environment = gloo.environment(rank, world, cp, None, tp, pp)
+    stage = make_stage(config, environment, torch.device("cpu"), dtype, None)
     train, states_away = config.train, config.optim.offload
     circulates = "queries" if config.topology.circulates == "queries" else "kv"
     offload = (
@@ -152,6 +158,8 @@ def step_peak(
 
     def empty() -> Decoder:
         with torch.device("meta"):
+            if stage is not None:
+                return StageDecoder(config.model, 1.0, stage.stages)
             return Decoder(config.model)
 
     mesh = make_parameter_mesh(dims, "cpu")
@@ -180,6 +188,22 @@ def step_peak(
         inputs[0], inputs[2] = tensor.own(inputs[0], 0), tensor.own(inputs[2], 0)
 
     def gradients() -> None:
+        if stage is not None:
+            attends = [attend.for_next_batch() for _ in range(train.global_batch)]
+            batches: Any = [
+                SimpleNamespace(
+                    attend=each,
+                    **{
+                        name: tensor.clone()
+                        for name, tensor in zip(
+                            ("tokens", "positions", "labels"), inputs, strict=True
+                        )
+                    },
+                )
+                for each in attends
+            ]
+            stage.forward_backward(decoder, batches, attends, 1)
+            return
         for number in range(train.global_batch):
             begin_micro_batch(decoder, train.shard, last=number == train.global_batch - 1)
             decoder(*inputs, attend, 1.0).backward()

@@ -152,6 +152,47 @@ def test_the_estimate_is_within_5_percent_with_tensor_parallelism():
     assert all(0.95 <= ratio <= 1.05 for ratio in result), result
 
 
+PIPELINE = [*BASE, "model.num_layers=4", "topology.pipeline_parallel=2", "train.global_batch=4"]
+VOCABULARY = ["model.vocab_size=4096", "train.loss_chunk_mib=8"]
+GPIPE, VIRTUAL = "topology.schedule=gpipe", "topology.virtual_stages=2"
+STAGES = [
+    (with_checkpointing("selective", PIPELINE), "all_gather", "flash4", FP32),
+    (with_checkpointing("none", PIPELINE, GPIPE), "all_gather", "flash4", FP32),
+    (with_checkpointing("full", PIPELINE, VIRTUAL), "all_gather", "flash4", FP32),
+    (
+        with_checkpointing("selective", PIPELINE, *VOCABULARY, "topology.stage_layers=[2,2]"),
+        "all_gather",
+        "flash4",
+        FP32,
+    ),
+    (
+        with_checkpointing("selective", PIPELINE, *VOCABULARY, GPIPE, "train.keep_mlp=3"),
+        "all_gather",
+        "flash4",
+        FP32,
+    ),
+    (
+        [*PIPELINE, *STATES, "train.global_batch=4", "train.shard=gradients"],
+        "all_gather",
+        "flash4",
+        BF16,
+    ),
+    (
+        [*PIPELINE, *STATES, "train.global_batch=4", VIRTUAL, "model.num_layers=8"],
+        "all_gather",
+        "flash4",
+        FP32,
+    ),
+]
+
+
+def test_the_estimate_is_within_5_percent_of_the_largest_stage():
+    by_rank = gloo.run(2, allocations.step_peaks, STAGES)
+    largest = [max(peak for peak, _ in case) for case in zip(*by_rank, strict=True)]
+    result = [case[1] / peak for peak, case in zip(largest, by_rank[0], strict=True)]
+    assert all(0.95 <= ratio <= 1.05 for ratio in result), result
+
+
 def test_the_estimate_is_within_3_percent_of_the_live_bytes_of_a_step():
     result = ratios(2, QUICK)
     assert all(0.97 <= ratio <= 1.03 for ratio in result), result

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gloo
 import numpy as np
 import pytest
+import torch
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model import huggingface
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.init import initialize
 from mtrain_cli.parallel.parameter_shards import own_region
-from mtrain_cli.training.checkpointer import Checkpointer
+from mtrain_cli.training.checkpointer import Checkpointer, load_model_state
+from mtrain_cli.training.evaluation import evaluate
 from mtrain_cli.training.trainer import Trainer
 
 SMALL = (
@@ -98,15 +105,47 @@ def differences(
 
 
 UNTIED = ("model.tie_word_embeddings=false", "model.qkv_bias=false")
-GPIPE = "topology.schedule=gpipe"
+WIDE = ("model.num_heads=8", "model.num_kv_heads=4", "model.qk_norm=true", "seq=151")
+MHA = ("model.num_kv_heads=4",)
+SLASHES = (
+    "seq=256", "sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16",
+    "sparsity.min_slashes=2", "sparsity.max_slashes=5", "sparsity.min_columns=4",
+    "sparsity.max_columns=12", "sparsity.dense_steps=0",
+)  # fmt: skip
+MOBA = (
+    "seq=256", "sparsity=moba", "sparsity.block=16", "sparsity.chunk=32", "sparsity.top_k=2",
+    "sparsity.dense_steps=0",
+)  # fmt: skip
+WINDOWS = ("seq=256", "mask=sliding_window", "mask.window=40", "mask.full_every=2")
+RING, ULYSSES = "topology.exchange=ring", "topology.exchange=ulysses"
+GPIPE, VIRTUAL = "topology.schedule=gpipe", "topology.virtual_stages=2"
+NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=full"
 
 
 @pytest.mark.parametrize(
     ("world", "degrees", "model", "run"),
     [
         (2, (2, 1, 1), UNTIED, ()),
-        (2, (2, 1, 1), UNTIED, (GPIPE,)),
-        (2, (2, 1, 1), (), ()),
+        (2, (2, 1, 1), UNTIED, (GPIPE, FULL)),
+        (2, (2, 1, 1), (), (NONE, "topology.stage_layers=[1,3]")),
+        (4, (4, 1, 1), (), ("train.micro_batch=2", "train.keep_mlp=1")),
+        (2, (2, 1, 1), WIDE, (VIRTUAL, "train.loss_gradients=recompute")),
+        (2, (2, 1, 1), (), (VIRTUAL, "train.shard=optimizer", FULL)),
+        (4, (2, 2, 1), (), (RING,)),
+        (4, (2, 2, 1), MHA, (ULYSSES, VIRTUAL, "train.shard=gradients")),
+        (4, (2, 2, 1), (), ("topology.exchange=group_cast", "topology.layout=balanced")),
+        (4, (2, 1, 1), (*UNTIED, "train.z_loss=0.001"), ()),
+        (4, (2, 1, 1), (), (GPIPE, "train.shard=gradients")),
+        (4, (2, 1, 1), (), (VIRTUAL, "train.shard=optimizer")),
+        (4, (2, 1, 2), (), ()),
+        (4, (2, 1, 2), WIDE, (VIRTUAL, "train.shard=gradients", FULL)),
+        (4, (2, 1, 2), UNTIED, (GPIPE, "train.shard=optimizer")),
+        (2, (2, 1, 1), SLASHES, ()),
+        (4, (2, 2, 1), SLASHES, (RING, FULL)),
+        (4, (2, 2, 1), MOBA, (VIRTUAL,)),
+        (2, (2, 1, 1), WINDOWS, (VIRTUAL,)),
+        (8, (2, 2, 2), (*SLASHES, "seed=1"), (RING,)),
+        (2, (2, 1, 1), (), ("train.compile=true",)),
     ],
 )
 def test_loss_and_gradients_equal_those_of_one_worker(world, degrees, model, run):
@@ -137,3 +176,139 @@ def steps(
         checkpointer.save(trainer.step, trainer.state(), asynchronous=False)
     trainer.close()
     return result
+
+
+CLIPPED = ("optim.clip_norm=0.5", "model.num_kv_heads=4", "train.global_batch=4")
+
+
+@pytest.fixture(scope="module")
+def curve() -> list[tuple[float, float]]:
+    return gloo.run(1, steps, ALONE, CLIPPED, 10)[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "run"),
+    [
+        (2, (2, 1, 1), ()),
+        (4, (2, 1, 2), (VIRTUAL, "train.shard=gradients")),
+        (4, (2, 2, 1), (GPIPE,)),
+    ],
+)
+def test_ten_clipped_steps_equal_those_of_one_worker(curve, world, degrees, run):
+    assert all(norm > 0.5 for _, norm in curve), "clipping must change every step"
+    assert curve[-1][0] < curve[0][0] - 0.1
+    for rank, found in enumerate(gloo.run(world, steps, degrees, (*CLIPPED, *run), 10)):
+        np.testing.assert_allclose(found, curve, rtol=2e-5, err_msg=f"rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, (2, 1, 1), ()), (1, ALONE, ())),
+        ((1, ALONE, ()), (2, (2, 1, 1), (VIRTUAL,))),
+        ((4, (2, 1, 1), ()), (4, (4, 1, 1), ())),
+        ((4, (2, 1, 2), (VIRTUAL,)), (4, (2, 2, 1), (GPIPE,))),
+    ],
+)
+def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path, curve, before, after):
+    """before, after: workers, degrees and further settings."""
+    found = []
+    for (world, degrees, run), count in ((before, 4), (after, 6)):
+        found += gloo.run(world, steps, degrees, (*CLIPPED, *run), count, str(tmp_path))[0]
+    np.testing.assert_allclose(found, curve, rtol=2e-5)
+
+
+def test_resuming_on_the_same_mesh_is_bitwise_the_uninterrupted_run(tmp_path):
+    run: tuple[Any, ...] = ((2, 1, 1), (VIRTUAL,))
+    whole_run = gloo.run(2, steps, *run, 4)
+    first = gloo.run(2, steps, *run, 2, str(tmp_path))
+    second = gloo.run(2, steps, *run, 2, str(tmp_path))
+    assert [a + b for a, b in zip(first, second, strict=True)] == whole_run
+
+
+def tied(rank: int, world: int, folder: str) -> np.ndarray | None:
+    """Return the shard of the tied embedding after three steps and a resumption."""
+    for _ in range(2):
+        steps(rank, world, (3, 1, 1), CLIPPED, 3, folder)
+    trainer = make(rank, world, (3, 1, 1), CLIPPED)
+    trainer.resume(Checkpointer(folder, 2))
+    weights = {n: p.to_local().detach().numpy() for n, p in trainer.decoder.named_parameters()}
+    return weights.get("embed_tokens.weight")
+
+
+def test_both_ends_keep_the_same_tied_embedding(tmp_path):
+    first, middle, last = gloo.run(3, tied, str(tmp_path))
+    assert middle is None
+    np.testing.assert_array_equal(first, last)
+
+
+def test_a_hugging_face_folder_goes_in_and_out(tmp_path):
+    """Steps from a folder's weights equal those of one worker, and so does the saved model."""
+    words = ("model.tie_word_embeddings=false", "optim.lr=0.01")
+    weights = written_folder(tmp_path / "hf", compose([*SMALL, *words]).model)
+    run = (f"train.init_from={tmp_path / 'hf'}", *words)
+    expected = gloo.run(1, steps, ALONE, run, 2, str(tmp_path / "alone"))[0]
+    found = gloo.run(4, steps, (4, 1, 1), run, 2, str(tmp_path / "shared"))[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    saved = [load_model_state(tmp_path / name)[1] for name in ("alone", "shared")]
+    assert saved[0].keys() == saved[1].keys() == weights.keys()
+    for name, weight in saved[0].items():
+        torch.testing.assert_close(saved[1][name], weight, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(weight, weights[name], atol=1e-3), f"{name} did not change"
+
+
+def written_folder(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Write a Hugging Face folder with random weights. Return them by name."""
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    decoder.to_empty(device="cpu")
+    initialize(decoder, 7)
+    weights = {name: p.detach() for name, p in decoder.named_parameters()}
+    huggingface.write_folder(
+        folder,
+        model,
+        lambda names: {name: weights[name] for name in names},
+        rope_factor=1.0,
+        seq=150,
+        dtype=torch.float32,
+    )
+    return weights
+
+
+def held_out(
+    rank: int, world: int, degrees: Degrees, run: tuple[str, ...]
+) -> list[tuple[int, float | None]]:
+    """Return tokens and loss of each bucket of the held-out sequences."""
+    trainer = make(rank, world, degrees, ("data.eval_sequences=3", "seq=301", *run))
+    found = evaluate(trainer)
+    trainer.close()
+    return [(bucket.tokens, bucket.loss) for bucket in found.buckets]
+
+
+def test_the_held_out_loss_by_context_equals_that_of_one_worker():
+    expected = gloo.run(1, held_out, ALONE, ())[0]
+    assert sum(tokens > 0 for tokens, _ in expected) > 1
+    for world, degrees, run in (
+        (2, (2, 1, 1), (VIRTUAL,)),
+        (4, (2, 1, 1), ()),
+        (8, (2, 2, 2), ()),
+    ):
+        for found in gloo.run(world, held_out, degrees, run):
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+            np.testing.assert_allclose(
+                [loss for _, loss in found if loss], [loss for _, loss in expected if loss], 1e-5
+            )
+
+
+def sparse_metrics(rank: int, world: int, degrees: Degrees) -> list[float]:
+    """Return density, slashes and columns of a sparse step, and its densities by layer."""
+    trainer = make(rank, world, degrees, SLASHES)
+    index = trainer.train_step(False).index
+    trainer.close()
+    return [index.density, index.slashes, index.columns, *index.density_by_layer]
+
+
+def test_metrics_of_a_sparse_step_equal_those_of_one_worker():
+    expected = gloo.run(1, sparse_metrics, ALONE)[0]
+    for found in gloo.run(4, sparse_metrics, (2, 2, 1)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)

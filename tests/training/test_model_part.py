@@ -1,0 +1,63 @@
+"""What one worker holds of a model, and how many micro-batches it keeps."""
+
+from __future__ import annotations
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.training.model_part import ModelPart, model_parts
+
+WORDS = ["model.num_layers=6", "topology.pipeline_parallel=3", "topology.stage_layers=[3,2,1]"]
+
+
+def parts(*words: str, micro_batches: int = 6) -> tuple[ModelPart, ...]:
+    return model_parts(compose([*WORDS, *words]), micro_batches)
+
+
+def test_without_a_pipeline_each_worker_has_the_whole_model():
+    config = compose(["model.num_layers=6"])
+    (whole,) = model_parts(config, 4)
+    assert whole == ModelPart.whole(config.model)
+    assert whole.current == range(6)
+    assert list(whole.others) == []
+    assert (whole.messages, whole.channels, whole.other_losses) == (0, 0, 0)
+    assert set(whole.root_shapes(config.model)) == {"embedding", "norm"}
+
+
+def test_1f1b_keeps_fewer_micro_batches_on_later_stages():
+    first, middle, last = parts()
+    assert [part.in_flight for part in (first, middle, last)] == [(3,), (2,), (1,)]
+    assert list(first.others) == [range(3)] * 2
+    assert middle.layers == (range(3, 5),)
+    # A stage between others receives two kinds of messages ahead, and keeps two sends of each kind.
+    assert [part.messages for part in (first, middle, last)] == [1 + 2, 2 + 4, 1 + 2]
+    assert [part.channels for part in (first, middle, last)] == [2 + 1, 4, 2 + 1]
+    untied = parts("model.tie_word_embeddings=false")
+    assert [part.channels for part in untied] == [2, 4, 2]
+
+
+def test_gpipe_keeps_the_losses_of_all_micro_batches():
+    assert [part.other_losses for part in parts()] == [0, 0, 0]
+    gpipe = parts("topology.schedule=gpipe")
+    assert [part.in_flight for part in gpipe] == [(6,)] * 3
+    assert [part.other_losses for part in gpipe] == [0, 0, 5]
+
+
+def test_each_end_has_its_weights_and_both_have_a_tied_embedding():
+    for words, ends in (
+        ((), ({"embedding"}, set(), {"norm", "embedding"})),
+        (("model.tie_word_embeddings=false",), ({"embedding"}, set(), {"norm", "lm head"})),
+    ):
+        model = compose([*WORDS, *words]).model
+        assert tuple(set(part.root_shapes(model)) for part in parts(*words)) == ends
+
+
+def test_virtual_stages_keep_more_of_the_first_part():
+    config = compose(
+        ["model.num_layers=4", "topology.pipeline_parallel=2", "topology.virtual_stages=2"]
+    )
+    first, last = model_parts(config, 4)
+    assert first.layers == (range(1), range(2, 3))
+    assert first.number_of_layers == 2
+    assert sum(first.in_flight) == 5
+    assert first.current == range(2, 3)
+    assert len(list(first.others)) == 4
+    assert (first.first, first.last, last.first, last.last) == (True, False, False, True)
