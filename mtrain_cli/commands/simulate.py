@@ -300,8 +300,8 @@ def sweep(typed: SimulateOptions) -> None:
 def recommend(typed: RecommendOptions) -> None:
     """Recommend the fastest configuration that fits, and explain why.
 
-    Tries layouts, exchanges, context groups, recomputation and train.keep_mlp. The exit code is 1
-    if nothing fits.
+    Tries layouts, exchanges, context groups, tensor parallelism, recomputation and train.keep_mlp.
+    The exit code is 1 if nothing fits.
 
     [bold]Examples[/bold]
 

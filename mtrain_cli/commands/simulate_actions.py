@@ -66,7 +66,7 @@ def predict_steps(job: SimulateJob) -> None:
         output.print_assumed(console, job, scenario.problem.pattern, kernels)
         table = output.step_table(job.cluster, scenario.problem, outcomes)
         print_table(console, table, output.SPARE_OF_STEPS)
-        say(console, output.STEP_LEGEND)
+        say(console, output.step_legend(outcomes))
         if len(outcomes) > 1 or not outcomes[0].step.fits:
             output.print_lines(console, [output.best_line(outcomes)])
         main = output.main_outcome(outcomes)

@@ -11,10 +11,11 @@ from mtrain_cli.commands.simulate_args import SimulateJob
 from mtrain_cli.commands.simulate_request import DENSE
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.console import Console
-from mtrain_cli.model.tiling import layers_with_products, tile_rows
+from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.terminal_width import new_table, number, say
 from mtrain_cli.simulation.families import FAMILIES
+from mtrain_cli.simulation.predicted_step import TENSOR
 from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,
@@ -26,6 +27,7 @@ from mtrain_cli.simulation.recommend import (
     usable,
 )
 from mtrain_cli.simulation.scenario import PredictedScenario, train_line
+from mtrain_cli.training.flops import own_tiles
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import FITS, RunPlan
 
@@ -47,7 +49,11 @@ STEP_LEGEND = (
 
 
 # Columns that a narrow terminal omits, in this order.
-SPARE_OF_STEPS = ("waits s", "step", "MFU", "worker", "best - worst", "HFU", "data x context")
+_GROUPS, _TENSOR_GROUPS = "data x context", "data x context x tensor"
+SPARE_OF_STEPS = (
+    *("waits s", "step", "MFU", "worker", "best - worst", "HFU"),
+    *(_GROUPS, _TENSOR_GROUPS),
+)
 SPARE_OF_ATTENTION = (
     "late ms",
     "step",
@@ -58,8 +64,9 @@ SPARE_OF_ATTENTION = (
     "best - worst",
 )
 # Columns of words; the others hold numbers.
-_WORDS_OF_STEPS = ("layout", "exchange", "data x context", "recompute", "fits")
+_WORDS_OF_STEPS = ("layout", "exchange", _GROUPS, _TENSOR_GROUPS, "recompute", "fits")
 _WORDS_OF_ATTENTION = ("layout", "exchange", "kernel", "exposed ms")
+_WAITS = ("late", "links", "weights", TENSOR)
 _BOTH = ("forward", "backward")
 _NAMED = 3  # constants named in one line
 _LABEL = len("note   ")  # width of the label that begins each line
@@ -131,6 +138,13 @@ def _exposed(prediction: Prediction) -> str:
     return ", ".join(f"{link} {ms:.2f}" for link, ms in links.items() if ms >= 0.005) or "none"
 
 
+def step_legend(outcomes: Sequence[PredictedScenario]) -> str:
+    """Return the legend of the table of steps."""
+    if all(o.plan.dims.tp == 1 for o in outcomes):
+        return STEP_LEGEND
+    return f"{STEP_LEGEND} With tensor parallelism, the last wait is for hidden states."
+
+
 def step_table(
     cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[PredictedScenario]
 ) -> Table:
@@ -143,8 +157,11 @@ def step_table(
         "layout": [o.layout for o in outcomes],
         "exchange": [short_label(o.plan.exchange.label) for o in outcomes],
     }
-    if any(o.plan.dims.dp > 1 for o in outcomes):
-        columns["data x context"] = [f"{o.plan.dims.dp} x {o.context}" for o in outcomes]
+    groups = [o.plan.dims for o in outcomes]
+    if any(d.tp > 1 for d in groups):
+        columns[_TENSOR_GROUPS] = [f"{d.dp} x {d.cp} x {d.tp}" for d in groups]
+    elif any(d.dp > 1 for d in groups):
+        columns[_GROUPS] = [f"{d.dp} x {d.cp}" for d in groups]
     for name, values in {
         "recompute": [o.plan.config.train.activation_checkpoint for o in outcomes],
         "keep_mlp": [str(_layers_with_products(o.plan)) for o in outcomes],
@@ -159,7 +176,7 @@ def step_table(
         **({"MFU": [f"{step.mfu:.1%}" for step in steps]} if first.dense else {}),
         "HFU": [f"{step.hfu:.1%}" for step in steps],
         "waits s": [
-            " + ".join(f"{step.parts[name]:.2f}" for name in ("late", "links", "weights"))
+            " + ".join(f"{step.parts[name]:.2f}" for name in _WAITS if name in step.parts)
             for step in steps
         ],
         **{
@@ -226,7 +243,7 @@ def best_line(outcomes: Sequence[PredictedScenario]) -> str:
             more += ": too close for the prediction to tell, so measure both"
     return (
         f"best   {best.layout} {best.plan.exchange.label}{more}; `mtrain simulate recommend` also "
-        "tries context groups, recomputation and train.keep_mlp"
+        "tries context groups, tensor parallelism, recomputation and train.keep_mlp"
     )
 
 
@@ -247,6 +264,11 @@ def step_lines(
         f"time   {outcome.layout} {plan.exchange.label}: {listed}; {step.hidden:.2f} s of weight "
         "transfers hidden"
     )
+    if plan.dims.tp > 1:
+        yield (
+            f"tensor {step.hidden_states / GIB:.2f} GiB of hidden states reach each worker in a "
+            f"step, from {plan.dims.tp - 1} of its tensor group"
+        )
     memory = plan.memory
     parts = {name.replace("_", " "): size for name, size in memory.peak.parts.items()}
     parts["CUDA and NCCL"] = memory.reserve
@@ -289,10 +311,9 @@ def _layers_with_products(plan: RunPlan) -> int:
     All layers keep them if nothing is recomputed and the MLP is not tiled.
     """
     model, train = plan.config.model, plan.config.train
-    tokens = plan.layout.tokens_per_worker * train.micro_batch
-    itemsize = 2 if plan.dtype == "bfloat16" else 4
-    sizes = (model.hidden_size, model.intermediate_size, itemsize, train.tile_mib << 20)
-    if train.activation_checkpoint == "none" and tile_rows(tokens, *sizes) >= tokens:
+    tokens, rows = own_tiles(plan.config, plan.layout, plan.dtype_bytes)
+    by_hand = train.activation_checkpoint != "none" or rows < tokens or plan.dims.tp > 1
+    if not by_hand:
         return model.num_layers
     return layers_with_products(train.keep_mlp, model.num_layers)
 
@@ -309,7 +330,7 @@ def recommendation_lines(
         config = best.plan.config
         yield f"best   {label(best.plan)}: {_figures(best)}"
         if others:
-            other = "; the fastest with another layout, exchange or context group"
+            other = "; the fastest with another layout, exchange or group"
             if place(others[0]) == place(best):
                 other = ""
             yield f"next   {label(others[0].plan)}: {_figures(others[0])}{other}"
@@ -318,6 +339,7 @@ def recommendation_lines(
             "topology.layout": best.layout,
             "topology.exchange": config.topology.exchange,
             **({"topology.context_parallel": best.context} if best.plan.dims.dp > 1 else {}),
+            **({"topology.tensor_parallel": tensor} if (tensor := best.plan.dims.tp) > 1 else {}),
             "train.activation_checkpoint": config.train.activation_checkpoint,
             **memory_settings(config),
         }

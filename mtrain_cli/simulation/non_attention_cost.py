@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtrain_cli.config.cluster import Constant, Gpu
-from mtrain_cli.model.tiling import layers_with_products, tile_rows
+from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.training.flops import recomputed_matmul
+from mtrain_cli.training.flops import own_tiles, parameters, recomputed_matmul
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import StateMemory
@@ -171,8 +171,8 @@ class NonAttentionCost:
     gather, reduce: number of bytes that a rank receives in the all-gather of a layer's weights and
         in the reduce-scatter of its gradients.
     root_gather, root_reduce: the same numbers for the weights outside the layers.
-    tokens: number of tokens in a micro-batch, with padding.
-    rows: number of tokens in a tile of the MLP.
+    tokens: number of tokens in a micro-batch with which the worker's layers compute, with padding.
+    rows: number of these tokens in a tile of the MLP.
     """
 
     forward: ComputeCost
@@ -206,27 +206,31 @@ class NonAttentionCost:
 
     @staticmethod
     def of(plan: RunPlan) -> NonAttentionCost:
-        config, model, train = plan.config, plan.config.model, plan.config.train
+        # With tensor parallelism, the worker's part of each layer has the tokens of its tensor
+        # group, and its residual stream has its own tokens.
+        config, model, train = plan.config, plan.config.of_worker.model, plan.config.train
         optim, e = config.optim, plan.dtype_bytes
-        workers = plan.dims.workers
+        workers, layer_workers = plan.dims.workers, plan.dims.workers // plan.dims.tp
         tokens = plan.layout.tokens_per_worker * train.micro_batch
-        hidden, wide = model.hidden_size, model.intermediate_size
-        rotated = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-        matmul = plan.parameters.layer_matmul
+        own, own_rows = own_tiles(config, plan.layout, e)
+        stream, wide = own * model.hidden_size, tokens * model.intermediate_size
+        rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+        matmul = parameters(model).layer_matmul
         states = StateMemory(config, workers, plan.micro_batches, e)
         layer, root, shard, r = states.layer_weights, states.root_weights, states.shard, states.r
         eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
         whole = train.activation_checkpoint != "none"
-        rows = tile_rows(tokens, hidden, wide, e, train.tile_mib * MIB)
-        tiles = -(-tokens // rows)
+        tiles = -(-own // own_rows)
+        by_hand = tiles > 1 or plan.dims.tp > 1
         again_of_all = recomputed_matmul(
-            model, recomputed=whole, tiled=tiles > 1, keep_mlp=train.keep_mlp
+            model, recomputed=whole, tiled=by_hand, keep_mlp=train.keep_mlp
         )
         again = again_of_all / model.num_layers
         without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
-        once_more = 6 * hidden + rotated if whole else 4 * hidden
+        once_more = 6 * stream + rotated if whole else 4 * stream
         # With several tiles the weight gradients accumulate in float32.
-        of_tiles = hidden * (3 * wide + model.num_heads * model.head_dim)
+        width = model.num_heads * model.head_dim
+        of_tiles = model.hidden_size * (3 * model.intermediate_size + width)
         sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
         launches = LAUNCHES.value
         # Weights are cast, gathered and copied out; gradients are copied in and added to the shard.
@@ -235,37 +239,37 @@ class NonAttentionCost:
         added = (8 + e) * layer if train.shard == "optimizer" and plan.micro_batches > 1 else 0
         clipped = shard * (4 + (8 if optim.clip_norm else 0))
         stepped = 0 if optim.offload else _ADAMW * shard
-        share = (workers - 1) / workers
+        share, layer_share = ((n - 1) / n for n in (workers, layer_workers))
         return NonAttentionCost(
             forward=ComputeCost(
                 2.0 * matmul * tokens,
-                eager * e * tokens * (9 * hidden + rotated + 3 * wide),
+                eager * e * (9 * stream + rotated + 3 * wide),
                 launches + (tiles - 1) * _TILE_LAUNCHES[0],
             ),
             recomputed=ComputeCost(
                 2.0 * again * tokens,
-                eager * e * tokens * (once_more + 3 * wide * without) if again else 0.0,
+                eager * e * (once_more + 3 * wide * without) if again else 0.0,
                 launches if whole else 0.0,
             ),
             backward=ComputeCost(
                 4.0 * matmul * tokens,
-                eager * e * tokens * (15 * hidden + rotated + 5 * wide) + sums,
+                eager * e * (15 * stream + rotated + 5 * wide) + sums,
                 2 * launches + (tiles - 1) * _TILE_LAUNCHES[1],
             ),
-            loss=_loss_cost(plan, tokens),
-            gathered=ComputeCost(moved=out * layer + out_of_shard * layer / workers),
-            reduced=ComputeCost(moved=back * layer + to_shard * layer / workers),
+            loss=_loss_cost(plan, own),
+            gathered=ComputeCost(moved=out * layer + out_of_shard * layer / layer_workers),
+            reduced=ComputeCost(moved=back * layer + to_shard * layer / layer_workers),
             root_gathered=ComputeCost(moved=out * root + out_of_shard * root / workers),
             root_reduced=ComputeCost(moved=back * root + to_shard * root / workers),
             added=ComputeCost(moved=added),
             optimizer=ComputeCost(moved=float(clipped + stepped), launches=50.0),
             host=HostTraffic.of(plan, states),
-            gather=e * layer * share,
-            reduce=r * layer * share,
+            gather=e * layer * layer_share,
+            reduce=r * layer * layer_share,
             root_gather=e * root * share,
             root_reduce=r * root * share,
             tokens=tokens,
-            rows=rows,
+            rows=min(tokens, own_rows * plan.dims.tp),
         )
 
 

@@ -26,18 +26,26 @@ from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
+from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
-from mtrain_cli.training.flops import causal_pairs, flops_per_token, recomputed_pair_share
+from mtrain_cli.training.flops import (
+    causal_pairs,
+    flops_per_token,
+    layer_norms,
+    recomputed_pair_share,
+)
 from mtrain_cli.training.run_plan import RunPlan
 
+TENSOR = "tensor"
 # The parts of a step, in display order. These parts are waits:
 # - late: for slower workers, in attention.
 # - links: for keys, values and their gradients.
+# - tensor: for hidden states and their gradients, with tensor parallelism.
 # - weights: for gathered weights and scattered gradients.
 # - offload: for activations to or from the host.
 PARTS = (
-    *("attention", "index", "merge and copies", "late", "links"),
+    *("attention", "index", "merge and copies", "late", "links", TENSOR),
     *("matrices", "recomputed", "element-wise", "loss", "weights", "optimizer", "offload", "host"),
 )
 
@@ -47,7 +55,8 @@ class PredictedStep:
     """The prediction of one optimizer step.
 
     seconds: wall-clock time, with bounds.
-    parts: time of each of `PARTS` in seconds. The parts add up to the expected time.
+    parts: time of each of `PARTS` in seconds. The parts add up to the expected time. `TENSOR` is
+        absent without tensor parallelism.
     hidden: time in which gathers of weights and reduce-scatters of gradients overlap with
         computation, in seconds.
     mfu: model FLOP per second, divided by peak FLOP/s. Model FLOP contain all pairs of dense
@@ -56,6 +65,7 @@ class PredictedStep:
     flop: number of FLOP that one worker executes.
     sent: number of bytes of weights and gradients that one worker receives.
     over_host: number of bytes that move between one worker and its host.
+    hidden_states: number of bytes that one worker receives from its tensor group.
     """
 
     plan: RunPlan
@@ -68,10 +78,12 @@ class PredictedStep:
     flop: float
     sent: float
     over_host: float
+    hidden_states: float = 0.0
 
     @property
     def exposed(self) -> float:
-        return (self.parts["links"] + self.parts["weights"]) / self.seconds.value
+        waits = self.parts["links"] + self.parts["weights"] + self.parts.get(TENSOR, 0.0)
+        return waits / self.seconds.value
 
     @property
     def gib(self) -> float:
@@ -180,6 +192,7 @@ def predict_step(
         flop=likely.flop,
         sent=likely.sent,
         over_host=likely.over_host,
+        hidden_states=likely.hidden_states,
     )
 
 
@@ -194,7 +207,10 @@ class _StepEstimate:
         self.non_attention = non_attention = NonAttentionCost.of(plan)
         self.longer = non_attention_cost.longer_than_expected(non_attention, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
-        self.hidden = self.flop = self.sent = self.over_host = 0.0
+        self.messages = TensorMessages.of(plan) if plan.dims.tp > 1 else None
+        if self.messages is None:
+            del self.us[TENSOR]
+        self.hidden = self.flop = self.sent = self.over_host = self.hidden_states = 0.0
         self.backward = 0.0  # microseconds of one micro-batch's layers
         self.times = 1
         for one in non_attention_cost.rounds(plan.config.train.shard, plan.micro_batches):
@@ -203,12 +219,17 @@ class _StepEstimate:
         self.times = 1
         self._add(non_attention.optimizer, 1, "optimizer", "optimizer")
         self.us["optimizer"] += self._transfer(1.0).us + self._optimizer_on_host()
+        if self.messages is not None:
+            # The gradients of the norms are added up once per step.
+            norms = layer_norms(plan.config.model) * plan.config.model.num_layers
+            self.us[TENSOR] += self._tensor_message(4.0 * norms)
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
     def _micro_batch(self, one: MicroBatchRound) -> None:
         non_attention, layers = self.non_attention, self.plan.config.model.num_layers
         nothing = ComputeCost()
-        gather, reduce = self._transfer(non_attention.gather), self._transfer(non_attention.reduce)
+        sizes = non_attention.gather, non_attention.reduce
+        gather, reduce = (self._transfer(size, layer=True) for size in sizes)
         copied = non_attention.gathered if one.forward else nothing
         forward = self._layers([FORWARD], non_attention.forward, layers, copied=copied)
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
@@ -307,11 +328,33 @@ class _StepEstimate:
         before = sum(self.us.values())
         for name in passes:
             self._attention(name, layers)
+        after_attention = sum(self.us.values())
         self._add(work, layers, "matrices", "element-wise", passes[-1])
         if again is not None:
             self._add(again, layers, "recomputed", "element-wise", passes[-1])
+        computing = (sum(self.us.values()) - after_attention) / self.times / layers
+        self._tensor_waits(computing, layers, forward=again is None)
         self._add(copied, layers, "matrices", "element-wise")
         return (sum(self.us.values()) - before) / self.times
+
+    def _tensor_waits(self, computing: float, layers: int, *, forward: bool) -> None:
+        """Add the waits for messages of tensor parallelism.
+
+        computing: time of a layer's pass except attention, in microseconds.
+        """
+        if self.messages is None:
+            return
+        of_pass = self.messages.forward if forward else self.messages.backward
+        found = of_pass(computing, self._tensor_message)
+        share = self.costs.burden(self.cluster.inner.gpu_share)
+        times = self.times * layers
+        self.us[TENSOR] += times * (found.exposed + share * found.hidden)
+        self.hidden_states += times * found.size
+
+    def _tensor_message(self, size: float) -> float:
+        """Return the time of a message in a tensor group, in microseconds."""
+        degree = self.plan.dims.tp
+        return self.costs.collective(False, degree, degree, int(size))[0]
 
     def _attention(self, direction: str, layers: int) -> None:
         found, plan = self.attention.passes[direction], self.plan
@@ -344,7 +387,7 @@ class _StepEstimate:
         scale = duration / found.duration.value if found.duration.value else 1.0
         for name, ms in parts.items():
             self.us[name] += self.times * ms * 1e3 * layers * scale
-        model, environment = plan.config.model, plan.environment
+        model, environment = plan.config.of_worker.model, plan.environment
         pairs = self.attention.facts["density"] * causal_pairs(plan.config.seq)
         pairs = pairs * plan.config.train.micro_batch / environment.dims.cp
         products = FLOP_PER_PAIR[BACKWARD if direction == BACKWARD else FORWARD] * share
@@ -371,11 +414,13 @@ class _StepEstimate:
         self.us[elements] += spent.elements * times * self.slowest
         self.us["host"] += spent.host * times
 
-    def _transfer(self, size: float) -> WeightTransfer:
-        workers = self.plan.dims.workers
+    def _transfer(self, size: float, *, layer: bool = False) -> WeightTransfer:
+        """Return a collective among all workers, or among those that share a part of a layer."""
+        degree = self.plan.dims.tp if layer else 1
+        workers = self.plan.dims.workers // degree
         if workers == 1:
             return WeightTransfer(0.0, 0.0, False)
-        members = min(workers, self.cluster.gpus_per_node)
+        members = min(workers, self.cluster.gpus_per_node // degree)
         us, busy = self.costs.collective(False, workers, members, int(size))
         return WeightTransfer(us, busy, members < workers, size)
 

@@ -85,6 +85,18 @@ class AttentionWorkload:
     full: FullLayers | None = None
     remark: str = ""
 
+    def part(self, i: int, n: int) -> AttentionWorkload:
+        """Return the attention of the i-th of n equal parts of the heads."""
+        if n == 1:
+            return self
+
+        def index(layer: int) -> Index | None:
+            whole = self.index(layer)
+            return None if whole is None else whole.part(i, n)
+
+        made = replace(self.made, heads=self.made.heads // n, kv_heads=self.made.kv_heads // n)
+        return replace(self, made=made, index=index)
+
     @property
     def kinds(self) -> list[tuple[tuple[SequenceMask, ...], list[int]]]:
         """The masks of each kind of layer, and the numbers of the layers to predict."""

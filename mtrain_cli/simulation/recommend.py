@@ -1,4 +1,7 @@
-"""Recommend the fastest configuration that fits: layout, exchange, context groups, recomputation.
+"""Recommend the fastest configuration that fits: layout, exchange, groups, recomputation.
+
+Groups are context groups and tensor groups. The search tries all degrees of tensor parallelism that
+divide the heads, the MLP and a node, unless the user set ``topology.tensor_parallel``.
 
 For each configuration that fits, the search also tries ``train.keep_mlp`` with the largest number
 of layers that memory allows. If no kind of recomputation fits, the search tries the memory settings
@@ -18,7 +21,9 @@ from mtrain_cli.config.cluster import Cluster, Constant
 from mtrain_cli.config.exchanges import HEAD_SHARING, flat_name
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.config.tensor_parallel import problems
 from mtrain_cli.parallel.program import Recompute
+from mtrain_cli.simulation.predicted_step import TENSOR
 from mtrain_cli.simulation.prediction import Prediction
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
@@ -46,6 +51,7 @@ _WORDS = {
     "merge and copies": "merging partial results and copying",
     "late": "waiting for slower workers",
     "links": "waiting for keys and values",
+    TENSOR: "waiting for hidden states",
     "matrices": "matrix products",
     "recomputed": "recomputed products",
     "element-wise": "element-wise kernels",
@@ -92,6 +98,7 @@ def label(plan: RunPlan) -> str:
     """Describe a configuration in a few words."""
     dims, train = plan.dims, plan.config.train
     groups = f", {dims.dp} x {dims.cp} workers" if dims.dp > 1 else ""
+    groups = f", {dims}" if dims.tp > 1 else groups
     kind = "no" if train.activation_checkpoint == "none" else train.activation_checkpoint
     other = " ".join(f"{key}={value}" for key, value in memory_settings(plan.config).items())
     return (
@@ -123,6 +130,23 @@ def contexts(config: Config, workers: int, per_node: int) -> list[int]:
     return [c for c in divisors if c % per_node == 0 or per_node % c == 0]
 
 
+def tensor_degrees(scenario: Scenario, per_node: int) -> list[int]:
+    """Return the tensor-parallel degrees to try, the smallest first.
+
+    Each degree divides the heads, the key-value heads, the MLP's width and the workers of a node.
+    If the user set ``topology.tensor_parallel``, return only this degree.
+    """
+    config, given = scenario.config, scenario.config.topology.tensor_parallel
+    if given > 1 or any(word.startswith("topology.tensor_parallel=") for word in scenario.words):
+        return [given]
+    return [
+        degree
+        for degree in range(1, per_node + 1)
+        if per_node % degree == 0
+        and not any(problems(config.changed(topology={"tensor_parallel": degree})))
+    ]
+
+
 def recommend(
     cluster: Cluster,
     scenario: Scenario,
@@ -142,8 +166,11 @@ def recommend(
     """
     space = _Space(cluster, scenario, workers, layouts, exchanges, recomputations)
     found = _Candidates()
-    for context in contexts(scenario.config, workers, min(cluster.gpus_per_node, workers)):
-        found.add(space, context)
+    for degree in tensor_degrees(scenario, space.per_node):
+        groups, per_node = workers // degree, space.per_node // degree
+        for context in contexts(scenario.config, groups, per_node):
+            if degree == 1 or groups % context == 0:
+                found.add(space, context, degree)
     # The plan that needs the least memory comes first.
     unfit = sorted(found.unfit, key=lambda plan: plan.memory.total)
     rejected = (*found.rejected, *map(_too_large, unfit))
@@ -174,13 +201,20 @@ class _Space:
     exchanges: Sequence[str]
     recomputations: Sequence[str] = RECOMPUTATIONS
 
-    def places(self, context: int) -> list[tuple[str, str]]:
-        """Return the (layout, exchange) pairs to try with context groups of ``context`` workers."""
-        per_node = min(self.cluster.gpus_per_node, self.workers)
-        return _distinct(self.layouts, self.exchanges, context, per_node)
+    @property
+    def per_node(self) -> int:
+        """Number of workers of a node."""
+        return min(self.cluster.gpus_per_node, self.workers)
 
-    def plans(self, context: int, layout: str, exchange: str) -> Iterator[RunPlan]:
-        """Yield plans with this context size, layout and exchange, but other memory settings.
+    def places(self, context: int, degree: int) -> list[tuple[str, str]]:
+        """Return the (layout, exchange) pairs to try with context groups of ``context`` workers.
+
+        degree: tensor-parallel degree.
+        """
+        return _distinct(self.layouts, self.exchanges, context, self.per_node // degree)
+
+    def plans(self, context: int, degree: int, layout: str, exchange: str) -> Iterator[RunPlan]:
+        """Yield plans with these groups, layout and exchange, but other memory settings.
 
         If no plan fits, the last plan recomputes the most.
         """
@@ -196,6 +230,7 @@ class _Space:
                 layout=layout,
                 exchange=exchange,
                 context_parallel=context,
+                tensor_parallel=degree,
             )
 
         # Only what a recomputed layer keeps can be offloaded, so offloading needs recomputation.
@@ -249,7 +284,7 @@ class _Candidates:
     tight: the plan that recomputes the most, for each group without a plan that fits.
     rejected: impossible groups, for tables.
     mistakes: the error of each impossible group.
-    seen: exchange, layout and context size of each group.
+    seen: exchange, layout, context size and tensor-parallel degree of each group.
     """
 
     fitting: list[list[RunPlan]] = field(default_factory=list)
@@ -257,29 +292,33 @@ class _Candidates:
     tight: list[RunPlan] = field(default_factory=list)
     rejected: list[RejectedSetup] = field(default_factory=list)
     mistakes: list[Exception] = field(default_factory=list)
-    seen: set[tuple[str, str, int]] = field(default_factory=set)
+    seen: set[tuple[str, str, int, int]] = field(default_factory=set)
 
-    def add(self, space: _Space, context: int) -> None:
-        """Add the plans with context groups of ``context`` workers."""
-        replicas, train = space.workers // context, space.scenario.config.train
+    def add(self, space: _Space, context: int, degree: int) -> None:
+        """Add the plans with context groups of ``context`` workers, or tensor groups.
+
+        degree: tensor-parallel degree.
+        """
+        replicas, train = space.workers // (context * degree), space.scenario.config.train
+        shared = f" of tensor_parallel={degree}" if degree > 1 else ""
         if train.global_batch % (replicas * train.micro_batch):
             why = (
                 f"train.global_batch={train.global_batch} cannot be divided among {replicas} groups"
             )
             if train.micro_batch > 1:
                 why += f" with train.micro_batch={train.micro_batch} each"
-            what = f"{replicas} groups of {context} worker{'s' * (context > 1)}"
+            what = f"{replicas} groups of {context} worker{'s' * (context > 1)}{shared}"
             allowed = f"allowed: multiples of {replicas * train.micro_batch}"
             self._reject(what, why, ConfigError(f"{why}; {allowed}"))
             return
-        for layout, exchange in space.places(context):
+        for layout, exchange in space.places(context, degree):
             try:
-                plans = list(space.plans(context, layout, exchange))
+                plans = list(space.plans(context, degree, layout, exchange))
             except (InvalidSetup, ConfigError) as error:
-                what = f"{layout} {exchange} over {context} workers"
+                what = f"{layout} {exchange} over {context} workers{shared}"
                 self._reject(what, _why(error, exchange), error)
                 continue
-            where = plans[0].exchange.label, layout, context
+            where = plans[0].exchange.label, layout, context, degree
             if where in self.seen:
                 continue  # `auto` chose an exchange that is also compared by its name
             self.seen.add(where)
@@ -323,9 +362,10 @@ def _distinct(
     ]
 
 
-def place(outcome: PredictedScenario) -> tuple[str, str, int]:
-    """Return a configuration's layout, exchange and context size."""
-    return outcome.layout, outcome.plan.exchange.label, outcome.context
+def place(outcome: PredictedScenario) -> tuple[str, str, int, int]:
+    """Return a configuration's layout, exchange, context size and tensor-parallel degree."""
+    dims = outcome.plan.dims
+    return outcome.layout, outcome.plan.exchange.label, dims.cp, dims.tp
 
 
 def _why(error: Exception, exchange: str) -> str:
@@ -358,9 +398,11 @@ def _needed(space: _Space) -> Iterator[str]:
 
     def smallest(changed: _Space) -> RunPlan | None:
         plans: list[RunPlan] = []
-        for layout, exchange in changed.places(changed.workers):
+        degree = config.topology.tensor_parallel
+        context = changed.workers // degree
+        for layout, exchange in changed.places(context, degree):
             with suppress(InvalidSetup, ConfigError):
-                plans += list(changed.plans(changed.workers, layout, exchange))
+                plans += list(changed.plans(context, degree, layout, exchange))
         return min(plans, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
 
     def fitting(**changes: Any) -> RunPlan | None:
@@ -423,15 +465,18 @@ def reasons(
     step = its.seconds.value
     gap = step - mine.seconds.value
 
+    # A step without tensor parallelism has no time for it.
+    of_mine, of_its = (dict.fromkeys(_WORDS, 0.0) | dict(step.parts) for step in (mine, its))
+
     def part(name: str) -> str:
-        return f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s"
+        return f"{_WORDS[name]} takes {of_mine[name]:.3g} s instead of {of_its[name]:.3g} s"
 
     if gap > CLOSE * step:
         explanation = [f"{gap:.3g} s ({gap / step:.1%}) less per step"]
     else:
         faster = f"{step / mine.seconds.value - 1:.1%} faster"
         explanation = [f"{faster}, less than the prediction can resolve: measure both"]
-    differences = sorted(((its.parts[n] - mine.parts[n], n) for n in _WORDS), reverse=True)
+    differences = sorted(((of_its[n] - of_mine[n], n) for n in _WORDS), reverse=True)
     for difference, name in differences[:_SHOWN]:
         if difference > 0.002 * step:
             explanation.append(f"{part(name)}{_degree(best, other, name)}")

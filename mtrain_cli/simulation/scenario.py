@@ -20,6 +20,7 @@ from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
+from mtrain_cli.simulation.tensor_cost import cluster_of_groups
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.sparsity.fixed import make_pattern
@@ -62,7 +63,7 @@ class PairSource:
         return ["sparsity=vertical_slash", f"sparsity.max_columns={self.columns}", *fewest]
 
     def problem(self, config: Config) -> AttentionWorkload:
-        """Return the workload of one micro-batch.
+        """Return the workload of one micro-batch, for all heads of the model.
 
         Each sequence is a single document, unless the data bring masks and can be read. Then it is
         the micro-batch with the median number of pairs, of the first ones of the data.
@@ -207,6 +208,12 @@ class PredictedScenario:
             remarks.append(
                 f"train.memory=auto chooses {self.plan.search.chosen.overrides or 'the defaults'}"
             )
+        if self.plan.dims.tp > 1:
+            remarks.append(
+                "topology.tensor_parallel: messages take the times of the cluster's collectives, "
+                "and matrix products the rates of whole layers; neither was compared with a "
+                "measurement of tensor parallelism on GPUs"
+            )
         if self.plan.config.train.compile == False:  # noqa: E712 - auto is a word
             remarks.append(
                 "train.compile=false: element-wise kernels take 2.8 times as long as compiled ones "
@@ -254,7 +261,7 @@ def plan_on(
 
 def setup_of(plan: RunPlan) -> ReplaySetup:
     """Return the setup to replay for one context group of a plan."""
-    per_node = min(plan.environment.workers_per_node, plan.dims.cp)
+    per_node = plan.environment.context_per_node
     return ReplaySetup(plan.layout.name, plan.exchange.name, plan.dims.cp, per_node)
 
 
@@ -277,24 +284,57 @@ def evaluate(
         ConfigError: the calibration has no times of the kernel, or the index is damaged.
     """
     what = plan.recompute if recompute is None else recompute
+    attention = _predict_slowest(
+        cluster,
+        scenario.problem,
+        setup_of(plan),
+        scenario.conditions,
+        plan.dims.tp,
+        kernel=plan.kernel,
+        calibration=scenario.calibration,
+        recompute=what,
+        number=number,
+        rows=rows,
+        bounds=bounds,
+        choice=plan.exchange,
+    )
+    return with_step(cluster, scenario, plan, attention, bounds=bounds)
+
+
+def _predict_slowest(
+    cluster: Cluster,
+    workload: AttentionWorkload,
+    setup: ReplaySetup,
+    conditions: Disturbances,
+    degree: int,
+    **details: Any,
+) -> Prediction:
+    """Predict the slowest context group, with the heads of the slowest tensor coordinate.
+
+    Workers of a tensor group wait for one another in every layer. Without an index, all of them
+    have equal work.
+
+    Args:
+        degree: tensor-parallel degree.
+        details: arguments of `predict`.
+    """
+    of_groups = cluster_of_groups(cluster, degree)
+    # A drawn or recorded index has other pairs on each head.
+    places = 1 if workload.index(workload.layers[0]) is None else degree
 
     def predict_group(conditions: Disturbances) -> Prediction:
-        return predict(
-            cluster,
-            scenario.problem,
-            setup_of(plan),
-            kernel=plan.kernel,
-            calibration=scenario.calibration,
-            recompute=what,
-            conditions=conditions,
-            number=number,
-            rows=rows,
-            bounds=bounds,
-            choice=plan.exchange,
+        found = (
+            predict(
+                of_groups, workload.part(place, degree), setup, conditions=conditions, **details
+            )
+            for place in range(places)
         )
+        return max(found, key=lambda prediction: prediction.duration.value)
 
-    attention = slowest_group(scenario.conditions, plan.dims.cp, predict_group)
-    return with_step(cluster, scenario, plan, attention, bounds=bounds)
+    slowest = slowest_group(conditions.of_tensor_groups(degree), setup.workers, predict_group)
+    if degree == 1:
+        return slowest
+    return replace(slowest, facts={**slowest.facts, "tp": degree})
 
 
 def predict_training(
@@ -312,8 +352,9 @@ def predict_training(
     Raises:
         InvalidSetup, ConfigError: the configuration is impossible.
     """
-    context = scenario.config.topology.context_parallel
-    shared_by = context if isinstance(context, int) else workers
+    topology = scenario.config.topology
+    context = topology.context_parallel
+    shared_by = context if isinstance(context, int) else workers // topology.tensor_parallel
     check_enough_blocks(scenario.config, layout, workers, shared_by)
     plan = plan_on(
         cluster,
@@ -351,10 +392,16 @@ def predict_attention_alone(
         InvalidSetup, ConfigError: the configuration is impossible.
     """
     per_node = per_node or min(cluster.gpus_per_node, workers)
-    choice = None
+    choice, degree = None, 1
     if config is None:
         setup = ReplaySetup(layout, exchange, workers, per_node)
     else:
+        degree = config.topology.tensor_parallel
+        if per_node % degree or workers % degree:
+            raise ConfigError(
+                f"topology.tensor_parallel={degree}: must divide the {per_node} workers of a node"
+            )
+        workers, per_node = workers // degree, per_node // degree
         given = config.topology.context_parallel
         context = given if isinstance(given, int) else workers
         check_enough_blocks(config, layout, workers, context)
@@ -368,17 +415,14 @@ def predict_attention_alone(
             setup = ReplaySetup(layout, exchange, context, each, config.topology)
             kernel = kernel or (None if config.train.kernel == "auto" else config.train.kernel)
         else:
+            of_all = workers * degree
             plan = plan_on(
-                cluster, config, workers=workers, kernel=kernel, layout=layout, exchange=exchange
+                cluster, config, workers=of_all, kernel=kernel, layout=layout, exchange=exchange
             )
             setup, kernel, choice = setup_of(plan), plan.kernel, plan.exchange
-
-    def predict_group(conditions: Disturbances) -> Prediction:
-        return predict(
-            cluster, workload, setup, kernel=kernel, conditions=conditions, choice=choice, **details
-        )
-
-    return slowest_group(conditions, setup.workers, predict_group)
+    return _predict_slowest(
+        cluster, workload, setup, conditions, degree, kernel=kernel, choice=choice, **details
+    )
 
 
 def slowest_group(

@@ -209,6 +209,7 @@ def row_of(outcome: PredictedScenario) -> dict[str, Any]:
         "workers": plan.dims.workers,
         "cp": outcome.context,
         "dp": plan.dims.dp,
+        "tp": plan.dims.tp,
         "activation_checkpoint": plan.config.train.activation_checkpoint,
         "density": outcome.attention.facts["density"],
         "seconds": range_as_dict(step.seconds),
@@ -223,5 +224,6 @@ def row_of(outcome: PredictedScenario) -> dict[str, Any]:
         "fits": step.fits,
         "parts_s": {name: float(f"{value:.6g}") for name, value in step.parts.items()},
         "hidden_weights_s": step.hidden,
+        "hidden_state_bytes": step.hidden_states,
         "degrees": degrees,
     }

@@ -72,6 +72,13 @@ class Disturbances:
             slow.setdefault(rank // size, {})[rank % size] = factor
         return {group: replace(self, slow=ranks) for group, ranks in slow.items()} or {0: self}
 
+    def of_tensor_groups(self, degree: int) -> Disturbances:
+        """Return the disturbances of tensor groups. A group is as slow as its slowest rank."""
+        slow: dict[int, float] = {}
+        for rank, factor in self.slow.items():
+            slow[rank // degree] = max(slow.get(rank // degree, 0.0), factor)
+        return replace(self, slow=slow) if degree > 1 else self
+
 
 @dataclass(frozen=True, eq=False)
 class PassTimes:

@@ -44,6 +44,11 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def layer_norms(model: ModelConfig) -> int:
+    """Count the elements of a layer's norms, which tensor parallelism does not cut."""
+    return sum(prod(shape) for name, shape in layer_shapes(model).items() if "norm" in name)
+
+
 def root_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return the parameter shapes outside the layers. A tied LM head counts as the embedding."""
     shapes: dict[str, Shape] = {

@@ -20,18 +20,23 @@ from mtrain_cli.simulation.recommend import (
     memory_settings,
     reasons,
     recommend,
+    tensor_degrees,
 )
 from mtrain_cli.simulation.scenario import PairSource, Scenario, evaluate, plan_on
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training.memory import GIB
 
+TENSOR_PARALLEL = "topology.tensor_parallel"
 LAYOUTS, EXCHANGES = ("zigzag", "striped"), ("all_gather", "ring", "hierarchical_ring")
 
 
 def scenario(*words: str, pairs: PairSource | None = None) -> Scenario:
     pairs = pairs or PairSource("local", 0.05, 256)
-    config = compose([*words, *pairs.sparsity()])
-    return Scenario(config, pairs.problem(config), words=(*words, *pairs.sparsity()))
+    words = (*words, *pairs.sparsity())
+    if not any(word.startswith(TENSOR_PARALLEL) for word in words):
+        words = (*words, f"{TENSOR_PARALLEL}=1")  # the search has a test of its own
+    config = compose(list(words))
+    return Scenario(config, pairs.problem(config), words=words)
 
 
 def small_memory(cluster: Cluster, gib: float) -> Cluster:
@@ -187,7 +192,7 @@ def test_if_nothing_fits_the_changes_that_help_are_listed():
 def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     cluster = load_cluster("h200_1x8")
     one = scenario("model=qwen3b", "seq=6m", pairs=PairSource("local", 0.01, 256))
-    plans = list(_Space(cluster, one, 8, ["striped"], ["ring"]).plans(8, "striped", "ring"))
+    plans = list(_Space(cluster, one, 8, ["striped"], ["ring"]).plans(8, 1, "striped", "ring"))
     assert [plan.fits for plan in plans] == [False, False, False, True]
     # Of 560 GiB for eight GPUs, the training would find the same.
     config = plans[-1].config
@@ -221,7 +226,7 @@ def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     assert all(
         p.config.train.activation_checkpoint == "full"
         for p in _Space(cluster, one, 8, ["striped"], ["ring"], ("full",)).plans(
-            8, "striped", "ring"
+            8, 1, "striped", "ring"
         )
     )
 
@@ -352,3 +357,34 @@ def test_a_batch_that_groups_cannot_divide_raises():
             LAYOUTS,
             ("ring",),
         )
+
+
+def test_the_search_tries_degrees_that_divide_the_model_and_a_node():
+    """qwen7b has 28 heads, 4 key-value heads and an MLP of 18,944 = 2^9 * 37."""
+    pairs = PairSource("dense")
+
+    def degrees(per_node: int, *words: str) -> list[int]:
+        config = compose(["model=qwen7b", "seq=32k", *words])
+        return tensor_degrees(Scenario(config, pairs.problem(config), words=words), per_node)
+
+    assert degrees(8) == [1, 2, 4]
+    assert degrees(2) == [1, 2]
+    assert degrees(6) == [1, 2]
+    assert degrees(8, "model.num_kv_heads=2") == [1, 2]
+    assert degrees(8, "topology.tensor_parallel=1") == [1]
+    assert degrees(8, "topology.tensor_parallel=4") == [4]
+
+
+def test_the_search_compares_tensor_groups():
+    pairs = PairSource("dense")
+    config = compose(["model=qwen7b", "seq=16k"])
+    one = Scenario(config, pairs.problem(config))
+    found = recommend(load_cluster("h100_4x8", nodes=1), one, 8, ("striped",), ("all_gather",))
+    groups = {(o.plan.dims.cp, o.plan.dims.tp) for o in found.ranked}
+    assert groups == {(8, 1), (4, 2), (2, 4)}
+    shared = [o for o in found.ranked if o.plan.dims.tp == 4]
+    assert all("1 data x 2 context x 4 tensor" in label(o.plan) for o in shared)
+    times = [o.step.seconds.value for o in found.ranked]
+    assert found.best.step.seconds.value == min(times)
+    whole = next(o for o in found.ranked if o.plan.dims.tp == 1)
+    assert "waiting for hidden states takes" in "; ".join(reasons(shared[0], whole))

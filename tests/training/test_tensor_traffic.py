@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import gloo
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.model import feed_forward
 from mtrain_cli.parallel import tensor_group
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
+from mtrain_cli.parallel.tensor_group import TensorGroup
+from mtrain_cli.training.tensor_traffic import (
+    BACKWARD_TILE,
+    FORWARD_MESSAGES,
+    FORWARD_TILE,
+    KEPT_BACKWARD_TILE,
+    NEXT,
+    SEND,
+    WAIT,
+    backward_messages,
+    message_bytes,
+)
 from mtrain_cli.training.trainer import Trainer
 
 RUN = (
@@ -82,3 +98,77 @@ def test_each_layer_that_keeps_its_products_saves_a_message():
 def test_one_worker_alone_receives_nothing():
     config = compose(["seq=256"])
     assert message_bytes(config, make_layout("contiguous", 1, 256, 16), 4) == 0
+
+
+class _Products(TorchDispatchMode):
+    """Notes each matrix product by the weight with whose sizes it computes.
+
+    sizes: the width of each weight's own dimension, which no other dimension has.
+    """
+
+    def __init__(self, done: list[str], sizes: dict[int, str]) -> None:
+        super().__init__()
+        self.done, self.sizes = done, sizes
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+            dimensions = {*args[0].shape, *args[1].shape}
+            self.done.append(next(name for n, name in self.sizes.items() if n in dimensions))
+        return function(*args, **(kwargs or {}))
+
+
+class _Message:
+    def __init__(self, done: list[str], received: torch.Tensor) -> None:
+        self.done, self.received = done, received
+        done.append(SEND)
+
+    def wait(self) -> torch.Tensor:
+        self.done.append(WAIT)
+        return self.received
+
+
+class _Group(TensorGroup):
+    """A group of two workers, of which the other has equal rows. Notes what the worker does."""
+
+    done: ClassVar[list[str]] = []
+
+    def start_gather(self, own_RW):
+        return _Message(self.done, torch.cat([own_RW, own_RW]))
+
+    def start_scatter(self, parts_SW):
+        return _Message(self.done, parts_SW[: len(parts_SW) // 2].clone())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_program_of_a_tile_is_what_the_layer_does(keep, monkeypatch):
+    """Gate and up have equal sizes, so both count as gate."""
+    done: ClassVar[list[str]] = []
+    group = _Group(0, 2, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(_Group, "done", done)
+
+    def noted(tiles):
+        for tile in tiles:
+            for _ in tile:
+                done.append(NEXT)
+
+    monkeypatch.setattr(feed_forward, "staggered", noted)
+    rows, hidden, heads, width = 3, 5, 7, 11
+    shapes = (hidden, heads), (hidden,), (width, hidden), (width, hidden), (hidden, width)
+    weights = feed_forward.FeedForwardWeights(
+        *(torch.randn(shape, requires_grad=True) for shape in shapes)
+    )
+    x = torch.randn(1, rows, hidden, requires_grad=True)
+    out = torch.randn(1, 2 * rows, 1, heads, requires_grad=True)
+    options = feed_forward.FeedForwardOptions(1e-6, rows, 0, keep_products=keep, tensor=group)
+    sizes = {heads: "o", width: "mlp"}
+
+    def alike(program):
+        return ["mlp" if word in ("gate", "up", "down") else word for word in program]
+
+    with _Products(done, sizes):
+        result = feed_forward.feed_forward(x, out, weights, options)
+    assert done == alike(FORWARD_TILE)
+    done.clear()
+    with _Products(done, sizes):
+        result.backward(torch.ones_like(result))
+    assert done == alike(KEPT_BACKWARD_TILE if keep else BACKWARD_TILE)
