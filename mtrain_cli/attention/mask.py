@@ -174,7 +174,7 @@ class SequenceMask:
         starts = document_starts(documents, padded)
         if causal:
             return SequenceMask.from_first(starts, len(documents))
-        begins = np.flatnonzero(np.diff(starts[: len(documents)], prepend=-1))
+        begins = np.flatnonzero(np.diff(starts[: len(documents)], prepend=-1) != 0)
         lengths = np.diff(begins, append=len(documents))
         stops = starts.copy()
         stops[: len(documents)] = np.repeat(begins + lengths, lengths)
@@ -282,7 +282,7 @@ def document_starts(documents: NDArray[np.integer], padded: int) -> IntArray:
     steps = np.diff(np.asarray(documents))
     if bool((steps < 0).any()):
         raise ValueError("Document ids decrease along the sequence. Give non-decreasing ids.")
-    starts = np.append(0, np.flatnonzero(steps) + 1)
+    starts = np.append(0, np.flatnonzero(steps != 0) + 1)  # 10 times faster for bool
     return np.repeat(starts, np.diff(starts, append=padded))
 
 
@@ -395,6 +395,8 @@ class KeySpans:
 
         keys: slots of the keys in the subset, ascending. In the result, slot j is ``keys[j]``.
         """
+        if len(keys) == self.num_keys:  # all slots
+            return self
         low, high = (np.searchsorted(keys, bound) for bound in (self.low, self.high))
         return KeySpans(low, high, len(keys))
 
@@ -420,7 +422,7 @@ def _slices(low: IntArray, high: IntArray) -> list[KeySlice]:
     kind = np.append(np.where(joined, 2 * lower + upper, -1), -1)
     # A row between a band and a full or causal slice belongs to the latter.
     kind[:-1][(kind[:-1] > 1) & (kind[1:] >= 0) & (kind[1:] <= 1)] = -1
-    begins = np.append(0, np.flatnonzero(np.diff(kind)) + 1)
+    begins = np.append(0, np.flatnonzero(np.diff(kind) != 0) + 1)
     stops = np.append(begins[1:], len(kind)).tolist()
     bounds: list[tuple[int, int, int]] = []
     row = 0

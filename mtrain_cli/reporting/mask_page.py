@@ -21,7 +21,7 @@ _RANKS = (
     *("#9a6fc0", "#a0794f", "#d26fa5", "#7d8791"),
 )
 _MASK = "91,125,214"
-_TICKS = 8
+_PARTS = (8, 4)  # into which ticks divide an axis
 _STRIP = 16  # columns of the strip that shows the ranks of a cell's rows
 _NUMBERED = 16  # most ranks of a heat map with a number in each cell
 _SHOWN = 64  # most ranks in a table or figure
@@ -85,10 +85,12 @@ def mask_figure(masks: Sequence[MaskView]) -> plots.Figure:
 
 def _view(view: MaskView, share: LayoutShare, data: list[plots.Trace]) -> plots.FigureView:
     tokens = view.mask.length
-    ticks = [tokens * i // _TICKS for i in range(_TICKS + 1)]
+    parts = next((n for n in _PARTS if tokens % (1024 * n) == 0), _PARTS[0])
+    ticks = [tokens * i // parts for i in range(parts + 1)]
+    in_k = tokens % (1024 * parts) == 0  # else some labels would have the form 1k, others 1,536
     marks = {
         "tickvals": ticks,
-        "ticktext": [f"{n:,}" if n % 1024 else format_size(n) for n in ticks],
+        "ticktext": [format_size(n) if in_k else f"{n:,}" for n in ticks],
         "showgrid": False,
     }
     x = plots.axis("keys", domain=[0.09, 1], range=[0, tokens], **marks)

@@ -60,6 +60,18 @@ def test_the_pairs_of_a_sequence_equal_those_of_its_spans(problem):
     assert mask.pairs == mask.spans(everywhere, everywhere).pairs
 
 
+def test_keys_may_be_all_or_some_or_none():
+    """All keys change nothing, and slots count the keys of the subset."""
+    spans = SequenceMask.from_documents(np.repeat([0, 1], [3, 4]), 8).spans(
+        np.arange(8), np.arange(8)
+    )
+    assert spans.restrict(np.arange(8)) is spans
+    for keys in (np.array([1, 2, 5]), np.arange(7), np.arange(1, 8), np.array([], int)):
+        some = spans.restrict(keys)
+        assert some.num_keys == len(keys)
+        assert (some.seen() == spans.seen()[:, keys]).all()
+
+
 def test_causal_attention_is_one_slice():
     positions = np.arange(12)
     assert SequenceMask.causal(10, 12).spans(positions, positions).slices == (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from masked_documents import masked_store
 from reporting.training_runs import trained
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
@@ -278,6 +279,13 @@ def test_the_mask_of_a_run_has_its_share_and_a_picture(tmp_path):
     )
     assert 'class="full"' in picture
     assert 'class="partial"' in picture
+
+
+def test_masks_of_the_data_have_no_picture(tmp_path):
+    words = ["data=tokens", f"data.path={masked_store(tmp_path)}", "data.mask_key=mask", "seq=256"]
+    text, _ = page(tmp_path, run_with(tmp_path / "run", *words, "model.vocab_size=264"))
+    assert "from the data (data.mask_key=mask), at most 2 intervals of keys per query</dd>" in text
+    assert 'class="mask"' not in text
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,24 @@ def test_the_strip_has_the_ranks_of_each_cell(masks):
         assert colours == [entry["marker"]["color"] for entry in legend]
 
 
+@pytest.mark.parametrize(
+    ("seq", "labels"),
+    [
+        ("128k", ["0", "16k", "32k", "48k", "64k", "80k", "96k", "112k", "128k"]),
+        ("4k", ["0", "1k", "2k", "3k", "4k"]),
+        ("2k", ["0", "256", "512", "768", "1,024", "1,280", "1,536", "1,792", "2,048"]),
+        ("1000", ["0", "125", "250", "375", "500", "625", "750", "875", "1,000"]),
+    ],
+)
+def test_all_ticks_of_an_axis_have_one_form(seq, labels):
+    (view,) = views(compose([f"seq={seq}"], plan=True), 2)
+    axis = mask_page.mask_figure([view]).views[0].layout["xaxis"]
+    assert axis["ticktext"] == labels
+    assert axis["tickvals"] == [
+        view.mask.length * i // (len(labels) - 1) for i in range(len(labels))
+    ]
+
+
 def test_a_cell_with_several_ranks_shows_their_shares():
     (view,) = views(compose(["seq=128k"], plan=True), 4)
     (drawn,) = [one for one in mask_page.mask_figure([view]).views if one.labels[1] == "striped"]
