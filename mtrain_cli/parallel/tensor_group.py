@@ -137,6 +137,11 @@ class TensorGroup:
         with self.peer_errors():
             dist.all_reduce(parts, group=self.process_group)
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace a tensor with that of the group's first worker."""
+        with self.peer_errors():
+            dist.broadcast(tensor, self._ranks[0], group=self.process_group)
+
     @contextmanager
     def _posting(self, row_bytes: int) -> Iterator[Callable[[Any], MessageTag]]:
         """Start a message in the ``with`` block, which passes its work to the yielded function.
