@@ -64,6 +64,5 @@ def refuse(config: Config, degree: str, command: str) -> None:
     """
     if (value := getattr(config.topology, degree)) > 1:
         raise ConfigError(
-            f"topology.{degree}={value}: only `mtrain train` supports it, not `{command}`; "
-            "leave this setting out"
+            f"topology.{degree}={value}: not supported by `{command}`; leave this setting out"
         )
