@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from mtrain_cli.inference.text import TextCodec
     from mtrain_cli.launch.environment import Environment
 
-__all__ = ["Config", "ConfigError", "Generation", "Model", "compose", "load", "train"]
+__all__ = [
+    "Config", "ConfigError", "Generation", "Model", "TokenScores", "compose", "load", "train",
+]  # fmt: skip
 
 Prompt = str | Sequence[int]
 
@@ -78,6 +80,19 @@ class Generation:
     finish: str
     prefill_seconds: float = field(compare=False)
     decode_seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model gives the tokens of a text, without the first, on the CPU.
+
+    losses: -log p(token | earlier tokens) in nats, float32 [tokens - 1].
+    is_greedy: whether greedy decoding would choose the token, bool [tokens - 1]. If several tokens
+        are equally likely, the lowest id counts as the choice.
+    """
+
+    losses: torch.Tensor
+    is_greedy: torch.Tensor
 
 
 class Model:
@@ -149,16 +164,24 @@ class Model:
         ]
 
     def token_losses(self, tokens: Prompt, *, beyond: bool = False) -> torch.Tensor:
-        """Return -log p(token | earlier tokens) of every token but the first.
+        """Return the losses of `token_scores`, float32 [tokens - 1], in nats.
 
-        The model attends with its pattern, as it does to a prompt.
+        Args:
+            tokens, beyond: as in `token_scores`.
+
+        Raises:
+            ConfigError: as in `token_scores`.
+        """
+        return self.token_scores(tokens, beyond=beyond).losses
+
+    def token_scores(self, tokens: Prompt, *, beyond: bool = False) -> TokenScores:
+        """Return the losses of all tokens but the first, and whether each is the most likely.
+
+        One forward pass gives both. The model attends with its pattern, as it does to a prompt.
 
         Args:
             tokens: token ids or text.
             beyond: allow more positions than the model was trained for.
-
-        Returns:
-            float32 [tokens - 1], in nats, on the CPU.
 
         Raises:
             ConfigError: there are fewer than two tokens, too many, or ids outside the vocabulary.
@@ -173,7 +196,7 @@ class Model:
             )
         require_hidden_labels(self.source.config, "token_losses")
         require_prompts(self.source, [ids], 0, beyond=beyond)
-        return self._engine.token_losses(ids)
+        return TokenScores(*self._engine.token_scores(ids))
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]

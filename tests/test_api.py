@@ -77,6 +77,12 @@ def test_attention_and_losses(folder):
     assert sparse.source.config.sparsity.pattern == "xattention"
     assert sparse.token_losses(ids).shape == (299,)
     text = load(folder / "run")
+    greedy = text.generate("abcd", max_new=6, ignore_end=True)[0].ids
+    wrong = [*greedy[:3], (greedy[3] + 1) % 256, *greedy[4:]]
+    scores = text.token_scores([*b"abcd", *wrong])
+    assert scores.is_greedy.dtype == torch.bool
+    assert scores.is_greedy[3:7].tolist() == [True, True, True, False]
+    assert torch.equal(scores.losses, text.token_losses([*b"abcd", *wrong]))
     assert torch.equal(text.token_losses("abc"), text.token_losses([97, 98, 99]))
 
 
@@ -110,17 +116,20 @@ def test_several_workers_need_processes(folder):
         api.load(folder / "run", "topology.workers=2", device="cpu")
 
 
-def in_a_group(rank: int, world: int, folder: str) -> tuple[list[int], list[float]]:
+def in_a_group(rank: int, world: int, folder: str) -> tuple[list[int], list[float], list[bool]]:
     del rank, world
     model = load(Path(folder))
-    ids = tokens(300)
-    return model.generate(ids, max_new=5)[0].ids, model.token_losses(ids).tolist()
+    ids = model.generate(tokens(300), max_new=5)[0].ids
+    scores = model.token_scores(tokens(300) + ids)
+    return ids, scores.losses.tolist(), scores.is_greedy.tolist()
 
 
 def test_processes_of_a_group_share_each_prompt(folder):
-    expected_ids, expected_losses = in_a_group(0, 1, str(folder / "hf"))
-    for ids, losses in gloo.run(2, in_a_group, str(folder / "hf")):
-        assert ids == expected_ids
+    expected_ids, expected_losses, expected_hits = in_a_group(0, 1, str(folder / "hf"))
+    assert all(expected_hits[-5:])
+    assert not all(expected_hits)
+    for ids, losses, hits in gloo.run(2, in_a_group, str(folder / "hf")):
+        assert (ids, hits) == (expected_ids, expected_hits)
         np.testing.assert_allclose(losses, expected_losses, atol=2e-5)
 
 

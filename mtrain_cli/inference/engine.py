@@ -237,11 +237,19 @@ class Engine:
         layout = resolve_run(self._config_for(len(ids)), self.environment).layout
         return int((layout.positions(self.group.rank) < len(ids)).sum())
 
-    @torch.no_grad()
     def token_losses(self, ids: Sequence[int], documents: np.ndarray | None = None) -> Tensor:
-        """Return -log p(token | earlier tokens) of each token but the first, float32 [tokens - 1].
+        """Return the losses of `token_scores`."""
+        return self.token_scores(ids, documents)[0]
 
-        Attention has the model's pattern, as in a prompt. The result is on the CPU, in nats.
+    @torch.no_grad()
+    def token_scores(
+        self, ids: Sequence[int], documents: np.ndarray | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token but the first, and whether it is the most likely token.
+
+        The loss is -log p(token | earlier tokens) in nats, float32 [tokens - 1]. The second result
+        is bool [tokens - 1]. Both come from one forward pass and are on the CPU. Attention has the
+        model's pattern, as in a prompt.
 
         Args:
             documents: as in `hidden`. The first token of a later document follows the token before
@@ -251,11 +259,16 @@ class Engine:
         labels = np.append(tokens[1:], np.int32(IGNORED))
         batch, layout = self._batch(ids, labels, documents)
         attend = StoringAttention(batch.attention, batch.attend.release)
-        own = self.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)
+        is_greedy = torch.zeros_like(batch.labels, dtype=torch.bool)
+        losses = self.decoder.token_losses(
+            batch.tokens, batch.positions, batch.labels, attend, is_greedy
+        )
+        own = torch.cat([losses, is_greedy.to(losses.dtype)])  # one message for both
         shards = own[None]
         if self.group.size > 1:
-            shards = all_gather(own.contiguous(), self.group.size, self.group.whole)
-        return layout.to_sequence(shards)[0, : len(ids) - 1].cpu()
+            shards = all_gather(own, self.group.size, self.group.whole)
+        losses, hits = layout.to_sequence(shards)[:, : len(ids) - 1].cpu()
+        return losses, hits > 0.5
 
     def generate(
         self,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import format_bytes
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.environment import Environment, host_memory
 
@@ -198,8 +199,8 @@ class MemoryNeed:
             where = "of GPU memory" if device == "cuda" else "of memory"
             raise ConfigError(
                 f"a prompt of {prompt:,} tokens with --max-new {max_new:,} needs "
-                f"{self.bytes(prompt, max_new) / GIB:,.2f} GiB per worker for weights, keys and "
-                f"values; a worker has {_USABLE * self.capacity / GIB:,.2f} GiB {where}, and "
+                f"{format_bytes(self.bytes(prompt, max_new))} per worker for weights, keys and "
+                f"values; a worker has {format_bytes(_USABLE * self.capacity)} {where}, and "
                 f"{says}. Give a shorter prompt, a smaller --max-new or more topology.workers"
             )
         return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))

@@ -72,6 +72,9 @@ def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
         ConfigError: ``folder`` has no tokenizer, or a tokenizer is broken.
     """
     if folder is not None:
+        if not folder.is_dir():
+            reason = "is a file" if folder.exists() else "no such folder"
+            raise ConfigError(f"--tokenizer {folder}: {reason}; give a folder with tokenizer.json")
         return _of_files(of_folder(folder))
     if source.is_folder:
         try:

@@ -232,19 +232,35 @@ class Decoder(nn.Module):
         return rotation(positions_BN, self.inverse_frequencies_F, self.attention_factor)
 
     def token_losses(
-        self, tokens_BN: Tensor, positions_BN: Tensor, labels_BN: Tensor, attend: Attend
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        labels_BN: Tensor,
+        attend: Attend,
+        is_greedy_BN: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of every token, ``[B, N]``, without gradients.
 
         Tokens with label -100 have loss 0.
+
+        Args:
+            is_greedy_BN: receives whether each label is the most likely token, bool ``[B, N]``.
         """
         with torch.no_grad():
-            return self.token_losses_of(self.hidden(tokens_BN, positions_BN, attend), labels_BN)
+            x_BNC = self.hidden(tokens_BN, positions_BN, attend)
+            return self.token_losses_of(x_BNC, labels_BN, is_greedy_BN)
 
-    def token_losses_of(self, x_BNC: Tensor, labels_BN: Tensor) -> Tensor:
+    def token_losses_of(
+        self, x_BNC: Tensor, labels_BN: Tensor, is_greedy_BN: Tensor | None = None
+    ) -> Tensor:
         """Return the result of `token_losses` from hidden states, the result of `hidden`."""
-        rows_NC, labels_N = x_BNC.flatten(0, 1), labels_BN.flatten()
-        losses_N = token_losses(rows_NC, self._head_weight(), labels_N, self.loss.chunk_bytes)
+        losses_N = token_losses(
+            x_BNC.flatten(0, 1),
+            self._head_weight(),
+            labels_BN.flatten(),
+            self.loss.chunk_bytes,
+            None if is_greedy_BN is None else is_greedy_BN.view(-1),
+        )
         return losses_N.view(labels_BN.shape)
 
     def logits(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:

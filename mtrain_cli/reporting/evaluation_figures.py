@@ -95,12 +95,15 @@ def _over_steps(sources: Named) -> Figure:
                     label = f"{task} {format_size(length) if length else ''} {attention}"
                     colour = plots.PALETTE[number % len(plots.PALETTE)]
                     steps, scores = [r.step for r in found], [r.score for r in found]
-                    lines.append(plots.line(escape(label), steps, scores, colour))
+                    spread = [1.96 * r.error if r.error else 0.0 for r in found]
+                    bars = {"type": "data", "array": plots.numbers(spread), "thickness": 1}
+                    lines.append(plots.line(escape(label), steps, scores, colour, error_y=bars))
             if lines:
                 name = f"{run}, " if len(sources) > 1 else ""
                 layout = plots.layout(340, plots.axis("step"), plots.axis(unit))
                 views.append(FigureView((f"{name}{unit}",), lines, layout))
-    return Figure("scores-over-steps", "Scores of checkpoints", (), views, together=True)
+    note = "Bars: 1.96 standard errors over the samples."
+    return Figure("scores-over-steps", "Scores of checkpoints", (), views, note, together=True)
 
 
 def _number(value: float | None) -> float:

@@ -15,6 +15,7 @@ from mtrain_cli.console import two_columns
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.optimizer import LearningRateSchedule
+from mtrain_cli.training.parallelism_rows import pipeline_rows, tensor_rows
 from mtrain_cli.training.run_plan import RunPlan, size
 
 
@@ -42,8 +43,8 @@ def banner(
         ("workers", f"{dry_run.describe_workers(plan)}, started by {environment.launcher}"),
         ("layout", dry_run.describe_layout(plan)),
         *dry_run.exchange_rows(plan),
-        *dry_run.tensor_rows(plan),
-        *dry_run.pipeline_rows(plan),
+        *tensor_rows(plan),
+        *pipeline_rows(plan),
         *dry_run.mask_rows(config),
         ("sparsity", dry_run.describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),

@@ -32,6 +32,7 @@ from mtrain_cli.training.flops import causal_pairs, peak_flops
 from mtrain_cli.training.layout_choice import layout_advice, make_balancer
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import duration, longest_seq, refusal, search
+from mtrain_cli.training.parallelism_rows import pipeline_rows, tensor_rows
 from mtrain_cli.training.resolution import compiles
 from mtrain_cli.training.run_plan import RunPlan, size
 
@@ -178,31 +179,6 @@ def _longest(plan: RunPlan) -> str:
     """Format the longest sequence that the search found to fit. A longer sequence may fit, too."""
     seq = longest_seq(plan)
     return "none" if seq is None else f"at least {format_size(seq)}"
-
-
-def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return rows on tensor parallelism: what a worker computes, and what its messages cost."""
-    whole, part, degree = plan.config.model, plan.config.of_worker.model, plan.dims.tp
-    if degree == 1:
-        return []
-    heads = f"{part.num_heads} of {whole.num_heads} heads"
-    width = f"{part.intermediate_size:,} of {whole.intermediate_size:,} columns of the MLP"
-    # A gathered token has its keys and values instead of four hidden states.
-    more = 2 * whole.hidden_size / (whole.num_kv_heads * whole.head_dim)
-    cost = (
-        f"moves {more:.3g} times the bytes of context parallelism of the same degree (all_gather)"
-    )
-    return [("tensor", f"a worker computes {heads} and {width}"), ("", f"forward {cost}")]
-
-
-def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return rows on pipeline parallelism: the stages, and what their messages cost."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return []
-    message, step = size(pipeline.hidden), size(pipeline.received)
-    moved = f"a message has {message} of hidden states; a stage between others receives {step}"
-    return [("pipeline", pipeline.describe()), ("", f"{moved} per step")]
 
 
 def _which_pairs(plan: RunPlan) -> str:

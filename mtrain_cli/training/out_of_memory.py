@@ -234,8 +234,9 @@ def _change(kind: str, config: Config) -> str:
     """Return a setting that shrinks tensors of this kind, or "" if no setting does."""
     if kind in (GRADIENTS, GATHERED) and config.train.shard != "full":
         return "train.shard=full"
-    whole_layers = config.topology.tensor_parallel == 1
-    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and whole_layers:
+    topology = config.topology
+    can_offload = topology.tensor_parallel == topology.pipeline_parallel == 1
+    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload and can_offload:
         return "optim.offload=true"
     if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
         return "more workers, to share parameters and optimizer states"
@@ -247,7 +248,7 @@ def _change(kind: str, config: Config) -> str:
     if config.train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
     layers = config.model.num_layers
-    if layers_on_host(config.train.offload_activations, layers) < layers - 1 and whole_layers:
+    if layers_on_host(config.train.offload_activations, layers) < layers - 1 and can_offload:
         return "train.offload_activations=true"
     return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 

@@ -23,13 +23,10 @@ from mtrain_cli.launch.environment import (
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.parallel.program_builder import Traits
-from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_search, resolution
-from mtrain_cli.training.attention_memory import AttentionMemory, shard_sizes
+from mtrain_cli.training.attention_memory import AttentionMemory
 from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
     FlopsPerToken,
@@ -41,8 +38,7 @@ from mtrain_cli.training.flops import (
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.memory_search import MemorySearch, MemorySetting
 from mtrain_cli.training.pipeline_plan import PipelinePlan
-from mtrain_cli.training.state_memory import largest_states
-from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
+from mtrain_cli.training.received_bytes import ReceivedBytes, received_bytes
 
 if TYPE_CHECKING:
     from mtrain_cli.training.resolution import ResolvedRun
@@ -61,27 +57,6 @@ FITS = (
 )
 # How `train.memory=auto` chooses train.keep_mlp.
 KEPT = f"train.keep_mlp was chosen to leave {1 - memory_search.ROOMY:.0%} of a GPU free"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReceivedBytes:
-    """How many bytes reach one worker.
-
-    forward: bytes of KV, per layer and micro-batch.
-    backward: bytes of KV and of its gradients, per layer and micro-batch.
-    tensor_forward, tensor_backward: bytes of hidden states and of their gradients that tensor
-        parallelism moves, per layer and micro-batch. Backward is the mean over the layers.
-    weights: bytes of weights and of their gradients, per optimizer step.
-    host: bytes of gradients and weights between device and host, per optimizer step. 0 unless the
-        optimizer is offloaded.
-    """
-
-    forward: int
-    backward: int
-    weights: int
-    host: int = 0
-    tensor_forward: int = 0
-    tensor_backward: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,28 +166,15 @@ class RunPlan:
 
     @functools.cached_property
     def received(self) -> ReceivedBytes:
-        """How many bytes reach one worker, by the schedule of its exchange and by `StateMemory`.
-
-        `backward` includes the KV that recomputation sends again (`recompute`). The columns that a
-        ring gathers once are not counted.
-        """
-        sizes = shard_sizes(self.config.of_worker, self.layout, self.exchange, self.dtype_bytes)
-        schedule = make_schedule(self.exchange.name, self.exchange.options(self.layout.workers))
-        traits = Traits(make_kernel(self.kernel).needs_out)
-        forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
-        again = forward.recomputed(self.recompute)
-        states = largest_states(
-            self.config, self.dims.workers, self.micro_batches, self.dtype_bytes
-        )
-        message = message_bytes(self.config, self.layout, self.dtype_bytes)
-        layers = self.config.model.num_layers
-        return ReceivedBytes(
-            forward=int(forward.sent(sizes)),
-            backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
-            weights=states.sent(),
-            host=states.over_host_link(),
-            tensor_forward=FORWARD_MESSAGES * message,
-            tensor_backward=backward_messages(self.config.train, layers) * message // layers,
+        """How many bytes reach one worker."""
+        return received_bytes(
+            self.config,
+            layout=self.layout,
+            exchange=self.exchange,
+            kernel=self.kernel,
+            workers=self.dims.workers,
+            micro_batches=self.micro_batches,
+            dtype_bytes=self.dtype_bytes,
         )
 
     @property

@@ -34,7 +34,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_files_hold_the_samples_of_each_length_and_task(folder: Path) -> None:
-    pytest.importorskip("wonderwords")
     result = _run(
         "out", "--tokenizer", "tok", "--length", "6k,8192", "--tasks", "ruler13", "--samples", "2",
         "--essays", "PaulGrahamEssays.json", "--squad", "squad.json",
@@ -56,7 +55,6 @@ def test_files_hold_the_samples_of_each_length_and_task(folder: Path) -> None:
 
 
 def test_another_haystack_names_the_file(folder: Path) -> None:
-    pytest.importorskip("wonderwords")
     (folder / "book.txt").write_text("A short text. " * 50)
     task = "niah_single_2@book.txt"
     result = _run("out", "--tokenizer", "tok", "--tasks", task, "--samples", "1")
@@ -84,7 +82,6 @@ def test_another_haystack_names_the_file(folder: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(folder: Path, arguments: str, said: str) -> None:
-    pytest.importorskip("wonderwords")
     kept = folder / "out" / "2048" / "fwe.jsonl"
     kept.parent.mkdir(parents=True)
     kept.write_text("mine")

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_attentions
+from mtrain_cli.evaluation.results import read_results
+from mtrain_cli.reporting.evaluation_figures import evaluation_figures
 
 # Not Triton: its interpreter, in which tests run, takes minutes for what the other kernels do in
 # seconds, and the kernel is not what these tests are about.
@@ -102,6 +104,15 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (("niah", "run", "--form", "song"), "--form song: expected sentences or python"),
         (("niah", "run", "--chains", "0.5"), "only with --form python"),
         (("niah", "nowhere"), "nowhere: no such folder"),
+        (
+            ("niah", "run", "--tokenizer", "no"),
+            "/no: no such folder; give a folder with tokenizer.json",
+        ),
+        (
+            ("niah", "run", "--tokenizer", "text.txt"),
+            "/text.txt: is a file; give a folder with tokenizer.json",
+        ),
+        (("niah", "run", "--haystack", "none.txt"), "--haystack=none.txt: no such file"),
         (("ruler", "run", "--tasks", "vtt"), "no such task (did you mean vt?); allowed: niah_"),
         (("ruler", "run", "--tasks", "qa_1"), "give --squad FILE"),
         (("ruler", "run", "--tasks", "niah_single_1", "--length", "64"), "64 tokens are too few"),
@@ -153,6 +164,26 @@ def test_two_workers_write_the_same_samples(folder):
     ]
     assert hits[0] == hits[1]
     assert len(hits[0]) == 2
+
+
+def test_several_checkpoints_have_a_line_per_attention_in_the_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text_file(tmp_path)
+    small_run(tmp_path, "topology.device=cpu", steps=(20, 40, 60))
+    words = ("perplexity", "run", "--text", "text.txt", "--length", "128", "--samples", "2")
+    done = evaluate(*words, "--checkpoints", "60,20", "--json", *SPARSE)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(one["step"], one["attention"]) for one in results] == [
+        (step, name) for step in (60, 20) for name in ("dense", "vertical_slash")
+    ]
+    assert len({one["score"] for one in results}) == 4
+    shown = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["report", "run", "--out", "page"])
+    assert shown.exit_code == 0, shown.output
+    page = Path("page/report.html").read_text()
+    assert "Scores of checkpoints" in page
+    *_, over_steps = evaluation_figures([("run", read_results(Path("run")))])
+    lines = {line["name"]: line["x"] for line in over_steps.views[0].data}
+    assert lines == {f"perplexity 128 {name}": [20, 60] for name in ("dense", "vertical_slash")}
 
 
 def test_attentions_complete():

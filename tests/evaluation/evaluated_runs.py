@@ -23,9 +23,9 @@ def text_file(folder: Path, characters: int = 6000) -> Path:
     return path
 
 
-def small_run(folder: Path, *overrides: str) -> Path:
-    """Write a run with random weights whose tokens are bytes."""
-    write_run(folder / "run", *overrides)
+def small_run(folder: Path, *overrides: str, steps: tuple[int, ...] = (3,)) -> Path:
+    """Write a run with random weights whose tokens are bytes. steps: of its checkpoints."""
+    write_run(folder / "run", *overrides, steps=steps)
     return folder / "run"
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 
 import pytest
 from evaluation.evaluated_runs import small_run
+from evaluation.small_tokenizer import write_small_tokenizer
 from inference.small_models import engine, source
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.generated import Generated, require_distinct
 from mtrain_cli.evaluation.measurement import Cell
 from mtrain_cli.evaluation.results import Result
+from mtrain_cli.evaluation.ruler import RULER6
 from mtrain_cli.inference.engine import Completion
 from mtrain_cli.inference.text import open_codec
 
@@ -19,15 +23,58 @@ LENGTH = 1536
 RESULT = Result("k", "ruler:niah_single_1", LENGTH, "dense", "", 3, 2, None, None, "")
 
 
+def needle(text: str) -> list[str]:
+    """Return the value of the key in the question."""
+    key = re.findall(r"special magic \w+ for (\S+) mentioned", text)[-1]
+    return re.findall(rf"for {re.escape(key)} is: (\S+)\.", text)
+
+
+def tracked(text: str) -> list[str]:
+    """Return the variables that have the value of the last question."""
+    value = re.findall(r"assigned the value (\d+) in the text", text)[-1]
+    names = re.findall(rf"VAR (\w+) = {value}", text)
+    for name, other in re.findall(r"VAR (\w+) = VAR (\w+)", text):
+        if other in names:
+            names.append(name)
+    return names
+
+
+def common(text: str) -> list[str]:
+    """Return the ten most common words of the last list."""
+    words = re.findall(r"\d+\. (\S+)", text.split("\n")[-2])
+    return [word for word, _ in Counter(words).most_common(10)]
+
+
+def frequent(text: str) -> list[str]:
+    """Return the three most frequent coded words."""
+    coded = text.partition("appeared coded words. ")[2].partition("\nQuestion")[0]
+    words = [word for word in coded.split() if word != "..."]
+    return [word for word, _ in Counter(words).most_common(3)]
+
+
+SOLVERS = {
+    "niah_single_1": needle, "niah_multikey_2": needle, "niah_multikey_3": needle, "vt": tracked,
+    "cwe": common, "fwe": frequent,
+}  # fmt: skip
+
+
+def copied(text: str) -> list[str]:
+    """Return the number after ``is:``."""
+    return [text.partition(" is: ")[2].partition(".")[0]]
+
+
 class CopyingEngine:
-    """Stands in for `Engine`: answers with the number after ``is:`` in the prompt."""
+    """Stands in for `Engine`: answers with what ``solve`` finds in the prompt."""
+
+    def __init__(self, codec, solve=copied):
+        self._codec, self._solve = codec, solve
 
     def generate(self, prompts, max_new, sampling, stop):
-        del max_new, sampling, stop
+        del sampling, stop
         for ids in prompts:
-            text = bytes(ids).decode()
-            answer = text.partition(" is: ")[2].partition(".")[0]
-            yield Completion(len(ids), list(f" {answer}.".encode()), "end")
+            text = self._codec.decode(ids)
+            answer = self._codec.encode(f" {' '.join(self._solve(text))}")
+            yield Completion(len(ids), answer[:max_new], "end")
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +92,21 @@ def scored(own: Generated, model) -> Result:
     return own.result(own.measure(model, cell, list(own.items(cell))), RESULT)
 
 
-def test_an_engine_that_copies_scores_100_and_random_weights_0(run, codec):
-    own = Generated(codec, ["niah_single_1"], [LENGTH], 2)
-    copied = scored(own, CopyingEngine())
-    assert (copied.score, copied.error, copied.unit) == (100.0, 0.0, "%")
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Return a random model of as many ids as a BPE has, and that BPE."""
+    folder = tmp_path_factory.mktemp("small")
+    write_small_tokenizer(folder / "tokenizer")
+    found = small_run(folder, "model.vocab_size=768")
+    return found, open_codec(source(found), folder / "tokenizer")
+
+
+@pytest.mark.parametrize("task", RULER6)
+def test_an_engine_that_copies_scores_100_and_random_weights_0(small, task):
+    run, codec = small
+    own = Generated(codec, [task], [2048], 2)
+    solved = scored(own, CopyingEngine(codec, SOLVERS[task]))
+    assert (solved.score, solved.error, solved.unit) == (100.0, 0.0, "%")
     assert scored(own, engine(run)).score == 0.0
 
 
@@ -63,7 +121,7 @@ def test_files_are_graded_by_their_outputs(tmp_path, codec):
     own = Generated(codec, [], [LENGTH], 2, files=[path])
     assert own.cells() == [Cell("file:mine", 0)]
     assert own.count(own.cells()[0], 9) == 3
-    assert scored(own, CopyingEngine()).score == 75.0
+    assert scored(own, CopyingEngine(codec)).score == 75.0
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):

@@ -69,9 +69,11 @@ def test_a_model_that_copies_scores_100_and_one_wrong_token_fails_an_answer(
     assert missed.begin <= 100 * item["depths"][1] <= missed.end
 
 
-def test_random_weights_score_0(tmp_path, sentences):
-    own = Retrieval([2048], lambda _: iter([sentences]), {})
-    (row,) = own.measure(engine(small_run(tmp_path)), CELL, [sentences])
+@pytest.mark.parametrize("form", ["sentences", "python"])
+def test_random_weights_score_0(tmp_path, request, form):
+    item = request.getfixturevalue(form)
+    own = Retrieval([2048], lambda _: iter([item]), {})
+    (row,) = own.measure(engine(small_run(tmp_path)), CELL, [item])
     assert row["score"] == 0.0
     assert all(cost > 1.0 for cost in row["nats"])
 

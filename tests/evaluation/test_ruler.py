@@ -106,7 +106,6 @@ _WITH_FILES = {
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FileTokenizer]:
-    pytest.importorskip("wonderwords")
     folder = tmp_path_factory.mktemp("tokenizers")
     opened = {}
     for cut in ("bytes", "lines", "none"):

@@ -14,11 +14,6 @@ _NEEDLE = re.compile(r"One of the special magic (\w+) for (\S+) is: (\S+)\.")
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 
-@pytest.fixture(autouse=True)
-def _words() -> None:
-    pytest.importorskip("wonderwords")
-
-
 @pytest.mark.parametrize(
     ("kinds", "needles"),
     [

@@ -20,7 +20,6 @@ _LISTED = re.compile(r"\d+\. (.+?)(?= \d+\. |\n|$)")
 
 @pytest.mark.parametrize(("length", "often", "seldom"), [(4095, 6, 1), (4096, 30, 3)])
 def test_the_common_words_are_the_answer(length: int, often: int, seldom: int) -> None:
-    pytest.importorskip("wonderwords")
     draft = CommonWordPrompts(length, 42).draw(Stream(1), 100, 0)
     text = draft.prompt.split("\n")[4]
     counts = Counter(_LISTED.findall(text))
@@ -29,7 +28,6 @@ def test_the_common_words_are_the_answer(length: int, often: int, seldom: int) -
 
 
 def test_the_example_is_solved() -> None:
-    pytest.importorskip("wonderwords")
     _, context, answer, *_ = CommonWordPrompts(4096, 42).draw(Stream(1), 50, 0).prompt.split("\n")
     common = Counter(_LISTED.findall(context)).most_common(10)
     solved = _LISTED.findall(answer.partition("are:")[2])
@@ -37,7 +35,6 @@ def test_the_example_is_solved() -> None:
 
 
 def test_long_lists_need_more_words() -> None:
-    pytest.importorskip("wonderwords")
     with pytest.raises(ConfigError, match=r"lists of 8,167 words .* there are only 8,166"):
         CommonWordPrompts(4096, 42).draw(Stream(1), 8167, 0)
     more = [f"more{number}" for number in range(9000)]

@@ -32,7 +32,6 @@ def test_pairs_have_ends() -> None:
 
 
 def test_the_lists_are_those_of_wonderwords_3_0_1() -> None:
-    pytest.importorskip("wonderwords")
     assert identity() == "cbb917d42c3e3c8003157593bc43921f8a6375dc20f6f4378528d47c6cb67206"
     assert len(all_words(42)) == 8166
     assert sorted(all_words(42)) == sorted(set(all_words(1)))

@@ -66,8 +66,9 @@ def test_one_kernel_rotates_like_the_operations_of_training(heads, dim):
     with_gradients = rotate(x, angles.cos_BN1F, angles.sin_BN1F)
     with torch.no_grad():
         fused = rotate(x, angles.cos_BN1F, angles.sin_BN1F)
-    # The kernel may round a product and a sum once, not twice.
-    torch.testing.assert_close(fused, with_gradients, atol=1e-5, rtol=2**-8)
+    # The kernel may round a product and a sum once, not twice. Where both products nearly cancel,
+    # the difference is small beside them, not beside the result.
+    torch.testing.assert_close(fused, with_gradients, atol=2**-11, rtol=2**-8)
 
 
 def test_parts_of_workers_merge_to_the_whole():

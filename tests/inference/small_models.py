@@ -27,8 +27,11 @@ def write_hf(folder: Path, family: str = "qwen2", **changes) -> Path:
     return folder
 
 
-def write_run(folder: Path, *overrides: str) -> Config:
-    """Write a run with a checkpoint of random weights. Its text is encoded as bytes."""
+def write_run(folder: Path, *overrides: str, steps: tuple[int, ...] = (3,)) -> Config:
+    """Write a run with checkpoints of random weights. Its text is encoded as bytes.
+
+    steps: steps of the checkpoints. Each has other weights.
+    """
     config = compose.compose(
         ["seq=512", "model.num_layers=2", "model.hidden_size=32", "model.head_dim=16",
          "model.intermediate_size=48", "model.num_heads=4", "model.num_kv_heads=2", *overrides]
@@ -36,13 +39,14 @@ def write_run(folder: Path, *overrides: str) -> Config:
     folder.mkdir(parents=True)
     resolved_file.save(config, folder / "resolved.yaml")
     weights = dict(make_decoder(dataclasses.replace(config.model, init_std=0.2)).named_parameters())
-    state = {
-        "model": {name: tensor.detach() for name, tensor in weights.items()},
-        "trainer": {
-            "step": 3
-        },  # a checkpoint without this is an import, whose tokenizer is unknown
-    }
-    Checkpointer(folder / "checkpoints", keep=1).save(3, state, asynchronous=False)
+    checkpointer = Checkpointer(folder / "checkpoints", keep=len(steps))
+    for number, step in enumerate(steps):
+        state = {
+            "model": {name: one.detach() * (1 + number / 4) for name, one in weights.items()},
+            # A checkpoint without this is an import, whose tokenizer is unknown.
+            "trainer": {"step": step},
+        }
+        checkpointer.save(step, state, asynchronous=False)
     return config
 
 

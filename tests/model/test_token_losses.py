@@ -17,11 +17,16 @@ def test_losses_equal_cross_entropy_and_ignored_labels_have_none(rows_per_chunk)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator)
     labels = torch.randint(VOCAB, (ROWS,), generator=generator)
     labels[[2, 7]] = -100
-    losses = token_losses(x, weight, labels, chunk_bytes=4 * VOCAB * rows_per_chunk)
+    labels[:3] = (x @ weight.t()).argmax(-1)[:3]
+    labels[2] = -100
+    is_greedy = torch.zeros(ROWS, dtype=torch.bool)
+    losses = token_losses(x, weight, labels, 4 * VOCAB * rows_per_chunk, is_greedy)
     log_probabilities = (x @ weight.t()).log_softmax(-1)
     expected = -log_probabilities.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     expected[[2, 7]] = 0
     torch.testing.assert_close(losses, expected)
+    assert is_greedy.tolist() == ((x @ weight.t()).argmax(-1) == labels).tolist()
+    assert is_greedy[:3].tolist() == [True, True, False]
 
 
 def test_low_precision_gives_float32_losses_without_gradients():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from reporting.test_evaluation_tables import NIAH, SPARSE
 
 from mtrain_cli.evaluation.results import NATS, Part
@@ -37,4 +38,9 @@ def test_checkpoints_give_a_line_over_steps():
     _, _, steps = evaluation_figures([("run", [later, NIAH])])
     (line,) = steps.views[0].data
     assert (line["x"], line["y"]) == ([100, 200], [97.5, 99.0])
+    assert NIAH.error is not None
+    assert line["error_y"]["array"] == pytest.approx([1.96 * NIAH.error] * 2)
+    sparse = [dataclasses.replace(result, attention="moba") for result in (later, NIAH)]
+    _, _, steps = evaluation_figures([("run", [later, NIAH, *sparse])])
+    assert [line["name"] for line in steps.views[0].data] == ["niah 8k dense", "niah 8k moba"]
     assert evaluation_figures([("run", [NIAH])])[2].views == []

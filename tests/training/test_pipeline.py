@@ -146,6 +146,7 @@ NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=fu
         (2, (2, 1, 1), WINDOWS, (VIRTUAL,)),
         (8, (2, 2, 2), (*SLASHES, "seed=1"), (RING,)),
         (2, (2, 1, 1), (), ("train.compile=true",)),
+        (2, (2, 1, 1), (*UNTIED, "train.dtype=bfloat16"), (VIRTUAL,)),
     ],
 )
 def test_loss_and_gradients_equal_those_of_one_worker(world, degrees, model, run):

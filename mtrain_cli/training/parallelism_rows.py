@@ -1,0 +1,34 @@
+"""What tensor and pipeline parallelism do and cost, as rows of a plan and of the banner."""
+
+from __future__ import annotations
+
+from mtrain_cli.training.run_plan import RunPlan, size
+
+
+def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return rows on tensor parallelism: what a worker computes, and what its messages cost."""
+    whole, part, degree = plan.config.model, plan.config.of_worker.model, plan.dims.tp
+    if degree == 1:
+        return []
+    heads = f"{part.num_heads} of {whole.num_heads} heads"
+    width = f"{part.intermediate_size:,} of {whole.intermediate_size:,} columns of the MLP"
+    # A gathered token has its keys and values instead of four hidden states.
+    more = 2 * whole.hidden_size / (whole.num_kv_heads * whole.head_dim)
+    cost = (
+        f"moves {more:.3g} times the bytes of context parallelism of the same degree (all_gather)"
+    )
+    return [("tensor", f"a worker computes {heads} and {width}"), ("", f"forward {cost}")]
+
+
+def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return rows on pipeline parallelism: the stages, and what their messages cost."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return []
+    message, step = size(pipeline.hidden), size(pipeline.received)
+    moved = f"a message has {message} of hidden states; a stage between others receives {step}"
+    rows = [("pipeline", pipeline.describe()), ("", f"{moved} per step")]
+    if plan.config.train.shard == "full" and plan.micro_batches > 1 and plan.received.weights:
+        again = "train.shard=full gathers weights again for every micro-batch"
+        rows.append(("", f"{again}; train.shard=gradients gathers them once a step"))
+    return rows

@@ -1,0 +1,76 @@
+"""How many bytes reach one worker in a step, from the schedule of its exchange and its shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain_cli.attention.kernel_registry import make_kernel
+from mtrain_cli.config.schema import Config
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.program_builder import Traits
+from mtrain_cli.parallel.schedule_registry import make_schedule
+from mtrain_cli.training.attention_memory import shard_sizes
+from mtrain_cli.training.flops import recomputed_attention
+from mtrain_cli.training.state_memory import largest_states
+from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceivedBytes:
+    """How many bytes reach one worker.
+
+    forward: bytes of KV, per layer and micro-batch.
+    backward: bytes of KV and of its gradients, per layer and micro-batch.
+    tensor_forward, tensor_backward: bytes of hidden states and of their gradients that tensor
+        parallelism moves, per layer and micro-batch. Backward is the mean over the layers.
+    weights: bytes of weights and of their gradients, per optimizer step.
+    host: bytes of gradients and weights between device and host, per optimizer step. 0 unless the
+        optimizer is offloaded.
+    """
+
+    forward: int
+    backward: int
+    weights: int
+    host: int = 0
+    tensor_forward: int = 0
+    tensor_backward: int = 0
+
+
+def received_bytes(
+    config: Config,
+    *,
+    layout: Layout,
+    exchange: ExchangeChoice,
+    kernel: str,
+    workers: int,
+    micro_batches: int,
+    dtype_bytes: int,
+) -> ReceivedBytes:
+    """Count the bytes of a run. The messages of a pipeline are in `PipelinePlan.received`.
+
+    `ReceivedBytes.backward` includes the KV that recomputation sends again. The columns that a ring
+    gathers once are not counted.
+
+    Args:
+        layout: layout of a context group.
+        workers: number of workers of the run.
+        micro_batches: number of micro-batches of a worker in a step.
+        dtype_bytes: bytes of the compute dtype.
+    """
+    sizes = shard_sizes(config.of_worker, layout, exchange, dtype_bytes)
+    schedule = make_schedule(exchange.name, exchange.options(layout.workers))
+    traits = Traits(make_kernel(kernel).needs_out)
+    forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
+    again = forward.recomputed(recomputed_attention(config.train, layout, exchange.heads))
+    states = largest_states(config, workers, micro_batches, dtype_bytes)
+    message, layers = message_bytes(config, layout, dtype_bytes), config.model.num_layers
+    return ReceivedBytes(
+        forward=int(forward.sent(sizes)),
+        backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
+        weights=states.sent(),
+        host=states.over_host_link(),
+        tensor_forward=FORWARD_MESSAGES * message,
+        tensor_backward=backward_messages(config.train, layers) * message // layers,
+    )
