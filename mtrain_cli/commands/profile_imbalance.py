@@ -103,7 +103,8 @@ def imbalance(
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     for _, case in cases:
-        require_whole_layers(case, "mtrain profile imbalance")
+        if attention_only:
+            require_whole_layers(case, "mtrain profile imbalance --attention-only")
         require_whole_model(case, "mtrain profile imbalance")
         require_exchange(case, environment)
         if not attention_only or case.data.mask_key is not None:

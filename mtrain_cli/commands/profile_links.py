@@ -24,7 +24,6 @@ from mtrain_cli.commands.options import (
 from mtrain_cli.commands.profile import app, check_output
 from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.tensor_parallel import require_whole_layers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,7 +87,6 @@ def links(
     check_output(cluster_out, _is_measured, "measured cluster", "--cluster-out")
     words = list(overrides or ())
     config = with_measurement_folder(compose(words), "links")
-    require_whole_layers(config, "mtrain profile links")
     require_whole_model(config, "mtrain profile links")
     environment = resolve_environment(config)
     warn_of_unused_settings(words)

@@ -15,7 +15,7 @@ from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.terminal_width import new_table, number, say
 from mtrain_cli.simulation.families import FAMILIES
-from mtrain_cli.simulation.predicted_step import TENSOR
+from mtrain_cli.simulation.predicted_step import PIPELINE, TENSOR
 from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,
@@ -50,9 +50,10 @@ STEP_LEGEND = (
 
 # Columns that a narrow terminal omits, in this order.
 _GROUPS, _TENSOR_GROUPS = "data x context", "data x context x tensor"
+_ALL_GROUPS = f"pipeline x {_TENSOR_GROUPS}"
 SPARE_OF_STEPS = (
     *("waits s", "step", "MFU", "worker", "best - worst", "HFU"),
-    *(_GROUPS, _TENSOR_GROUPS),
+    *(_GROUPS, _TENSOR_GROUPS, _ALL_GROUPS),
 )
 SPARE_OF_ATTENTION = (
     "late ms",
@@ -64,9 +65,12 @@ SPARE_OF_ATTENTION = (
     "best - worst",
 )
 # Columns of words; the others hold numbers.
-_WORDS_OF_STEPS = ("layout", "exchange", _GROUPS, _TENSOR_GROUPS, "recompute", "fits")
+_WORDS_OF_STEPS = (
+    *("layout", "exchange", _GROUPS, _TENSOR_GROUPS, _ALL_GROUPS),
+    *("recompute", "fits"),
+)
 _WORDS_OF_ATTENTION = ("layout", "exchange", "kernel", "exposed ms")
-_WAITS = ("late", "links", "weights", TENSOR)
+_WAITS = ("late", "links", "weights", TENSOR, PIPELINE)
 _BOTH = ("forward", "backward")
 _NAMED = 3  # constants named in one line
 _LABEL = len("note   ")  # width of the label that begins each line
@@ -140,9 +144,11 @@ def _exposed(prediction: Prediction) -> str:
 
 def step_legend(outcomes: Sequence[PredictedScenario]) -> str:
     """Return the legend of the table of steps."""
-    if all(o.plan.dims.tp == 1 for o in outcomes):
-        return STEP_LEGEND
-    return f"{STEP_LEGEND} With tensor parallelism, the last wait is for hidden states."
+    if any(o.plan.dims.pp > 1 for o in outcomes):
+        return f"{STEP_LEGEND} With a pipeline, the last wait is for other stages."
+    if any(o.plan.dims.tp > 1 for o in outcomes):
+        return f"{STEP_LEGEND} With tensor parallelism, the last wait is for hidden states."
+    return STEP_LEGEND
 
 
 def step_table(
@@ -158,7 +164,9 @@ def step_table(
         "exchange": [short_label(o.plan.exchange.label) for o in outcomes],
     }
     groups = [o.plan.dims for o in outcomes]
-    if any(d.tp > 1 for d in groups):
+    if any(d.pp > 1 for d in groups):
+        columns[_ALL_GROUPS] = [f"{d.pp} x {d.dp} x {d.cp} x {d.tp}" for d in groups]
+    elif any(d.tp > 1 for d in groups):
         columns[_TENSOR_GROUPS] = [f"{d.dp} x {d.cp} x {d.tp}" for d in groups]
     elif any(d.dp > 1 for d in groups):
         columns[_GROUPS] = [f"{d.dp} x {d.cp}" for d in groups]
@@ -268,6 +276,12 @@ def step_lines(
         yield (
             f"tensor {step.hidden_states / GIB:.2f} GiB of hidden states reach each worker in a "
             f"step, from {plan.dims.tp - 1} of its tensor group"
+        )
+    if plan.pipeline is not None:
+        received = plan.pipeline.received / GIB
+        yield (
+            f"stages {plan.pipeline.stages_and_schedule}; a stage between others receives "
+            f"{received:.2f} GiB of hidden states in a step"
         )
     memory = plan.memory
     parts = {name.replace("_", " "): size for name, size in memory.peak.parts.items()}

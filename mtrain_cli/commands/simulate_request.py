@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config.mask_settings import FULL_LAYERS
 from mtrain_cli.config.pattern_settings import PatternSettings
-from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -145,7 +144,6 @@ class SimulateRequest:
                     "simulate sweep workers=2,4,8`"
                 )
         config = compose(["topology.workers=auto", "topology.gpus_per_node=auto", *words])
-        require_whole_model(config, "mtrain simulate")
         named = config.topology.cluster  # a file has its absolute path
         if named not in ("auto", self.cluster, str(Path(self.cluster).expanduser().absolute())):
             raise ConfigError(

@@ -10,7 +10,11 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS, refuse, unsupported
 
 # Settings that need the whole model on each worker, and the value that turns each of them off.
-NEED_WHOLE_MODEL = {**NEED_WHOLE_LAYERS, "profile.every": 0}
+NEED_WHOLE_MODEL = {
+    "train.offload_activations": False,
+    **NEED_WHOLE_LAYERS,
+    "profile.every": 0,
+}
 _DEFAULTS = {"schedule": "auto", "virtual_stages": 1, "stage_layers": "auto"}
 
 

@@ -12,10 +12,8 @@ from mtrain_cli.config.schema import Config, ConfigError
 _SIZES = ("num_heads", "num_kv_heads", "intermediate_size")
 # Settings that need whole layers on each worker, and the value that turns each of them off.
 NEED_WHOLE_LAYERS = {
-    "train.offload_activations": False,
     "optim.offload": False,
     "optim.offload_gradients": False,
-    "profile.every": 0,
 }
 
 
@@ -66,6 +64,5 @@ def refuse(config: Config, degree: str, command: str) -> None:
     """
     if (value := getattr(config.topology, degree)) > 1:
         raise ConfigError(
-            f"topology.{degree}={value}: only `mtrain train` supports it, not `{command}`; "
-            "leave this setting out"
+            f"topology.{degree}={value}: not supported by `{command}`; leave this setting out"
         )

@@ -21,6 +21,7 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.tensor_group import TensorGroup
 
 _WARM_UP_STEPS = 3  # of a CUDA graph: compile kernels, and let libraries allocate their memory
 
@@ -41,13 +42,16 @@ class DecodeStep:
         group: ContextGroup,
         sampling: Sampling,
         max_new: int,
+        tensor: TensorGroup | None = None,
     ) -> None:
         """Allocate the tensors of a step.
 
         Args:
             group: the workers that share the cache. All workers run all steps.
             max_new: most tokens to generate for a prompt.
+            tensor: the workers that share each layer; None if this worker computes whole layers.
         """
+        self._tensor = tensor
         self._decoder, self._cache, self._kernel = decoder, cache, kernel
         self._group, self._sampling = group, sampling
         batch, device = cache.batch, cache.used.device
@@ -116,13 +120,21 @@ class DecodeStep:
         group = self._group
         mine = (self._number - 1) % group.size == group.rank
         self._slots.copy_(self._cache.take_token(mine))
-        x_B1C = self._decoder.hidden(self.tokens, self.positions, self._attend)
-        self.logits = self._decoder.head(x_B1C)[:, 0]
+        self.logits = self._decoder.head(self._hidden())[:, 0]
         uniforms_B = self._uniforms.index_select(0, self._number)[0]
         self.tokens.copy_(self._sampling.choose(self.logits, uniforms_B)[:, None])
         self._agree()
         self.positions += 1
         self._number += 1
+
+    def _hidden(self) -> torch.Tensor:
+        """Return the hidden state of the last token of each sequence, [batch, 1, hidden]."""
+        if self._tensor is None:
+            return self._decoder.hidden(self.tokens, self.positions, self._attend)
+        own_1R = self._tensor.own(self.tokens, 0)
+        own_1RC = self._decoder.hidden(own_1R, self.positions, self._attend)
+        # If the tokens do not divide among the workers, the last ones are padding.
+        return self._tensor.start_gather(own_1RC[0]).wait()[: self._cache.batch, None]
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
@@ -143,6 +155,8 @@ class DecodeStep:
         All workers merge the same numbers. But GPUs of different kinds may round products
         differently, and a worker with another token would spoil the text of all.
         """
+        if self._tensor is not None:
+            self._tensor.broadcast(self.tokens)
         if self._group.size > 1:
             dist.broadcast(self.tokens, self._group.ranks[0], group=self._group.whole)
 

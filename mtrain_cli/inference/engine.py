@@ -2,6 +2,7 @@
 
 A prompt is computed like a sequence of training, sharded by the layout, under the model's pattern.
 Each worker stores the keys and values of its tokens. New tokens attend to all keys of all workers.
+With tensor parallelism, a worker stores the keys of its heads, for the tokens of its tensor group.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.mesh import (
+    TENSOR,
+    ContextGroup,
+    make_context_group,
+    make_parameter_mesh,
+)
+from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.training.batch import Batch, BatchMaker
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
@@ -93,8 +100,9 @@ class _Decoding:
 
 
 class Engine:
-    """A model on this worker. All workers of the context group call each method together.
+    """A model on this worker. All workers call each method together.
 
+    tensor: the workers that share each layer; None if this worker computes whole layers.
     choices: kernel, layout, exchange and pattern for a prompt of the model's training length.
     decode_kernel: name of the kernel for new tokens.
     """
@@ -121,13 +129,19 @@ class Engine:
         self.choices: ResolvedRun = resolve_run(self.config, environment)
         self.decode_kernel = self.choices.kernel.name
         if environment.device == "cuda" and self.decode_kernel != ReferenceKernel.name:
-            model = self.config.model
+            model = self.config.of_worker.model
             shape = model.num_heads, model.num_kv_heads, model.head_dim
             self.decode_kernel = split_kernel(*shape, self.choices.dtype)
         self._kept: _Decoding | None = None
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
         self.group = self._context_group(self.choices.exchange)
-        self.decoder = load_decoder(source, self.choices.dtype, self.device, report)
+        dims, timeout = environment.dims, timedelta(seconds=self.config.topology.timeout_s)
+        self.tensor = make_tensor_group(environment.rank, dims, self.device, timeout)
+        mesh = None
+        if self.tensor is not None:
+            mesh = make_parameter_mesh(dims, environment.device)[TENSOR]
+        dtype = self.choices.dtype
+        self.decoder = load_decoder(source, dtype, self.device, report, self.tensor, mesh)
 
     def _context_group(self, exchange: ExchangeChoice) -> ContextGroup:
         """Return the communicators of an exchange. Exchanges with equal needs share them."""
@@ -177,6 +191,7 @@ class Engine:
             pattern=choices.pattern,
             layers=self.config.model.num_layers,
             balancer=choices.balancer,
+            tensor=self.tensor,
         )
         tokens = np.asarray(ids, dtype=np.int32)
         if labels is None:
@@ -193,7 +208,10 @@ class Engine:
         store: Callable[[int, Tensor, Tensor], None] | None = None,
         documents: np.ndarray | None = None,
     ) -> tuple[Tensor, Layout]:
-        """Compute a prompt. Return this worker's hidden states [1, tokens, hidden], and the layout.
+        """Compute a prompt. Return hidden states [1, tokens, hidden], and the layout.
+
+        The hidden states are those of this worker's place in the layout. Workers of a tensor group
+        share a place.
 
         Args:
             store: takes layer, keys and values of this worker's tokens, padding included.
@@ -201,7 +219,17 @@ class Engine:
         """
         batch, layout = self._batch(ids, documents=documents)
         attend = StoringAttention(batch.attention, batch.attend.release, store)
-        return self.decoder.hidden(batch.tokens, batch.positions, attend), layout
+        own_1RC = self.decoder.hidden(batch.tokens, batch.positions, attend)
+        return self._of_place(own_1RC, layout), layout
+
+    def _of_place(self, own_1RW: Tensor, layout: Layout) -> Tensor:
+        """Return the rows of all tokens of this worker's place in the layout, [1, tokens, W].
+
+        own_1RW: this worker's part of them. With whole layers, the part is all of them.
+        """
+        if self.tensor is None:
+            return own_1RW
+        return self.tensor.start_gather(own_1RW[0]).wait()[None, : layout.tokens_per_worker]
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[int], cache: KvCache, row: int) -> Tensor:
@@ -264,6 +292,7 @@ class Engine:
             batch.tokens, batch.positions, batch.labels, attend, is_greedy
         )
         own = torch.cat([losses, is_greedy.to(losses.dtype)])  # one message for both
+        own = self._of_place(own.t()[None], layout)[0].t().contiguous()
         shards = own[None]
         if self.group.size > 1:
             shards = all_gather(own, self.group.size, self.group.whole)
@@ -310,9 +339,10 @@ class Engine:
         kept = self._kept
         if kept is None or not kept.suffices(batch, capacity, max_new, sampling):
             self._kept = kept = None  # free the memory first
-            cache = KvCache(self.config.model, batch, capacity, self.choices.dtype, self.device)
+            model = self.config.of_worker.model
+            cache = KvCache(model, batch, capacity, self.choices.dtype, self.device)
             step = DecodeStep(
-                self.decoder, cache, self.choices.kernel, self.group, sampling, max_new
+                self.decoder, cache, self.choices.kernel, self.group, sampling, max_new, self.tensor
             )
             if self.device.type == "cuda" and max_new > 1:
                 step.capture()

@@ -139,6 +139,7 @@ class MemoryNeed:
         from mtrain_cli.training.resolution import resolve_run
 
         choices = choices or resolve_run(config, environment)
+        config = config.of_worker  # the weights and the keys of its heads
         model, workers = config.model, environment.dims.cp
         itemsize = choices.dtype.itemsize
         kv = 2 * model.num_kv_heads * model.head_dim

@@ -1,4 +1,4 @@
-"""Find the model that a path names, and load it whole on one device.
+"""Find the model that a path names, and load it on one device: whole, or a part of each layer.
 
 A path names a Hugging Face folder, a run, or a checkpoint of a run. `open_source` does not import
 torch.
@@ -17,16 +17,17 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.mask_settings import CAUSAL
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.pipeline_parallel import require_whole_model
-from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.config.tensor_parallel import require_whole_layers
+from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.training.checkpoint_source import RESOLVED, find_source, run_of
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from mtrain_cli.model.decoder import Decoder
+    from mtrain_cli.parallel.tensor_group import TensorGroup
 
 # The settings that do not belong to the model.
 _SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")
@@ -89,13 +90,12 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     if is_folder:
         model, seq = huggingface_config.read_config(path)
         mask = huggingface_config.read_mask(path) or CAUSAL
-        config = compose.compose([*_defaults(), *overrides])
+        config = compose.compose([*_defaults(), *_sizes(model), *overrides])
         config = dataclasses.replace(config, seq=seq, model=model, mask=mask)
         config = config.changed(data={"document_mask": False})  # a prompt is one document
     else:
         path = _find_run(path)
         config = _config_of_run(run_of(path), overrides)
-    require_whole_layers(config, "mtrain generate` or `mtrain eval")
     require_whole_model(config, "mtrain generate` or `mtrain eval")
     if PATTERNS[config.sparsity.pattern].synthetic:
         others = ", ".join(name for name, found in PATTERNS.items() if not found.synthetic)
@@ -114,6 +114,12 @@ def _defaults() -> list[str]:
     """
     workers = [] if current_job() is not None else ["topology.workers=1"]
     return [*workers, "train.compile=false"]
+
+
+def _sizes(model: ModelConfig) -> list[str]:
+    """Return the sizes of a model that `topology.tensor_parallel` must divide, as settings."""
+    names = "num_heads", "num_kv_heads", "intermediate_size"
+    return [f"model.{name}={getattr(model, name)}" for name in names]
 
 
 def _find_run(path: Path) -> Path:
@@ -154,12 +160,16 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     report: Callable[[str], None] | None = None,
+    tensor: TensorGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Decoder:
-    """Load the whole model on one device.
+    """Load the model on one device.
 
     Args:
         dtype: dtype of all weights.
         report: called with the reason why a damaged checkpoint is skipped.
+        tensor: the workers that share each layer; None if this worker computes whole layers.
+        mesh: the same workers as a device mesh, if there are some.
 
     Raises:
         ConfigError: the weights are missing, damaged or of another shape.
@@ -169,6 +179,7 @@ def load_decoder(
     from mtrain_cli.model.decoder import Decoder
     from mtrain_cli.model.huggingface import load_into
     from mtrain_cli.model.layer_execution import LayerExecution
+    from mtrain_cli.model.layer_parts import cut_layers
     from mtrain_cli.model.loss import LossOptions
     from mtrain_cli.model.parallelize import execute_layers
 
@@ -176,10 +187,16 @@ def load_decoder(
     loss = LossOptions(chunk_bytes=train.loss_chunk_mib << 20)
     with torch.device("meta"):
         decoder = Decoder(source.config.model, source.rope_factor, loss)
+    if mesh is not None:
+        cut_layers(decoder, mesh)
     decoder.to(dtype).to_empty(device=device)
     decoder.requires_grad_(False)
     execution = LayerExecution(
-        compile=train.compile is True, any_length=True, tile_bytes=train.tile_mib << 20
+        compile=train.compile is True,
+        any_length=True,
+        tile_bytes=train.tile_mib << 20,
+        tensor=tensor,
+        tensor_chunks=source.config.topology.tensor_chunks,
     )
     execute_layers(decoder, execution)
     if source.is_folder:

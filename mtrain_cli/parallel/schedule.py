@@ -42,6 +42,8 @@ CONTEXT, INNER, OUTER = "context", "inner", "outer"
 # Payloads. "heads" is also the channel of its own all-to-all.
 KV, DKV, QUERIES, DQ, HEADS = "kv", "dkv", "queries", "dq", "heads"
 GRADIENTS = (DKV, DQ)
+# Link and payload of the messages of tensor parallelism, which are outside schedules.
+TENSOR, HIDDEN = "tensor", "hidden"
 COLUMNS = "columns"  # single columns of an index, summed over all ranks outside the schedule
 SUM = "all_reduce"  # kind of the COLUMNS transfer
 # Kinds of the transfers that carry only the rows that the masks of a batch need, and of those that

@@ -11,8 +11,8 @@ Shape suffixes: R own rows, S rows of the whole group in rank order, W any width
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -26,24 +26,55 @@ from torch.nn import functional
 
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import GroupMaker, connect_all
+from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
+from mtrain_cli.parallel.schedule import HIDDEN, TENSOR, UNSCHEDULED
 from mtrain_cli.parallel.transport import explain_peer_loss
+
+_FAR = 1_000_000  # keeps the numbers of messages apart from those of a sparse index
+
+
+@dataclass
+class MessageObserver:
+    """What else happens when a worker of a tensor group starts or awaits a message.
+
+    recorder: records each message and each wait; None records nothing.
+    waiting: returns a context for each wait.
+    """
+
+    recorder: Recorder | None = None
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    _messages: int = 0
+
+    def set_recorder(self, recorder: Recorder | None) -> None:
+        """Record the messages that follow. All workers of the group call this together."""
+        self.recorder, self._messages = recorder, 0
+
+    def next_number(self) -> int:
+        """Return the number of a message, which is the same on all workers of the group."""
+        self._messages += 1
+        return UNSCHEDULED - _FAR - self._messages
 
 
 class Message:
     """A message that may still be on its way."""
 
     def __init__(
-        self, received: Tensor, group: TensorGroup | None = None, work: Any = None
+        self,
+        received: Tensor,
+        group: TensorGroup | None = None,
+        work: Any = None,
+        tag: MessageTag = NOTHING,
     ) -> None:
         """Without ``work``, ``received`` is complete."""
-        self._received, self._group, self._work = received, group, work
+        self._received, self._group, self._work, self._tag = received, group, work, tag
 
     def wait(self) -> Tensor:
         """Return what arrived. On a GPU, the current stream waits."""
         if self._group is not None:
-            with self._group.peer_errors():
+            with self._group.waits(self._tag):
                 self._work.wait()
         return self._received
 
@@ -56,11 +87,13 @@ class TensorGroup:
     consecutive part of them.
 
     rank, size: this worker's rank in the group, and the number of workers in the group.
+    observer: watches the messages of this worker.
     """
 
     rank: int
     size: int
     process_group: dist.ProcessGroup = field(repr=False)
+    observer: MessageObserver = field(default_factory=MessageObserver, repr=False, compare=False)
 
     def own_rows(self, rows: int) -> int:
         """Return the number of rows of each worker if the group has ``rows`` rows, rounded up."""
@@ -85,25 +118,72 @@ class TensorGroup:
 
     def start_gather(self, own_RW: Tensor) -> Message:
         """Start to gather the rows of all workers in rank order, ``[size * R, W]``."""
-        with self.peer_errors():
-            gathered, work = start_all_gather(own_RW.contiguous(), self.size, self.process_group)
-        return Message(gathered.flatten(0, 1), self, work)
+        own_RW = own_RW.contiguous()
+        with self._posting(own_RW.nbytes) as posted:
+            gathered, work = start_all_gather(own_RW, self.size, self.process_group)
+            tag = posted(work)
+        return Message(gathered.flatten(0, 1), self, work, tag)
 
     def start_scatter(self, parts_SW: Tensor) -> Message:
         """Start to add up the tensors of all workers. Each gets its own rows, ``[R, W]``."""
-        with self.peer_errors():
-            shards = parts_SW.contiguous().unflatten(0, (self.size, -1))
+        shards = parts_SW.contiguous().unflatten(0, (self.size, -1))
+        with self._posting(shards[0].nbytes) as posted:
             own, work = start_reduce_scatter(shards, self.process_group)
-        return Message(own, self, work)
+            tag = posted(work)
+        return Message(own, self, work, tag)
 
     def sum(self, parts: Tensor) -> None:
         """Replace a tensor with its sum over the workers."""
         with self.peer_errors():
             dist.all_reduce(parts, group=self.process_group)
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace a tensor with that of the group's first worker."""
+        with self.peer_errors():
+            dist.broadcast(tensor, self._ranks[0], group=self.process_group)
+
+    @contextmanager
+    def _posting(self, row_bytes: int) -> Iterator[Callable[[Any], MessageTag]]:
+        """Start a message in the ``with`` block, which passes its work to the yielded function.
+
+        row_bytes: bytes of one worker's rows. A worker receives those of all others.
+        """
+        recorder, tag = self.observer.recorder, NOTHING
+        if recorder is not None and recorder.recording:
+            size = (self.size - 1) * row_bytes
+            number, peers = self.observer.next_number(), self._ranks
+            tag = MessageTag(TENSOR, HIDDEN, size=size, number=number, peers=peers)
+            recorder.posted(-1, tag)
+
+        def posted(work: Any) -> MessageTag:
+            if recorder is not None and tag is not NOTHING:
+                recorder.watch(tag.number, [work])
+            return tag
+
+        with self.peer_errors(), nvtx_ranges.span("post", "", TENSOR, -1):
+            yield posted
+
+    @contextmanager
+    def waits(self, tag: MessageTag) -> Iterator[None]:
+        """Wait for a message in the ``with`` block, as an NVTX range and for the observer."""
+        recorder = self.observer.recorder if tag is not NOTHING else None
+        if recorder is None:
+            span = nvtx_ranges.span(WAIT, "", TENSOR, -1)
+        else:
+            span = recorder.span(WAIT, -1, tag)
+        with self.peer_errors(), self.observer.waiting(), span:
+            yield
+        if recorder is not None:
+            recorder.arrived(tag.number)
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group's workers."""
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
     def peer_errors(self) -> AbstractContextManager[None]:
         """Return a context in which the loss of a worker is an error that names the group."""
-        ranks = dist.get_process_group_ranks(self.process_group)
+        ranks = self._ranks
         others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
         return explain_peer_loss(
             "tensor parallelism",

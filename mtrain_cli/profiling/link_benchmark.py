@@ -14,7 +14,7 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ import torch.distributed as dist
 
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.launch.environment import host_memory
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.tensor_group import TensorGroup
 from mtrain_cli.profiling.kernel_benchmark import device_name, median_ms, versions
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
 from mtrain_cli.simulation import link_fit
@@ -75,8 +77,15 @@ class LinkBenchmarkPlan(BenchmarkPlan):
 def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
     """Measure all operations on this worker. Return whether a stop was requested."""
     per_node = bench.environment.workers_per_node
-    group = bench.context_group(per_node=per_node, channels=(schedule.INNER, schedule.OUTER))
+    # A ring passes through all workers. Tensor groups are measured besides.
+    group = bench.context_group(
+        ParallelDims(cp=bench.environment.dims.workers),
+        per_node=per_node,
+        channels=(schedule.INNER, schedule.OUTER),
+    )
     operations = list(_operations(group, bench.device))
+    if (tensor := bench.tensor_group()) is not None:
+        operations += _tensor_operations(tensor, bench.device)
     times: list[link_fit.LinkTime] = []
     stopped = False
     bench.synchronize()
@@ -119,7 +128,7 @@ class _Operation:
     takes_part: bool = True
 
 
-def _operations(group: ContextGroup, device: torch.device):
+def _operations(group: ContextGroup, device: torch.device) -> Iterator[_Operation]:
     per_node = group.per_node
     node = tuple(range(group.rank // per_node * per_node, (group.rank // per_node + 1) * per_node))
     counterparts = tuple(range(group.rank % per_node, group.size, per_node))
@@ -136,6 +145,16 @@ def _operations(group: ContextGroup, device: torch.device):
         yield _Operation(link, link_fit.GATHER, n, messages.gather)
         yield _Operation(link, link_fit.SCATTER, n, messages.scatter)
         yield _Operation(link, link_fit.ALL_TO_ALL, n, messages.trade)
+
+
+def _tensor_operations(group: TensorGroup, device: torch.device) -> Iterator[_Operation]:
+    """Yield the messages of tensor parallelism. All tensor groups send theirs at once."""
+    messages = _TensorMessages(group, device)
+    for what, start in (
+        (link_fit.GATHER, messages.gather),
+        (link_fit.SCATTER, messages.scatter),
+    ):
+        yield _Operation(schedule.TENSOR, what, group.size, start)
 
 
 class _Messages:
@@ -201,6 +220,14 @@ class _Messages:
             return [work]
 
         return start, parts[0].nbytes * (self.ranks - 1)
+
+
+class _TensorMessages(_Messages):
+    """Messages in a tensor group, sent with the same calls as in `parallel.tensor_group`."""
+
+    def __init__(self, group: TensorGroup, device: torch.device) -> None:
+        self.group = self.other = group.process_group
+        self.ranks, self.device = group.size, device
 
 
 def _measured(

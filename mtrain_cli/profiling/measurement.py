@@ -16,11 +16,13 @@ import torch.distributed as dist
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.tensor_group import TensorGroup, make_tensor_group
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.index_memory import column_width
@@ -104,7 +106,7 @@ class MeasurementCase:
 
     def facts(self, environment: Environment) -> dict[str, Any]:
         """Return the case's entry in summary.json."""
-        config, model = self.config, self.config.model
+        config, model = self.config, self.config.of_worker.model
         schedule, choices = self.exchange.schedule, self.choices
         kinds = config.mask.layer_kinds(model.num_layers)
         return {
@@ -119,6 +121,7 @@ class MeasurementCase:
             "micro_batch": config.train.micro_batch,
             "workers": environment.dims.workers,
             "cp": environment.dims.cp,
+            **({"tp": environment.dims.tp} if environment.dims.tp > 1 else {}),
             "per_node": schedule.per_node,
             "heads": schedule.heads,
             "layers": model.num_layers,
@@ -190,13 +193,20 @@ class Bench:
             cases.append(case)
         return cases
 
-    def context_group(self, **options: Any) -> ContextGroup:
+    def context_group(self, dims: ParallelDims | None = None, **options: Any) -> ContextGroup:
         """Make the process groups of this worker's context group.
 
-        options: arguments of `make_context_group`.
+        Args:
+            dims: dimensions that replace those of the environment.
+            options: arguments of `make_context_group`.
         """
         e = self.environment
-        return make_context_group(e.rank, e.dims, self.device, self._timeout, **options)
+        return make_context_group(e.rank, dims or e.dims, self.device, self._timeout, **options)
+
+    def tensor_group(self) -> TensorGroup | None:
+        """Make the process group of this worker's tensor group; None for whole layers."""
+        e = self.environment
+        return make_tensor_group(e.rank, e.dims, self.device, self._timeout)
 
     def _exchange(self, choices: ResolvedRun) -> Exchange:
         chosen, key = choices.exchange, _kind(choices)

@@ -85,7 +85,8 @@ class ProfileWriter:
             of._replace(indices=of.indices and {i: x.to("cpu") for i, x in of.indices.items()})
             for of in estimated
         ]
-        work = own_work(case.exchange, case.config.model.num_heads, self._layers(case), held)
+        heads = case.config.of_worker.model.num_heads
+        work = own_work(case.exchange, heads, self._layers(case), held)
         self._last[case.number], self._iteration = held, iteration
         rows = self.bench.collector.collect(case.number, iteration, work, case.flop)
         if self.first:
@@ -190,9 +191,11 @@ class ProfileWriter:
     def save_indices(self) -> None:
         """Write the indices that each pattern estimated in the last sample.
 
-        Write only the indices of the first context group for its first micro-batch.
+        Write only the indices of the first context group for its first micro-batch. With tensor
+        parallelism, these are the heads of the first worker of each tensor group.
         """
         first = self.cases[0]
+        model = first.config.of_worker.model
         chosen: dict[str, MeasurementCase] = {}
         for case in self.cases:
             if case.config.seq == first.config.seq:
@@ -206,9 +209,9 @@ class ProfileWriter:
         }
         setup = RecordedSetup(
             seq=first.config.seq,
-            heads=first.config.model.num_heads,
-            kv_heads=first.config.model.num_kv_heads,
-            head_dim=first.config.model.head_dim,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
             dtype_bytes=first.choices.dtype.itemsize,
             workers=self.bench.environment.dims.cp,
             per_node=first.exchange.schedule.per_node,
@@ -238,7 +241,7 @@ class ProfileWriter:
         All workers must iterate to the end: some steps gather an index on the first worker.
         """
         e = self.bench.environment
-        first_group = e.dims.coordinate("dp", e.rank) == 0
+        first_group = not any(e.dims.coordinate(dim, e.rank) for dim in ("dp", "tp"))
         for case in cases:
             pattern = case.config.sparsity.pattern
             indices = self._last[case.number][0].indices

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.parallel import recording
-from mtrain_cli.records.record_files import LINKS, PAYLOADS, ROW
+from mtrain_cli.records.record_files import PAYLOADS, ROW, WORDS
 from mtrain_cli.simulation.work_counts import StepWork
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def merge_ranks(tables: Sequence[np.ndarray]) -> np.ndarray:
 
 _DIRECTION, _KIND, _LINK, _PAYLOAD = (
     {word: code for code, word in enumerate(words)}
-    for words in (recording.DIRECTIONS, recording.KINDS, LINKS, PAYLOADS)
+    for words in (recording.DIRECTIONS, recording.KINDS, WORDS["link"], PAYLOADS)
 )
 _PASS = ["micro", "layer", "direction", "payload"]
 

@@ -74,6 +74,7 @@ class _Rehearsal(Callback):
                 pattern=case.choices.pattern,
                 keep=attention_kept(trainer.config.train),
                 offload=trainer.offload,
+                tensor=trainer.tensor,
                 balancer=case.choices.balancer,
             )
             for case in writer.cases
@@ -120,8 +121,7 @@ class _Rehearsal(Callback):
         """
         trainer, bench = self.trainer, self.bench
         recorder = bench.collector.recorder
-        trainer.recorder = recorder if recorded else None
-        case.exchange.set_recorder(trainer.recorder)
+        trainer.record_messages(recorder if recorded else None, case.exchange)
         batches = [self._make[case.number](samples) for samples in micro_batches]
         attends = [batch.attention.with_kept_indices() for batch in batches]
         valid, _ = trainer.totals(batches)
@@ -132,7 +132,6 @@ class _Rehearsal(Callback):
         trainer.forward_backward(batches, attends, valid)
         seconds = recorder.seconds(began, recorder.now())
         trainer.states.drop_gradients()
-        trainer.recorder = None
-        case.exchange.set_recorder(None)
+        trainer.record_messages(None, case.exchange)
         computed = [estimated(attend) for attend in attends]
         return computed, seconds

@@ -24,6 +24,7 @@ from mtrain_cli.records.record_sums import (
     iterations,
     survey,
 )
+from mtrain_cli.records.tensor_waits import TensorWaits
 from mtrain_cli.records.wait_attribution import WaitAttribution
 from mtrain_cli.records.wait_causes import WaitCause, causes_of
 
@@ -195,6 +196,7 @@ class CaseAnalysis:
     partial: whether iterations or ranks are missing.
     causes: causes of waits, the costliest first.
     kinds: the same analysis of each kind of layers, if layers have different masks.
+    tensor: waits for messages of tensor groups per iteration; None without tensor parallelism.
     """
 
     number: int
@@ -220,6 +222,7 @@ class CaseAnalysis:
     partial: bool
     causes: list[WaitCause] = field(default_factory=list)
     kinds: tuple[CaseAnalysis, ...] = ()
+    tensor: TensorWaits | None = None
 
     @property
     def with_kinds(self) -> tuple[CaseAnalysis, ...]:
@@ -290,6 +293,7 @@ class CaseAnalysis:
             "passes": {name: analysis.to_json() for name, analysis in self.passes.items()},
             "causes": [{**vars(cause), "ms": _json(cause.ms)} for cause in self.causes],
             **({"kinds": [kind.to_json() for kind in self.kinds]} if self.kinds else {}),
+            **({"tensor_ms": _json(vars(self.tensor))} if self.tensor is not None else {}),
         }
 
 
@@ -351,6 +355,7 @@ class _CaseTotals:
         self.owners: list[list[np.ndarray]] = [[] for _ in shape.directions]
         self.durations: list[np.ndarray] = []  # one [directions] per iteration
         self.wholes: list[float] = []
+        self.tensor = TensorWaits.none(shape.ranks) if shape.tensor > 1 else None
         self.numbers: list[int] = []
         self.values: list[list[np.ndarray]] = [[] for _ in shape.directions]
         self.longest = np.zeros(directions)
@@ -364,6 +369,8 @@ class _CaseTotals:
         shape = self.shape
         self.numbers.append(iteration.number)
         self.waits.add(iteration)
+        if self.tensor is not None and iteration.tensor is not None:
+            self.tensor = self.tensor.sum(iteration.tensor)
         self.bins[..., : len(BUSY)] += np.moveaxis(
             iteration.spent[: len(BUSY)].sum((2, 5), dtype=np.float64), 0, -1
         )
@@ -463,7 +470,9 @@ class _CaseTotals:
         if shape.kind:
             facts = facts | (facts.get("kinds") or {}).get(shape.kind, {})
             label = f"{label}, {shape.kind} layers"
-        sequences = int(facts.get("micro_batch") or 1) * len(shape.micros) * shape.groups
+        groups = shape.groups // shape.tensor  # that train on different sequences
+        sequences = int(facts.get("micro_batch") or 1) * len(shape.micros) * groups
+        tensor = None if self.tensor is None else self.tensor.mean(count)
         tokens = int(facts.get("seq") or 0) * sequences
         return CaseAnalysis(
             number=shape.case,
@@ -472,8 +481,8 @@ class _CaseTotals:
             facts=facts,
             passes=passes,
             **estimates,
-            bins=self.bins.reshape(len(shape.directions), shape.ranks, len(BINS)) / count,
-            passes_ms=self.passes.reshape(len(shape.directions), shape.ranks) / count,
+            bins=self._by_rank(self.bins) / count,
+            passes_ms=self._by_rank(self.passes) / count,
             iteration_ms=Estimate.of(np.array(self.wholes)),
             tokens=tokens or None,
             iterations=len(self.numbers),
@@ -485,8 +494,14 @@ class _CaseTotals:
             typical=self.numbers[int(np.argsort(total, kind="stable")[(len(total) - 1) // 2])],
             missing=shape.missing,
             partial=len(self.numbers) < wanted or bool(shape.missing),
-            causes=causes_of(self.waits),
+            causes=causes_of(self.waits, tensor),
+            tensor=tensor,
         )
+
+    def _by_rank(self, table: np.ndarray) -> np.ndarray:
+        """Return a table [directions, groups, workers, ...] as [directions, ranks, ...]."""
+        flat = table.reshape(len(table), self.shape.ranks, *table.shape[3:])
+        return flat[:, self.shape.places]
 
     def _pass(self, d: int, name: str) -> PassAnalysis:
         steps = self.shape.steps[name]

@@ -20,7 +20,18 @@ from mtrain_cli.config.atomic_files import replace_text, replacing
 from mtrain_cli.config.documents import read_json, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
-from mtrain_cli.parallel.schedule import CONTEXT, DKV, DQ, HEADS, INNER, KV, OUTER, QUERIES
+from mtrain_cli.parallel.schedule import (
+    CONTEXT,
+    DKV,
+    DQ,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV,
+    OUTER,
+    QUERIES,
+    TENSOR,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -32,14 +43,14 @@ INDEX, TRACE = "index.npz", "trace.json"
 SWEEP = "sweep.jsonl"  # `simulate` with a sweep: one line per simulation
 STEP, KERNELS = "step", "kernels.csv"  # `profile step`: kind in the summary, and its file
 SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # `profile sparsity`: kind, and its file
-LINKS = ("", CONTEXT, INNER, OUTER, HEADS)
-PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index")
+LINKS = ("", CONTEXT, INNER, OUTER, HEADS)  # of the messages of attention
+PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index", HIDDEN)
 # The text columns and their possible words. Files store the words. Arrays in memory store codes:
 # indices into these tuples.
 WORDS: dict[str, tuple[str, ...]] = {
     "direction": DIRECTIONS,
     "phase": KINDS,
-    "link": LINKS,
+    "link": (*LINKS, TENSOR),
     "payload": PAYLOADS,
 }
 

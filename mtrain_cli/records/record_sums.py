@@ -24,6 +24,7 @@ from mtrain_cli.parallel.recording import (
 )
 from mtrain_cli.parallel.schedule import GRADIENTS
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, SUMMARY, RecordedFolder
+from mtrain_cli.records.tensor_waits import TensorWaits
 
 # The categories of a pass's time. A wait is `late` until the peer starts to send, then `exposed`.
 LATE, EXPOSED = "late", "exposed"
@@ -48,6 +49,8 @@ class RecordedShape:
     ranks: number of ranks in all context groups.
     present: whether a rank has rows, [groups, workers].
     steps: number of steps of the schedule, for each direction with rows.
+    tensor: tensor-parallel degree. Consecutive ranks are a tensor group, so the ranks of a context
+        group are ``tensor`` apart.
     kind: the kind of layers (`LAYER_KINDS`), if the shape covers only the layers of one kind.
     """
 
@@ -61,6 +64,7 @@ class RecordedShape:
     present: np.ndarray
     steps: dict[str, int]
     kind: str = ""
+    tensor: int = 1
 
     def of_kind(self, kind: str) -> RecordedShape | None:
         """Return the shape of one kind of layers; None if the case has no rows of such layers.
@@ -86,7 +90,27 @@ class RecordedShape:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        return tuple(np.flatnonzero(~self.present.reshape(-1)).tolist())
+        return tuple(sorted(self.ranks_by_place[~self.present.reshape(-1)].tolist()))
+
+    @property
+    def places(self) -> np.ndarray:
+        """The place of each rank if the ranks of a context group are consecutive, [ranks]."""
+        return places_of(self.ranks, self.workers, self.tensor)
+
+    @property
+    def ranks_by_place(self) -> np.ndarray:
+        """The rank at each place, [ranks]."""
+        return np.argsort(self.places)
+
+
+def places_of(ranks: int, workers: int, tensor: int) -> np.ndarray:
+    """Return `RecordedShape.places` of all ranks.
+
+    Args:
+        workers: number of ranks in a context group.
+        tensor: tensor-parallel degree.
+    """
+    return np.arange(ranks).reshape(-1, workers, tensor).swapaxes(1, 2).argsort(axis=None)
 
 
 @dataclass(frozen=True)
@@ -108,6 +132,7 @@ class Iteration:
     start: start of the pass, [direction, sample, group, worker]; NaN if not recorded.
     length: duration of the pass, in the shape of ``start``; NaN if not recorded.
     whole: duration of the iteration, [group, worker]; NaN if not recorded.
+    tensor: waits for messages of tensor groups; None without such messages.
     """
 
     number: int
@@ -119,6 +144,7 @@ class Iteration:
     start: np.ndarray
     length: np.ndarray
     whole: np.ndarray
+    tensor: TensorWaits | None = None
 
 
 def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tuple[int, int], int]]:
@@ -168,9 +194,10 @@ def _shape(
     highest = max(seen["rank"]) + 1
     total = max(highest, int(facts.get("workers") or recorded.summary.get("workers") or highest))
     workers = min(int(facts.get("cp") or total), total)
-    total = -(-total // workers) * workers
+    tensor = int(facts.get("tp") or 1)
+    total = -(-total // (workers * tensor)) * workers * tensor
     present = np.zeros(total, bool)
-    present[sorted(seen["rank"])] = True
+    present[places_of(total, workers, tensor)[sorted(seen["rank"])]] = True
     declared = facts.get("steps") or {}
     counted = {}
     for code, most in sorted(steps.items()):
@@ -187,6 +214,7 @@ def _shape(
         ranks=total,
         present=present.reshape(-1, workers),
         steps=counted,
+        tensor=tensor,
     )
 
 
@@ -232,6 +260,7 @@ class _RecordSums:
         self.start, self.length = (np.full(int(np.prod(self.passes)), np.nan) for _ in range(2))
         self.link = np.zeros((len(shape.directions), len(LINKS), shape.ranks, shape.slots))
         self.whole = np.full(shape.ranks, np.nan)
+        self.tensor = TensorWaits.none(shape.ranks) if shape.tensor > 1 else None
         codes = [DIRECTIONS.index(name) for name in shape.directions]
         self.direction = _places(codes, len(DIRECTIONS))
         self.layer = _places(shape.layers, max(shape.layers, default=0) + 1)
@@ -239,6 +268,11 @@ class _RecordSums:
         self.place = _places([KINDS.index(kind) for kind in BUSY], len(KINDS))
 
     def add(self, rows: dict[str, np.ndarray]) -> None:
+        if self.tensor is not None:
+            self.tensor.add(rows)
+            # Ranks of a context group are then consecutive.
+            places = np.append(self.shape.places, -1)  # the peer -1 stays
+            rows = {**rows, "rank": places[rows["rank"]], "peer": places[rows["peer"]]}
         phase = rows["phase"]
         whole = phase == KINDS.index(ITERATION)
         self.whole[rows["rank"][whole]] = rows["dur_us"][whole] / 1e3
@@ -289,6 +323,7 @@ class _RecordSums:
             self.start.reshape(shape),
             self.length.reshape(shape),
             self.whole.reshape(shape[2:]),
+            self.tensor,
         )
 
 

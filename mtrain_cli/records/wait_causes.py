@@ -9,6 +9,7 @@ import numpy as np
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.records.record_files import LINKS
 from mtrain_cli.records.record_sums import BUSY
+from mtrain_cli.records.tensor_waits import TensorWaits
 from mtrain_cli.records.wait_attribution import OWN, START, WaitAttribution, over
 
 # A rank is a straggler if (its time / time of the others) is more than this many times (its work /
@@ -35,11 +36,13 @@ class WaitCause:
     text: sentence that explains the cause to a user.
     ms: time that all ranks together lose per iteration, in milliseconds.
     kind: ``work`` (the rank has more work), ``slow`` (a straggler), ``start`` (a late start),
-        ``link`` (exposed communication), ``unknown`` (no phase takes longer on this rank than on
-        other ranks), or the name of the phase that takes longer.
-    direction: pass in which the cause is costliest.
+        ``link`` (exposed communication), ``tensor`` (a message of a tensor group that a rank starts
+        late), ``unknown`` (no phase takes longer on this rank than on other ranks), or the name of
+        the phase that takes longer.
+    direction: pass in which the cause is costliest; empty for tensor groups.
     rank: the rank for which other ranks wait; None for a link.
-    step: step of the schedule in which the cause is costliest; -1 before the first step.
+    step: step of the schedule in which the cause is costliest; -1 before the first step or outside
+        attention.
     """
 
     text: str
@@ -53,11 +56,16 @@ class WaitCause:
 Place = tuple[float, int, int]  # (lost ms, direction, slot) of a cause
 
 
-def causes_of(waits: WaitAttribution) -> list[WaitCause]:
-    """Return at most `MOST_LINES` causes of waits, the costliest first."""
+def causes_of(waits: WaitAttribution, tensor: TensorWaits | None = None) -> list[WaitCause]:
+    """Return at most `MOST_LINES` causes of waits, the costliest first.
+
+    tensor: waits for messages of tensor groups per iteration; None without such messages.
+    """
     if not waits.iterations or not waits.passes:
         return []
     causes = [*_links(waits), *_ranks(waits)]
+    if tensor is not None:
+        causes += _in_tensor_groups(tensor, waits.shape.tensor)
     worth = [cause for cause in causes if cause.ms > WORTH * waits.passes / waits.iterations]
     return sorted(worth, key=lambda cause: -cause.ms)[:MOST_LINES]
 
@@ -80,6 +88,23 @@ def _links(waits: WaitAttribution) -> list[WaitCause]:
             text += f", most {step} ({_ms(each[worst])})" if several else f", {step}"
             causes.append(WaitCause(text, float(steps.sum()), "link", direction, None, worst - 1))
     return causes
+
+
+def _in_tensor_groups(tensor: TensorWaits, degree: int) -> list[WaitCause]:
+    """Return a cause for each rank that starts messages late, and one for exposed messages."""
+    causes = []
+    for rank, lost in enumerate(tensor.late.sum(0).tolist()):
+        first = rank // degree * degree
+        victim = int(tensor.late[:, rank].argmax())
+        text = (
+            f"tensor group of ranks {first} to {first + degree - 1}: rank {victim} waits "
+            f"{_ms(float(tensor.late[victim, rank]))} per iteration for rank {rank}, which starts "
+            "its messages later"
+        )
+        causes.append(WaitCause(text, lost, "tensor", "", rank, -1))
+    each = float(tensor.exposed.mean())
+    text = f"tensor groups: {_ms(each)} of exposed messages per iteration and rank"
+    return [*causes, WaitCause(text, float(tensor.exposed.sum()), "link", "", None, -1)]
 
 
 def _ranks(waits: WaitAttribution) -> list[WaitCause]:
@@ -161,11 +186,12 @@ def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) ->
     note = f" ({'; '.join(notes)})" if notes else ""
     when = f" step {step - 1}" if step else " before the first step"
     when = ", at the end" if step == slots else when
-    text = f"{names[d]}{when}: rank {victim} waits {_ms(each)} for rank {rank}, {why}{note}"
+    name, other = (int(waits.shape.ranks_by_place[place]) for place in (rank, victim))
+    text = f"{names[d]}{when}: rank {other} waits {_ms(each)} for rank {name}, {why}{note}"
     if ms > 1.5 * each:
         share = ms * waits.iterations / waits.passes
         text += f"; {_ms(ms)} per iteration over all ranks, {share:.1%} of their time"
-    return WaitCause(text, ms, kind, names[d], rank, slot - 1)
+    return WaitCause(text, ms, kind, names[d], name, slot - 1)
 
 
 def _more_work(waits: WaitAttribution, rank: int, places: list[Place], step: int) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtrain_cli.parallel.recording import COMPUTING, DIRECTIONS, GAP, KINDS, PASS, RECEIVE, WAIT
 from mtrain_cli.records.analysis import CaseAnalysis
-from mtrain_cli.records.record_files import LINKS
+from mtrain_cli.records.record_files import WORDS
 from mtrain_cli.records.record_sums import LATE, select
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.report_source import ReportSource
@@ -165,7 +165,9 @@ def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[plots.Tra
     received = rows["phase"] == KINDS.index(RECEIVE)
     for link in np.unique(rows["link"][received]).tolist():
         mine, colour = received & (rows["link"] == link), "#5b5b5b" if link % 2 else "#9a8c7a"
-        trace = below.trace(mine, f"message, {LINKS[link]}", colour, "from %{customdata[1]}")
+        trace = below.trace(
+            mine, f"message, {WORDS['link'][link]}", colour, "from %{customdata[1]}"
+        )
         data.append({**trace, "width": 0.14, "opacity": 0.8})
     return [trace for trace in data if trace["x"]], left_out
 
@@ -182,7 +184,7 @@ def _waits(bars: _Bars, mine: np.ndarray) -> list[plots.Trace]:
     ]
     for link in np.unique(rows["link"][mine]).tolist():
         of_link = mine & (rows["link"] == link) & (exposed.duration > 0)
-        name = LINKS[link]
+        name = WORDS["link"][link]
         data.append(
             exposed.trace(of_link, plots.exposed_label(name), plots.link_colour(name), from_rank)
         )

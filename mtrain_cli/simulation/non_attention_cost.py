@@ -17,6 +17,7 @@ from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.training.flops import own_tiles, parameters, recomputed_matmul
 from mtrain_cli.training.memory import MIB
+from mtrain_cli.training.model_part import ModelPart
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import StateMemory
 
@@ -205,18 +206,23 @@ class NonAttentionCost:
         return max(self.rows, min(self.tokens, DEVICE_ROWS))
 
     @staticmethod
-    def of(plan: RunPlan) -> NonAttentionCost:
+    def of(plan: RunPlan, part: ModelPart | None = None) -> NonAttentionCost:
+        """Count the work of a worker.
+
+        part: the worker's part of the model, on a stage of a pipeline; None for the whole model.
+        """
         # With tensor parallelism, the worker's part of each layer has the tokens of its tensor
         # group, and its residual stream has its own tokens.
         config, model, train = plan.config, plan.config.of_worker.model, plan.config.train
         optim, e = config.optim, plan.dtype_bytes
-        workers, layer_workers = plan.dims.workers, plan.dims.workers // plan.dims.tp
+        workers = plan.dims.workers // plan.dims.pp
+        layer_workers = workers // plan.dims.tp
         tokens = plan.layout.tokens_per_worker * train.micro_batch
         own, own_rows = own_tiles(config, plan.layout, e)
         stream, wide = own * model.hidden_size, tokens * model.intermediate_size
         rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
         matmul = parameters(model).layer_matmul
-        states = StateMemory(config, workers, plan.micro_batches, e)
+        states = StateMemory(config, plan.dims.workers, plan.micro_batches, e, part)
         layer, root, shard, r = states.layer_weights, states.root_weights, states.shard, states.r
         eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
         whole = train.activation_checkpoint != "none"
@@ -256,7 +262,7 @@ class NonAttentionCost:
                 eager * e * (15 * stream + rotated + 5 * wide) + sums,
                 2 * launches + (tiles - 1) * _TILE_LAUNCHES[1],
             ),
-            loss=_loss_cost(plan, own),
+            loss=_loss_cost(plan, own) if part is None or part.last else ComputeCost(),
             gathered=ComputeCost(moved=out * layer + out_of_shard * layer / layer_workers),
             reduced=ComputeCost(moved=back * layer + to_shard * layer / layer_workers),
             root_gathered=ComputeCost(moved=out * root + out_of_shard * root / workers),
@@ -313,7 +319,7 @@ def longer_than_expected(
         (BACKWARD, non_attention.backward + non_attention.recomputed),
         (LOSS, non_attention.loss),
     ):
-        if part in measured.parts:
+        if part in measured.parts and work != ComputeCost():
             us = expected_us(work.flop, work.moved, gpu)
             us = us * non_attention.size(part) / non_attention.tokens
             share, inside = measured.share(

@@ -25,6 +25,7 @@ from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
+from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, played_step
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
@@ -35,18 +36,21 @@ from mtrain_cli.training.flops import (
     layer_norms,
     recomputed_pair_share,
 )
+from mtrain_cli.training.model_part import ModelPart, model_parts
 from mtrain_cli.training.run_plan import RunPlan
 
-TENSOR = "tensor"
+TENSOR, PIPELINE = "tensor", "pipeline"
 # The parts of a step, in display order. These parts are waits:
 # - late: for slower workers, in attention.
 # - links: for keys, values and their gradients.
 # - tensor: for hidden states and their gradients, with tensor parallelism.
 # - weights: for gathered weights and scattered gradients.
+# - pipeline: for other stages.
 # - offload: for activations to or from the host.
 PARTS = (
     *("attention", "index", "merge and copies", "late", "links", TENSOR),
-    *("matrices", "recomputed", "element-wise", "loss", "weights", "optimizer", "offload", "host"),
+    *("matrices", "recomputed", "element-wise", "loss", "weights", PIPELINE),
+    *("optimizer", "offload", "host"),
 )
 
 
@@ -55,8 +59,9 @@ class PredictedStep:
     """The prediction of one optimizer step.
 
     seconds: wall-clock time, with bounds.
-    parts: time of each of `PARTS` in seconds. The parts add up to the expected time. `TENSOR` is
-        absent without tensor parallelism.
+    parts: time of each of `PARTS` in seconds. The parts add up to the expected time. `TENSOR` and
+        `PIPELINE` are absent without these kinds of parallelism. With a pipeline, the parts are
+        those of its busiest stage.
     hidden: time in which gathers of weights and reduce-scatters of gradients overlap with
         computation, in seconds.
     mfu: model FLOP per second, divided by peak FLOP/s. Model FLOP contain all pairs of dense
@@ -166,7 +171,7 @@ def predict_step(
     """
     slowest = max([1.0, *(conditions or Disturbances()).slow.values()])
     found = {
-        bound: _StepEstimate(cluster, plan, attention, attention.costs[bound], slowest)
+        bound: _estimate(cluster, plan, attention, attention.costs[bound], slowest)
         for bound in (BOUNDS if bounds else (VALUE,))
     }
     likely = found[VALUE]
@@ -196,20 +201,53 @@ def predict_step(
     )
 
 
+def _estimate(
+    cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float
+) -> _StepEstimate:
+    """Estimate a step for one bound. With a pipeline, return the estimate of its busiest stage."""
+    arguments = cluster, plan, attention, costs, slowest
+    if plan.pipeline is None:
+        return _StepEstimate(*arguments, ModelPart.whole(plan.config.model))
+    stages = [_StepEstimate(*arguments, p) for p in model_parts(plan.config, plan.micro_batches)]
+    played = played_step(
+        plan,
+        [StageTime(**stage.passes) for stage in stages],
+        hop_us(cluster, costs, plan, plan.pipeline),
+    )
+    busiest = max(range(plan.dims.pp), key=played.busy)
+    found = stages[busiest]
+    found.us[PIPELINE] = played.makespan - played.busy(busiest)
+    found.flop = sum(stage.flop for stage in stages) / len(stages)
+    return found
+
+
 class _StepEstimate:
-    """The times of a step for one bound (`costs.Costs.bound`), in microseconds."""
+    """The times of a step for one bound (`costs.Costs.bound`), in microseconds.
+
+    passes: times of the passes through the layers, and of the loss, as in `StageTime`.
+    """
 
     def __init__(
-        self, cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float
+        self,
+        cluster: Cluster,
+        plan: RunPlan,
+        attention: Prediction,
+        costs: Costs,
+        slowest: float,
+        part: ModelPart,
     ) -> None:
+        """Estimate the step of a worker. part: the worker's part of the model."""
         self.cluster, self.plan, self.attention = cluster, plan, attention
-        self.costs, self.slowest = costs, slowest
-        self.non_attention = non_attention = NonAttentionCost.of(plan)
+        self.costs, self.slowest, self.layers = costs, slowest, part.number_of_layers
+        self.passes = {"forward": 0.0, "backward": 0.0, "loss": 0.0}
+        self.non_attention = non_attention = NonAttentionCost.of(plan, part)
         self.longer = non_attention_cost.longer_than_expected(non_attention, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.messages = TensorMessages.of(plan) if plan.dims.tp > 1 else None
         if self.messages is None:
             del self.us[TENSOR]
+        if plan.dims.pp == 1:
+            del self.us[PIPELINE]
         self.hidden = self.flop = self.sent = self.over_host = self.hidden_states = 0.0
         self.backward = 0.0  # microseconds of one micro-batch's layers
         self.times = 1
@@ -221,18 +259,19 @@ class _StepEstimate:
         self.us["optimizer"] += self._transfer(1.0).us + self._optimizer_on_host()
         if self.messages is not None:
             # The gradients of the norms are added up once per step.
-            norms = layer_norms(plan.config.model) * plan.config.model.num_layers
+            norms = layer_norms(plan.config.model) * self.layers
             self.us[TENSOR] += self._tensor_message(4.0 * norms)
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
     def _micro_batch(self, one: MicroBatchRound) -> None:
-        non_attention, layers = self.non_attention, self.plan.config.model.num_layers
+        non_attention, layers, began = self.non_attention, self.layers, self.total
         nothing = ComputeCost()
         sizes = non_attention.gather, non_attention.reduce
         gather, reduce = (self._transfer(size, layer=True) for size in sizes)
         copied = non_attention.gathered if one.forward else nothing
         forward = self._layers([FORWARD], non_attention.forward, layers, copied=copied)
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
+        forward_ended = self.total
         again = self.plan.recompute is not Recompute.NOTHING
         passes = [RECOMPUTE, BACKWARD] if again else [BACKWARD]
         copied = (
@@ -259,10 +298,17 @@ class _StepEstimate:
         )
         self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
         self.sent += self.times * sum(transfer.size for transfer in alone)
+        backward_ended = self.total
         outside = non_attention.root_gathered if one.forward else nothing
         outside += non_attention.root_reduced if one.reduced else nothing
         self._add(non_attention.loss, 1, "loss", "loss", LOSS)
         self._add(outside, 1, "loss", "loss")
+        for name, us in (
+            ("forward", forward_ended - began),
+            ("backward", backward_ended - forward_ended),
+            ("loss", self.total - backward_ended),
+        ):
+            self.passes[name] += us
         self._activations(forward / layers, backward / layers)
 
     def _activations(self, forward: float, backward: float) -> None:
@@ -301,8 +347,13 @@ class _StepEstimate:
         return {name: us / 1e6 for name, us in self.us.items()}
 
     @property
+    def total(self) -> float:
+        """The sum of all parts so far, in microseconds."""
+        return sum(self.us.values())
+
+    @property
     def seconds(self) -> float:
-        return sum(self.us.values()) / 1e6
+        return self.total / 1e6
 
     def _carried(self, direction: str) -> tuple[float, float]:
         inner, outer = self.attention.passes[direction].carried
@@ -417,7 +468,7 @@ class _StepEstimate:
     def _transfer(self, size: float, *, layer: bool = False) -> WeightTransfer:
         """Return a collective among all workers, or among those that share a part of a layer."""
         degree = self.plan.dims.tp if layer else 1
-        workers = self.plan.dims.workers // degree
+        workers = self.plan.dims.workers // self.plan.dims.pp // degree
         if workers == 1:
             return WeightTransfer(0.0, 0.0, False)
         members = min(workers, self.cluster.gpus_per_node // degree)

@@ -214,6 +214,11 @@ class PredictedScenario:
                 "and matrix products the rates of whole layers; neither was compared with a "
                 "measurement of tensor parallelism on GPUs"
             )
+        if self.plan.dims.pp > 1:
+            remarks.append(
+                "topology.pipeline_parallel: the times of the stages are played through the "
+                "schedule; no measurement of a pipeline on GPUs was compared"
+            )
         if self.plan.config.train.compile == False:  # noqa: E712 - auto is a word
             remarks.append(
                 "train.compile=false: element-wise kernels take 2.8 times as long as compiled ones "
@@ -354,7 +359,8 @@ def predict_training(
     """
     topology = scenario.config.topology
     context = topology.context_parallel
-    shared_by = context if isinstance(context, int) else workers // topology.tensor_parallel
+    sharing = topology.tensor_parallel * topology.pipeline_parallel
+    shared_by = context if isinstance(context, int) else workers // sharing
     check_enough_blocks(scenario.config, layout, workers, shared_by)
     plan = plan_on(
         cluster,
@@ -401,7 +407,12 @@ def predict_attention_alone(
             raise ConfigError(
                 f"topology.tensor_parallel={degree}: must divide the {per_node} workers of a node"
             )
-        workers, per_node = workers // degree, per_node // degree
+        stages = config.topology.pipeline_parallel
+        if workers // degree % stages:
+            raise ConfigError(
+                f"topology.pipeline_parallel={stages}: must divide the {workers // degree} workers"
+            )
+        workers, per_node = workers // (degree * stages), per_node // degree
         given = config.topology.context_parallel
         context = given if isinstance(given, int) else workers
         check_enough_blocks(config, layout, workers, context)
@@ -415,7 +426,7 @@ def predict_attention_alone(
             setup = ReplaySetup(layout, exchange, context, each, config.topology)
             kernel = kernel or (None if config.train.kernel == "auto" else config.train.kernel)
         else:
-            of_all = workers * degree
+            of_all = workers * degree * stages
             plan = plan_on(
                 cluster, config, workers=of_all, kernel=kernel, layout=layout, exchange=exchange
             )

@@ -33,7 +33,8 @@ def micro_batch_tables(
 ) -> dict[int, dict[str, np.ndarray]]:
     """Return the work of the first micro-batch of an iteration in the first context group.
 
-    Documents differ between micro-batches. Replays know those of one.
+    Documents differ between micro-batches. Replays know those of one. With tensor parallelism, the
+    ranks of the first context group are the first ones of each tensor group.
 
     Args:
         layers: numbers of the layers to count, by number of the case.
@@ -49,19 +50,22 @@ def micro_batch_tables(
         for case in cases
         for name, of_pass in case.passes.items()
     }
+    tensor = {case.number: int(case.facts.get("tp") or 1) for case in cases}
     found = set[int]()
     for batch in recorded.batches(_NEEDED):
         counts = (batch["iteration"] == iteration) & (batch["micro"] == 0)
         counts &= np.isin(batch["phase"], [KINDS.index(ATTENTION), KINDS.index(COLUMNS)])
         for (number, direction), both in sums.items():
             mine = counts & (batch["case"] == number) & (batch["direction"] == direction)
-            mine &= np.isin(batch["layer"], list(layers[number])) & (batch["rank"] < both.shape[1])
+            mine &= np.isin(batch["layer"], list(layers[number]))
+            worker, coordinate = np.divmod(batch["rank"], tensor[number])
+            mine &= (worker < both.shape[1]) & (coordinate == 0)
             if mine.any():
                 found.add(number)
             columns = batch["phase"][mine] == KINDS.index(COLUMNS)
             slot = np.where(columns, 0, batch["step"][mine] + 1)
             for table, name in zip(both, ("pairs", "blocks"), strict=True):
-                np.add.at(table, (batch["rank"][mine], slot), batch[name][mine])
+                np.add.at(table, (worker[mine], slot), batch[name][mine])
     tables: dict[int, dict[str, np.ndarray]] = {number: {} for number in sorted(found)}
     for (number, direction), both in sums.items():
         if number in found:

@@ -3,7 +3,8 @@
 The time of whole steps cannot show a straggler. Workers wait for one another many times in a step,
 so every worker takes as long as the straggler. This timer covers the part of a layer after
 attention (output projection, norm, MLP). In that part, every worker computes the same number of
-tokens and does not communicate. The timer measures some layers, in the first forward pass of a
+tokens and does not communicate. With tensor parallelism it does, so the timer leaves out the waits
+for messages of the tensor group. The timer measures some layers, in the first forward pass of a
 step. On a GPU, the timer records two events per layer and reads the events one step later, so that
 the host never waits for the GPU.
 """
@@ -11,7 +12,8 @@ the host never waits for the GPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +51,8 @@ class ComputeTimer(Callback):
         self._chosen = sorted({numbers[len(layers) * n // count] for n in range(count)})
         self._attention_ended: dict[int, Any] = {}
         self._durations: dict[int, float | tuple[Any, Any]] = {}
+        self._waits: list[float | tuple[Any, Any]] = []  # of timed layers, for their tensor group
+        self._running = False  # whether a timed layer runs the timed part
         self._events = {n: (_event(), _event()) for n in self._chosen} if self._cuda else {}
         for index in self._chosen:
             layers[index].register_forward_hook(self._layer_hook(index))
@@ -56,8 +60,30 @@ class ComputeTimer(Callback):
     def before_step(self) -> None:
         """Read the times of the previous step. The device must have finished that step."""
         durations, self._durations, self._attention_ended = self._durations, {}, {}
+        waits, self._waits, self._running = self._waits, [], False
         complete = len(durations) == len(self._chosen)
-        self.seconds = sum(map(_seconds, durations.values())) if complete else 0.0
+        timed = sum(map(_seconds, durations.values())) - sum(map(_seconds, waits))
+        self.seconds = timed if complete else 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave the ``with`` block, a wait for other workers, out of the time of a layer."""
+        if not self._running:
+            yield
+            return
+        began = self._now()
+        try:
+            yield
+        finally:
+            ended = self._now()
+            self._waits.append((began, ended) if self._cuda else ended - began)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = _event()
+        event.record()
+        return event
 
     def wrap_attention(self, _batch: Batch, attend: Attend) -> Attend:
         """Return a function that calls `attend` and marks the end of a timed layer's attention."""
@@ -75,10 +101,12 @@ class ComputeTimer(Callback):
             if self._cuda:
                 self._events[layer][0].record()
             self._attention_ended[layer] = time.perf_counter()
+            self._running = True
 
     def _layer_hook(self, index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if index in self._attention_ended and index not in self._durations:
+                self._running = False
                 if self._cuda:
                     self._events[index][1].record()
                     self._durations[index] = self._events[index]

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config.exchanges import exchange_name
+from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS
@@ -155,8 +156,10 @@ def _variants(plan: RunPlan) -> Iterator[Variant]:
     config = plan.config
     current = {key: get_setting(config, key) for key in CHOICES}
     free = {key: values for key, values in CHOICES.items() if current[key] == values[0]}
-    if max(config.topology.tensor_parallel, config.topology.pipeline_parallel) > 1:
-        free = {key: values for key, values in free.items() if key not in NEED_WHOLE_LAYERS}
+    topology = config.topology
+    refused = set(NEED_WHOLE_LAYERS if topology.tensor_parallel > 1 else ())
+    refused |= set(NEED_WHOLE_MODEL if topology.pipeline_parallel > 1 else ())
+    free = {key: values for key, values in free.items() if key not in refused}
     for values in itertools.product(*free.values()):
         setting = current | dict(zip(free, values, strict=True))
         changes = {key: value for key, value in setting.items() if value != current[key]}

@@ -248,7 +248,8 @@ def _change(kind: str, config: Config) -> str:
     if config.train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
     layers = config.model.num_layers
-    if layers_on_host(config.train.offload_activations, layers) < layers - 1 and can_offload:
+    stays = layers_on_host(config.train.offload_activations, layers) < layers - 1
+    if stays and topology.pipeline_parallel == 1:
         return "train.offload_activations=true"
     return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 

@@ -75,17 +75,19 @@ class PipelinePlan:
         pipeline = self.pipeline
         return 2 * self.hidden * pipeline.micro_batches * pipeline.virtual_stages
 
-    def describe(self) -> str:
-        """Return one line: the stages, the schedule, and the share of time in which they idle."""
+    @property
+    def stages_and_schedule(self) -> str:
+        """The stages, their layers, and the schedule."""
         pipeline, layers = self.pipeline, self.layers
         each = f"{layers[0]} layers" if len(set(layers)) == 1 else f"{_listed(layers)} layers"
         virtual = f" x {pipeline.virtual_stages} virtual stages" * (pipeline.virtual_stages > 1)
         count = pipeline.micro_batches
         step = f"{count} micro-batch{'es' * (count != 1)}"
-        return (
-            f"{pipeline.stages} stages{virtual} of {each}; {pipeline.schedule}, {step} per step: "
-            f"stages idle {self.played.bubble:.0%} of the time"
-        )
+        return f"{pipeline.stages} stages{virtual} of {each}; {pipeline.schedule}, {step} per step"
+
+    def describe(self) -> str:
+        """Return `stages_and_schedule`, and the share of time in which stages idle."""
+        return f"{self.stages_and_schedule}: stages idle {self.played.bubble:.0%} of the time"
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

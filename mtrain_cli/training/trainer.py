@@ -213,7 +213,10 @@ class Trainer:
         """Make the timer of layers. It times the same number of layers on every worker."""
         layers = {int(name): layer for name, layer in self.decoder.layers.named_children()}
         most = len(layers) if self.stage is None else self.stage.fewest_layers
-        return ComputeTimer(layers, self.device, most)
+        timer = ComputeTimer(layers, self.device, most)
+        if self.tensor is not None:
+            self.tensor.observer.waiting = timer.waiting
+        return timer
 
     def train_step(self, stop: bool) -> StepResult:
         """Run one optimizer step over `train.global_batch` sequences.
@@ -487,8 +490,14 @@ class Trainer:
 
     def record(self, recorder: Recorder | None) -> None:
         """Record the following steps with `recorder`. None stops recording."""
+        self.record_messages(recorder, self.exchange)
+
+    def record_messages(self, recorder: Recorder | None, exchange: Exchange) -> None:
+        """Record what this worker computes with an exchange, and its messages."""
         self.recorder = recorder
-        self.exchange.set_recorder(recorder)
+        exchange.set_recorder(recorder)
+        if self.tensor is not None:
+            self.tensor.observer.set_recorder(recorder)
 
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
         """Return the line of metrics.jsonl for a finished step that took `seconds`."""

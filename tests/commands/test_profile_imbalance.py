@@ -514,3 +514,33 @@ def question_pairs(first: int, answers: int, length: int) -> int:
 def rest_of(tokens: int) -> int:
     """Return the pairs of the answers within this number of tokens, after a question of 10."""
     return sum(10 + number % 6 + 1 for number in range(tokens))
+
+
+def test_tensor_groups_are_profiled_and_replayed(tmp_path):
+    """Four ranks: two tensor groups. The replay counts the pairs of the first worker's heads."""
+    words = ["topology.workers=4 topology.tensor_parallel=2 topology.exchange=ring --steps 1"]
+    result = run(tmp_path, *words, "--pattern dense,vertical_slash", *SMALL, *SPARSE, "run.name=tp")
+    assert result.returncode == 0, result.stderr
+    recorded = open_records(tmp_path / "measurements/tp")
+    frame, (dense, _) = recorded.frame(), recorded.summary["cases"]
+    assert (dense["workers"], dense["cp"], dense["tp"], dense["num_heads"]) == (4, 2, 2, 2)
+    assert dense["density"] == pytest.approx(1)
+    waits = frame[(frame.phase == "wait") & (frame.link == "tensor")]
+    assert set(waits["rank"]) == {0, 1, 2, 3}
+    # Workers of a tensor group compute other heads of the same tokens.
+    pairs = frame[(frame.case == 0) & (frame.phase == "attention")].groupby("rank").pairs.sum()
+    assert pairs[0] == pairs[1]
+    assert pairs[2] == pairs[3]
+    found = recorded.summary["results"][0]
+    assert (found["workers"], found["groups"], found["tokens"]) == (2, 2, 512)
+    assert len(found["tensor_ms"]["exposed"]) == 4
+    validated = mtrain(tmp_path, "simulate", "validate", "measurements/tp", "--json", "--no-files")
+    assert validated.returncode == 0, validated.stderr
+    agreement = json.loads(validated.stdout)["agreement"]
+    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
+
+
+def test_attention_alone_needs_whole_layers(tmp_path):
+    result = run(tmp_path, "--attention-only topology.tensor_parallel=2", *SMALL)
+    assert result.returncode == 2
+    assert "topology.tensor_parallel=2" in result.stderr

@@ -18,6 +18,7 @@ from mtrain_cli.inference.decode_step import DecodeStep
 from mtrain_cli.inference.engine import END, LENGTH, Engine, _Prompt
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.model.layer_execution import ExecutedLayer
+from mtrain_cli.model.layer_parts import own_part
 from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -26,6 +27,7 @@ from mtrain_cli.training.resolution import resolve_run
 
 LENGTHS = (1, 127, 128, 129, 1000)
 NEW = 6
+TENSOR_PARALLEL = "topology.tensor_parallel"
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, top_k=50, seed=3)
 SPARSE = ("sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16")
 
@@ -138,7 +140,9 @@ def test_workers_share_the_prompts_of_a_prefix_lm(tmp_path, words):
 
 def on_workers(rank: int, world: int, folder: str, words: tuple[str, ...]) -> dict:
     """Generate on this process, and return ids, losses and how many tokens it holds."""
-    found = engine(Path(folder), *words, environment=gloo.environment(rank, world))
+    tensor = [int(word.split("=")[1]) for word in words if word.startswith(TENSOR_PARALLEL)]
+    place = gloo.environment(rank, world, tp=max(tensor, default=1))
+    found = engine(Path(folder), *words, environment=place)
     prompts = [tokens(length) for length in LENGTHS]
     return {
         "greedy": generate(found, prompts, Sampling()),
@@ -187,6 +191,61 @@ def test_exchanges_and_patterns_on_two_workers(folder, words):
         assert result["greedy"] == expected["greedy"]
         assert result["sampled"] == expected["sampled"]
         np.testing.assert_allclose(result["losses"], expected["losses"], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (2, ()),
+        (2, ("topology.tensor_chunks=3",)),
+        (4, ("topology.layout=zigzag", "topology.exchange=ring")),
+        (4, SPARSE),
+    ],
+)
+def test_tensor_groups_do_not_change_the_tokens(folder, alone, world, words):
+    """Two workers share each layer. With four, two such groups share the prompts."""
+    expected = alone
+    if words == SPARSE:
+        expected = on_workers(0, 1, str(folder), words)
+    shared = (f"topology.workers={world}", f"{TENSOR_PARALLEL}=2", *words)
+    results = gloo.run(world, on_workers, str(folder), shared)
+    for result in results:
+        assert result["greedy"] == expected["greedy"]
+        assert result["sampled"] == expected["sampled"]
+        np.testing.assert_allclose(result["losses"], expected["losses"], atol=1e-5)
+    for first, second in zip(results[::2], results[1::2], strict=True):
+        assert first["held"] == second["held"]
+    held = np.sum([result["held"] for result in results[::2]], 0)
+    assert held.tolist() == list(LENGTHS)
+
+
+def caches(rank: int, world: int, folder: str) -> tuple[tuple[int, ...], int]:
+    """Return the shape of a cached layer, and the number of this worker's weights in a layer."""
+    found = engine(
+        Path(folder), f"topology.workers={world}", f"{TENSOR_PARALLEL}={world}",
+        environment=gloo.environment(rank, world, tp=world),
+    )  # fmt: skip
+    generate(found, [tokens(9)], Sampling())
+    layer = found.decoder.layers[0]
+    own = sum(own_part(one).numel() for one in layer.parameters() if one.ndim == 2)
+    return tuple(found._kept.cache.keys[0].shape), own
+
+
+def test_a_worker_of_a_tensor_group_holds_its_heads(folder):
+    ((shape, weights),) = gloo.run(1, caches, str(folder))
+    halves = gloo.run(2, caches, str(folder))
+    for half, own in halves:
+        assert half == (*shape[:2], shape[2] // 2, shape[3])
+        assert own == weights // 2
+
+
+def test_a_run_generates_in_tensor_groups(tmp_path):
+    write_run(tmp_path / "run", "mask=prefix_lm", "mask.prefix=48")
+    folder = str(tmp_path / "run")
+    expected = on_workers(0, 1, folder, ())
+    for result in gloo.run(2, on_workers, folder, ("topology.workers=2", f"{TENSOR_PARALLEL}=2")):
+        assert result["greedy"] == expected["greedy"]
+        assert result["sampled"] == expected["sampled"]
 
 
 def with_another_choice(rank: int, world: int, folder: str) -> list[list[int]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import gloo
 import pytest
 import torch
+import torch.distributed as dist
 
 from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.tensor_group import (
     Message,
     TensorGroup,
@@ -19,6 +22,9 @@ from mtrain_cli.parallel.tensor_group import (
     staggered,
 )
 from mtrain_cli.parallel.transport import ExchangeError
+from mtrain_cli.profiling.record_collector import RecordCollector
+from mtrain_cli.records.record_files import WORDS
+from mtrain_cli.records.tensor_waits import TensorWaits
 
 
 def make(rank: int, world: int, tp: int, cp: int = 1) -> TensorGroup:
@@ -130,3 +136,71 @@ def test_staggered_tiles_start_messages_while_older_tiles_compute():
         *[(2, "b"), (1, "c")],
         (2, "c"),
     ]
+
+
+def recorded(rank: int, world: int) -> tuple[Any, list[str]]:
+    """Send a message without a recorder, and two with one. Rank 1 starts the last one late.
+
+    Return the rows of all ranks (on rank 0), and the NVTX ranges.
+    """
+    group = make(rank, world, 2, world // 2)
+    collector = RecordCollector(rank, world, torch.device("cpu"), dist.new_group(backend="gloo"))
+    ranges: list[str] = []
+
+    def noted(kind, direction, link, step):  # noqa: ARG001
+        ranges.append(nvtx_ranges.name(kind, direction, link))
+        return nullcontext()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvtx_ranges, "span", noted)
+        own = torch.ones(3, 2)
+        group.start_gather(own).wait()
+        group.observer.set_recorder(collector.recorder)
+        dist.barrier()
+        collector.start()
+        group.start_gather(own).wait()
+        dist.barrier()
+        time.sleep(0.3 * (rank == 1))
+        group.start_scatter(torch.ones(4, 2)).wait()
+    return collector.collect(0, 0, {}, (1.0, 1.0)), ranges
+
+
+def test_recorded_messages_name_the_worker_that_starts_late():
+    found = gloo.run(4, recorded)
+    for _, ranges in found:
+        # A recorder makes the range of a wait itself.
+        assert ranges == ["post.tensor", "wait.tensor", *2 * ["post.tensor", "wait.tensor"]]
+    rows = found[0][0]
+    assert set(rows["link"]) == {WORDS["link"].index("tensor")}
+    assert set(rows["payload"]) == {WORDS["payload"].index("hidden")}
+    waits = rows[rows["phase"] == WORDS["phase"].index("wait")]
+    assert len(waits) == 8
+    # Three rows of two numbers, then two rows, of the one other worker.
+    assert sorted(waits["bytes"]) == 4 * [16] + 4 * [24]
+    late = {(int(r["rank"]), int(r["peer"])) for r in waits if r["late_us"] > 2e5}
+    assert late == {(0, 1)}, "rank 0 waits for rank 1; ranks 2 and 3 are another group"
+    sums = TensorWaits.none(4)
+    sums.add({name: rows[name] for name in rows.dtype.names})
+    assert 200 < sums.late[0, 1] < 3000
+    assert sums.late[2:].max() < 200
+
+
+def test_a_wait_is_observed():
+    entered: list[str] = []
+
+    @contextmanager
+    def waiting():
+        entered.append("begin")
+        yield
+        entered.append("end")
+
+    class Work:
+        def wait(self) -> None:
+            entered.append("wait")
+
+    group = TensorGroup(0, 2, None)  # type: ignore[arg-type]
+    group.observer.waiting = waiting
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorGroup, "_ranks", (0, 1))
+        Message(torch.ones(1), group, Work()).wait()
+    assert entered == ["begin", "wait", "end"]

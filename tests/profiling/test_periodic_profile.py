@@ -190,3 +190,19 @@ def test_layers_with_different_masks_are_recorded_by_kind(tmp_path):
     indices = load_indices(tmp_path / "runs/one/profile/index.npz")
     assert indices.full is not None
     assert indices.full.layers == {2}
+
+
+def test_a_tensor_parallel_training_records_its_groups(tmp_path):
+    words = ["train.steps=2", "profile.every=2", "topology.tensor_parallel=2", "run.name=one"]
+    with_profile = train(tmp_path, *WORDS, *words)
+    recorded = open_records(tmp_path / "runs/one/profile")
+    assert recorded.complete
+    frame = recorded.frame()
+    assert set(frame["rank"]) == {0, 1}
+    assert set(frame.link) >= {"tensor"}
+    (facts,) = recorded.summary["cases"]
+    assert (facts["cp"], facts["tp"], facts["num_heads"]) == (1, 2, 2)
+    assert load_indices(recorded.folder / "index.npz").setup.heads == 2
+    (tmp_path / "plain").mkdir()
+    plain = train(tmp_path / "plain", *WORDS, *words, "profile.every=0")
+    assert [step["loss"] for step in with_profile] == [step["loss"] for step in plain]

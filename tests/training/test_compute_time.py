@@ -89,3 +89,33 @@ def test_at_most_eight_layers_are_timed_evenly_spread(layers):
     timed = [layer.index for layer in made(layers)[0] if layer._forward_hooks]
     assert len(timed) == min(layers, LAYERS)
     assert len({after - before for before, after in pairwise(timed)}) <= 1
+
+
+def test_waits_for_other_workers_do_not_count(clock):
+    """Each layer waits 5 s of its 2 + 5 s. Waits outside a timed part change nothing."""
+    model, timer = made(2)
+    attend = timer.wrap_attention(None, attention)
+
+    def wait() -> None:
+        with timer.waiting():
+            clock.now += 5
+
+    class Sharing(Layer):
+        def forward(self, attend, clock, seconds):
+            wait()
+            attend(clock, None, None, self.index)
+            clock.now += seconds
+            wait()
+
+    for layer in model:
+        layer.__class__ = Sharing
+    timer.before_step()
+    for layer in model:
+        layer(attend, clock, 2)
+        wait()
+    timer.before_step()
+    assert timer.seconds == 4
+    for layer in model:
+        layer(attend, clock, 3)
+    timer.before_step()
+    assert timer.seconds == 6

@@ -128,6 +128,7 @@ TILES = ("train.tile_mib=1", "model.intermediate_size=2048", "seq=310")
         (2, 2, 1, SLASHES, (RING, "train.activation_checkpoint=full")),
         (2, 2, 1, MOBA, ()),
         (2, 1, 1, FIXED, ("train.shard=optimizer",)),
+        (2, 2, 1, WIDE, ("train.offload_activations=true", RING, "train.keep_mlp=1")),
         (2, 2, 1, (), (ULYSSES, "train.keep_mlp=true", "train.micro_batch=2")),
         (2, 1, 1, TILES, ("train.keep_mlp=1",)),
         (2, 2, 1, WIDE, ("topology.tensor_chunks=5", "train.keep_mlp=1")),

@@ -1,0 +1,70 @@
+"""Time the step of a pipeline: play its schedule with the predicted times of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.parallel.pipeline_player import Played, play
+from mtrain_cli.parallel.pipeline_schedule import FORWARD, Action
+from mtrain_cli.simulation.costs import Costs
+from mtrain_cli.training.pipeline_plan import PipelinePlan
+from mtrain_cli.training.run_plan import RunPlan
+
+# Share of the time of the loss that the forward pass takes if backward computes the logits again:
+# one of four matrix products (`model.loss`).
+_LOSS_IN_FORWARD = 0.25
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Times of a stage in a step, over all micro-batches and virtual stages. The unit is any.
+
+    forward, backward: passes through the layers.
+    loss: LM head and loss; 0 on all stages but the last.
+    """
+
+    forward: float
+    backward: float
+    loss: float
+
+
+def played_step(plan: RunPlan, stages: Sequence[StageTime], hop: float) -> Played:
+    """Play the step of a plan with these times.
+
+    All layers are equal, so a virtual stage takes a share of its stage's time.
+
+    Args:
+        hop: duration of a message between stages.
+    """
+    planned = plan.pipeline
+    assert planned is not None
+    in_forward = 1.0 if plan.config.train.loss_gradients == "forward" else _LOSS_IN_FORWARD
+    last, layers = planned.pipeline.last, planned.layers
+
+    def cost(action: Action) -> float:
+        number, forward = action.virtual_stage, action.kind == FORWARD
+        stage = number % planned.pipeline.stages
+        own, of_stage = stages[stage], sum(layers[stage :: planned.pipeline.stages])
+        passing = (own.forward if forward else own.backward) * layers[number] / of_stage
+        loss = own.loss * (in_forward if forward else 1 - in_forward) * (number == last)
+        return (passing + loss) / planned.pipeline.micro_batches
+
+    return play(planned.pipeline, cost, hop=hop)
+
+
+def hop_us(cluster: Cluster, costs: Costs, plan: RunPlan, pipeline: PipelinePlan) -> float:
+    """Return the time of a message between stages, in microseconds.
+
+    If some hops cross nodes, return their time.
+    """
+    workers = plan.dims.workers // plan.dims.pp
+    nodes = [stage * workers // cluster.gpus_per_node for stage in range(plan.dims.pp)]
+    outer = len(set(nodes)) > 1
+    link = cluster.link(outer=outer)
+    per_us = costs.rate(link.bandwidth_gbps) * 1e3
+    capacity = max(costs.rate(link.capacity_gbps) * 1e3, per_us)
+    # All workers of a node send at once, and share its network cards.
+    sharing = int(costs.burden(link.shared_by)) if outer else 1
+    return costs.burden(link.latency_us) + pipeline.hidden * max(1 / per_us, sharing / capacity)

@@ -1,0 +1,104 @@
+"""The predicted step of a pipeline plays its schedule with the times of its stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import load_cluster
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, played_step
+from mtrain_cli.simulation.scenario import (
+    PairSource,
+    PredictedScenario,
+    Scenario,
+    plan_on,
+    predict_training,
+)
+from mtrain_cli.training.run_plan import RunPlan
+
+CLUSTER = load_cluster("h100_4x8", nodes=2)
+WORDS = (
+    "model=qwen7b", "model.num_layers=8", "seq=32k", "train.global_batch=8",
+    "train.shard=gradients",
+)  # fmt: skip
+TWO = ("topology.pipeline_parallel=2", "topology.stage_layers=[4,4]")
+
+
+def predicted(*words: str, workers: int = 8) -> PredictedScenario:
+    config = compose([*WORDS, *words])
+    scenario = Scenario(config, PairSource("dense").problem(config))
+    return predict_training(CLUSTER, scenario, workers, "striped", "all_gather")
+
+
+def planned(*words: str, workers: int = 8) -> RunPlan:
+    config = compose([*WORDS, *words])
+    return plan_on(CLUSTER, config, workers=workers, layout="striped", exchange="all_gather")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"), [(("topology.stage_layers=[4,4]",), 1), (("topology.virtual_stages=2",), 2)]
+)
+def test_equal_stages_take_the_time_of_the_formula(words, parts):
+    """(m + (p - 1) / v) (F + B) for m micro-batches."""
+    plan = planned(TWO[0], *words, "model.vocab_size=264")
+    assert plan.pipeline is not None
+    assert plan.pipeline.layers == (8 // 2 // parts,) * 2 * parts
+    stages = [StageTime(forward=8.0, backward=16.0, loss=0.0)] * 2
+    assert played_step(plan, stages, 0.0).makespan == pytest.approx((8 + 1 / parts) * 3)
+    with_loss = [stages[0], StageTime(forward=8.0, backward=16.0, loss=8.0)]
+    played = played_step(plan, with_loss, 0.0)
+    assert played.busy(0) == pytest.approx(24)
+    assert played.busy(1) == pytest.approx(32)
+
+
+def test_the_loss_is_in_the_pass_that_forms_its_gradients():
+    stages = [StageTime(8.0, 8.0, 0.0), StageTime(8.0, 8.0, 80.0)]
+    for word, first in (("forward", 1 + 10), ("recompute", 1 + 2.5)):
+        plan = planned(*TWO, f"train.loss_gradients={word}")
+        spans = [span for span in played_step(plan, stages, 0.0).spans if span.stage == 1]
+        assert spans[0].end - spans[0].begin == pytest.approx(first)
+
+
+def test_a_step_adds_up_and_shows_the_wait_for_other_stages():
+    whole, staged = predicted(), predicted(*TWO)
+    assert "pipeline" not in whole.step.parts
+    assert staged.step.parts["pipeline"] > 0
+    assert sum(staged.step.parts.values()) == pytest.approx(staged.step.seconds.value)
+    assert any("topology.pipeline_parallel" in remark for remark in staged.remarks)
+    # All workers together execute the same FLOP.
+    assert staged.step.flop == pytest.approx(whole.step.flop, rel=0.02)
+    assert staged.step.seconds.low < staged.step.seconds.value < staged.step.seconds.high
+
+
+def test_more_micro_batches_idle_less_and_virtual_stages_too():
+    def share(*words: str) -> float:
+        step = predicted(TWO[0], "model.vocab_size=264", *words).step
+        return step.parts["pipeline"] / step.seconds.value
+
+    eight = share()
+    assert eight == pytest.approx(1 / 9, rel=0.1)
+    assert share("train.global_batch=32") == pytest.approx(1 / 33, rel=0.2)
+    assert share("topology.virtual_stages=2") == pytest.approx(1 / 17, rel=0.1)
+
+
+def test_weights_are_gathered_among_the_workers_of_a_stage():
+    staged = predicted(*TWO)
+    assert staged.step.sent <= staged.plan.received.weights
+    assert staged.step.sent == pytest.approx(staged.plan.received.weights, rel=0.25)
+    assert staged.step.sent < 0.6 * predicted().step.sent
+
+
+def test_a_hop_crosses_nodes_if_stages_are_on_different_nodes():
+    found = {}
+    for workers in (8, 16):
+        plan = planned(*TWO, "topology.context_parallel=4", workers=workers)
+        costs = predicted(*TWO, "topology.context_parallel=4", workers=workers).attention.costs
+        assert plan.pipeline is not None
+        found[workers] = hop_us(CLUSTER, costs["value"], plan, plan.pipeline)
+    assert found[16] > 2 * found[8] > 0
+
+
+def test_stages_that_do_not_divide_the_workers_are_refused():
+    with pytest.raises(ConfigError, match=r"topology.pipeline_parallel=3: must divide the 8 work"):
+        predicted("topology.pipeline_parallel=3")
