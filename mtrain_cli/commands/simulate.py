@@ -319,6 +319,34 @@ def recommend(typed: RecommendOptions) -> None:
 
 
 @app.command()
+@with_options(
+    SimulateOptions,
+    *("layout", "exchange", "index", "density", "columns", "layers", "calibration", "slow"),
+    *("jitter", "tokens", "price", "out", "files"),
+)
+def methods(typed: SimulateOptions) -> None:
+    """Compare methods of parallelism: memory, traffic, idle time and limits, each used alone.
+
+    Compares DP, ZeRO-1 to ZeRO-3, TP, TP with SP, PP, Ulysses, ring and zigzag ring. Each method
+    gets the largest degree that the model and the GPUs allow.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain simulate methods model=qwen7b seq=32k --cluster h100_4x8 --nodes 1[/cyan]
+          Compare on the eight GPUs of a node
+      [cyan]mtrain simulate methods model=llama8b seq=128k --workers 4 --json[/cyan]
+          Print the numbers in bytes, for scripts
+    """
+    job = parse_job(typed)
+    job.request.check(job.workers)
+    job.require_gpus(False, "give a cluster of GPUs")
+    # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.commands.simulate_methods import show_methods
+
+    show_methods(job)
+
+
+@app.command()
 def validate(
     runs: Annotated[list[Path], argument("RUN", complete_measured)],
     prediction: Annotated[list[Path] | None, option("DIR")] = None,

@@ -1,0 +1,90 @@
+"""`mtrain simulate methods`: compare methods of parallelism for a model and its GPUs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import typer
+
+from mtrain_cli.commands.simulate_args import SimulateJob
+from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.console import Console
+from mtrain_cli.reporting.terminal_width import new_table, print_table, say
+from mtrain_cli.simulation.methods import (
+    ImpossibleMethod,
+    MethodCost,
+    compare,
+    sequences_of,
+)
+from mtrain_cli.simulation.scenario import plan_on
+from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.run_plan import RunPlan
+
+_WORDS = ("method", "workers")
+_SIZES = ("weights", "gradients", "optimizer", "activations", "received")
+_SPARE = ("imbalance", "degree is limited by", "idle", "gradients", "optimizer")
+_LABEL = len("not    ")
+_LEGEND = (
+    "GiB of one worker. weights: float32 shards, and what is whole in the compute dtype at the "
+    "same time. activations: the most that layers keep for backward. received: weights, gradients, "
+    "keys, values and hidden states, per step. idle: share of the time in which a stage idles. "
+    "imbalance: attention work of the worker with the most, over the mean. Workers that a method "
+    "leaves over share the sequences of a step (data). *: a formula, because mtrain does not have "
+    "this method; the other rows are those of `mtrain train --dry-run`."
+)
+
+
+def show_methods(job: SimulateJob) -> None:
+    """Print what each method costs a worker, as a table or as JSON."""
+    config = job.request.compose(job.request.words)
+    found = compare(config, job.workers, min(job.cluster.gpus_per_node, job.workers), _planner(job))
+    if job.typed.as_json:
+        typer.echo(json.dumps(_document(job, config, found), indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    costs = [each for each in found if isinstance(each, MethodCost)]
+    title = (
+        f"{job.cluster.name}, {job.workers} workers, {config.model.name}, "
+        f"seq {format_size(config.seq)}, {sequences_of(config, job.workers)} sequences per step, "
+        f"train.activation_checkpoint={config.train.activation_checkpoint}: each method alone"
+    )
+    columns = (*_WORDS, *_SIZES, "idle", "imbalance", "degree is limited by")
+    table = new_table(columns, len(_WORDS), title=title)
+    for cost in costs:
+        table.add_row(
+            cost.name + "*" * cost.formula,
+            cost.workers,
+            *(f"{getattr(cost, name) / GIB:,.2f}" for name in _SIZES),
+            f"{cost.idle:.0%}" if cost.idle else "",
+            f"{cost.imbalance:.2f}",
+            cost.limit,
+        )
+    print_table(console, table, _SPARE)
+    say(console, _LEGEND)
+    for each in found:
+        if isinstance(each, ImpossibleMethod):
+            say(console, f"not    {each.name}: {each.why}", _LABEL)
+
+
+def _planner(job: SimulateJob) -> Any:
+    def plan(config: Config) -> RunPlan:
+        return plan_on(job.cluster, config, workers=job.workers, kernel=job.request.typed_kernel)
+
+    return plan
+
+
+def _document(
+    job: SimulateJob, config: Config, found: list[MethodCost | ImpossibleMethod]
+) -> dict[str, Any]:
+    return {
+        "kind": "methods",
+        "cluster": job.cluster.name,
+        "workers": job.workers,
+        "model": config.model.name,
+        "seq": config.seq,
+        "global_batch": sequences_of(config, job.workers),
+        "methods": [asdict(each) for each in found],
+    }

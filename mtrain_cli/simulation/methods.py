@@ -1,0 +1,282 @@
+"""Compare methods of parallelism: what one worker holds, receives and waits for, each used alone.
+
+Rows of methods that mtrain has come from its plans. Rows that mtrain does not have are formulas:
+
+- DP (all-reduce of gradients): every worker holds all weights, gradients and AdamW states. A ring
+  all-reduce brings 2 (W - 1) / W of the gradients.
+- TP without sequence parallelism (arXiv:1909.08053, section 3): two all-reduces of hidden states
+  per layer and pass. Each brings as many bytes as a gather and a scatter. Hidden states between
+  the matrices are whole on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config import tensor_parallel
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.validate import problems
+from mtrain_cli.parallel.layout import Joined
+from mtrain_cli.training.run_plan import RunPlan
+from mtrain_cli.training.state_memory import BYTES, largest_states
+from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, message_bytes
+
+Planner = Callable[[Config], RunPlan]
+_TENSOR, _PIPELINE, _CONTEXT = "tensor_parallel", "pipeline_parallel", "context_parallel"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of parallelism.
+
+    name: name in tables.
+    degree: key in ``topology`` that takes the degree; empty for data parallelism.
+    topology, train: settings that select the method.
+    formula_of: name of the method from whose plan a formula starts; empty if mtrain has the method.
+    """
+
+    name: str
+    degree: str = ""
+    topology: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    formula_of: str = ""
+
+
+ZERO_3, TENSOR_SEQUENCE = "ZeRO-3", "TP + SP"
+METHODS = (
+    Method("DP", formula_of=ZERO_3),
+    Method("ZeRO-1", train={"shard": "optimizer"}),
+    Method("ZeRO-2", train={"shard": "gradients"}),
+    Method(ZERO_3, train={"shard": "full"}),
+    Method("TP", _TENSOR, formula_of=TENSOR_SEQUENCE),
+    Method(TENSOR_SEQUENCE, _TENSOR, train={"shard": "full"}),
+    Method("PP", _PIPELINE, train={"shard": "gradients"}),
+    Method("Ulysses", _CONTEXT, {"exchange": "ulysses"}, {"shard": "full"}),
+    Method("ring", _CONTEXT, {"exchange": "ring", "layout": "contiguous"}, {"shard": "full"}),
+    Method("zigzag ring", _CONTEXT, {"exchange": "ring", "layout": "zigzag"}, {"shard": "full"}),
+)
+
+
+@dataclass(frozen=True)
+class MethodCost:
+    """What a method costs one worker. Sizes are in bytes.
+
+    workers: the degrees of all dimensions, such as ``2 data x 4 context``.
+    limit: what limits the degree of the method.
+    weights: float32 shards, and weights in the compute dtype that are whole at the same time.
+    gradients: gradients at the end of the backward pass.
+    optimizer: both AdamW states.
+    activations: most bytes that layers keep for the backward pass.
+    received: bytes of weights, gradients, keys, values and hidden states in a step.
+    idle: share of the time in which a pipeline stage idles.
+    imbalance: query-key pairs of the worker with the most, divided by the mean.
+    formula: whether the row is a formula only, because mtrain does not have the method.
+    """
+
+    name: str
+    workers: str
+    limit: str
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    received: float
+    idle: float
+    imbalance: float
+    formula: bool = False
+
+
+@dataclass(frozen=True)
+class ImpossibleMethod:
+    """A method that cannot run with these settings, and why."""
+
+    name: str
+    why: str
+
+
+def compare(
+    config: Config, workers: int, per_node: int, plan: Planner
+) -> list[MethodCost | ImpossibleMethod]:
+    """Return the costs of all methods, in the order of `METHODS`.
+
+    Each method gets the largest degree that it allows. Data parallelism with the same sharding uses
+    the other workers. All methods train on the same sequences per step.
+
+    Args:
+        per_node: number of workers of a node.
+        plan: plans a configuration.
+    """
+    costs: list[MethodCost | ImpossibleMethod] = []
+    by_name = {method.name: method for method in METHODS}
+    for method in METHODS:
+        base = by_name[method.formula_of or method.name]
+        try:
+            chosen = configured(config, base, workers, per_node)
+            if wrong := problems(chosen):
+                raise ConfigError(*wrong)
+            planned = plan(chosen)
+        except ConfigError as error:
+            costs.append(ImpossibleMethod(method.name, error.problems[0]))
+            continue
+        limit = _limit(method, config, per_node)
+        if method.name == "DP":
+            costs.append(_replicated(planned, limit))
+        elif method.formula_of:
+            costs.append(_tensor_alone(planned, limit))
+        else:
+            costs.append(cost_of(planned, method.name, limit))
+    return costs
+
+
+def configured(config: Config, method: Method, workers: int, per_node: int) -> Config:
+    """Return the configuration of a method with the largest degree that it allows.
+
+    Raises:
+        ConfigError: the method allows no degree above 1.
+    """
+    degree = 1
+    if method.degree:
+        allowed = (n for n in range(workers, 0, -1) if workers % n == 0)
+        degree = next(n for n in allowed if _allows(method, config, n, per_node))
+        if degree == 1 < workers:
+            limit = _limit(method, config, per_node)
+            raise ConfigError(f"no degree above 1 fits {limit} with these settings")
+    degrees = {_CONTEXT: 1, _TENSOR: 1, _PIPELINE: 1}
+    if method.degree:
+        degrees[method.degree] = degree
+    return config.changed(
+        topology={"workers": workers, **degrees, **method.topology},
+        train={
+            "global_batch": sequences_of(config, workers),
+            "memory": "manual",
+            **method.train,
+        },
+    )
+
+
+def sequences_of(config: Config, workers: int) -> int:
+    """Return the sequences per step of all methods.
+
+    At least two micro-batches for each worker of data parallelism: with one, ZeRO-1 and ZeRO-2 hold
+    and send the same.
+    """
+    each = workers * config.train.micro_batch
+    return max(2, -(-config.train.global_batch // each)) * each
+
+
+def _allows(method: Method, config: Config, degree: int, per_node: int) -> bool:
+    model, block = config.model, config.topology.block_size
+    if method.degree == _TENSOR:
+        changed = config.changed(topology={_TENSOR: degree})
+        return per_node % degree == 0 and not any(tensor_parallel.problems(changed))
+    if method.degree == _PIPELINE:
+        return degree <= model.num_layers
+    if method.name == "Ulysses":
+        return gcd(model.num_heads, model.num_kv_heads) % degree == 0
+    return config.seq >= block * degree * (2 if "zigzag" in method.name else 1)
+
+
+def _limit(method: Method, config: Config, per_node: int) -> str:
+    """Return what limits the degree of a method, with numbers."""
+    model, blocks = config.model, config.seq // config.topology.block_size
+    if not method.degree:
+        return "sequences per step"
+    if method.degree == _TENSOR:
+        heads = f"{model.num_heads} heads, {model.num_kv_heads} KV heads"
+        return f"{heads}, MLP of {model.intermediate_size:,}, {per_node} GPUs of a node"
+    if method.degree == _PIPELINE:
+        return f"{model.num_layers} layers"
+    if method.name == "Ulysses":
+        return f"{model.num_heads} heads, {model.num_kv_heads} KV heads"
+    return f"{blocks // 2 if 'zigzag' in method.name else blocks:,} blocks of the sequence"
+
+
+def cost_of(plan: RunPlan, name: str = "", limit: str = "") -> MethodCost:
+    """Return what a plan costs the worker with the largest shards."""
+    config, e = plan.config, plan.dtype_bytes
+    states = largest_states(config, plan.dims.workers, plan.micro_batches, e)
+    pipeline, received = plan.pipeline, plan.received
+    layers = states.layers
+    of_layer = (
+        received.forward + received.backward + received.tensor_forward + received.tensor_backward
+    )
+    hops = 0 if pipeline is None else pipeline.received
+    return MethodCost(
+        name=name,
+        workers=str(plan.dims),
+        limit=limit,
+        weights=states.parameters + states.weights(layers, 2) + e * states.root_weights,
+        gradients=states.gradients(layers),
+        optimizer=states.optimizer,
+        activations=max(moment.activations for moment in plan.memory.moments),
+        received=plan.micro_batches * layers * of_layer + received.weights + hops,
+        idle=0.0 if pipeline is None else pipeline.played.bubble,
+        imbalance=_imbalance(plan),
+    )
+
+
+def _imbalance(plan: RunPlan) -> float:
+    """Return the pairs of the place with the most, divided by the mean, for one document."""
+    joined, seq = Joined.of(plan.layout, plan.exchange.heads), plan.layout.seq
+    rules = MaskRule.of(plan.config).by_layers(plan.config.model.num_layers)
+    pairs = np.zeros(joined.workers)
+    for rule, count in rules:
+        mask = rule.undivided(seq, seq)
+        of_query = (mask.high - mask.low).sum(0)
+        for place in range(joined.workers):
+            positions = joined.positions(place)
+            pairs[place] += count * of_query[positions[positions < seq]].sum()
+    return float(pairs.max() / pairs.mean())
+
+
+def _replicated(plan: RunPlan, limit: str) -> MethodCost:
+    """Return the cost of data parallelism whose workers hold everything, from a plan of ZeRO-3."""
+    base, weights, workers = cost_of(plan), plan.parameters.total, plan.dims.workers
+    r = BYTES[plan.config.train.reduce_dtype]
+    return MethodCost(
+        name="DP",
+        workers=base.workers,
+        limit=limit,
+        weights=(4 + plan.dtype_bytes) * weights,
+        gradients=4 * weights,
+        optimizer=8 * weights,
+        activations=base.activations,
+        received=2 * (workers - 1) / workers * r * weights,
+        idle=0.0,
+        imbalance=base.imbalance,
+        formula=True,
+    )
+
+
+def _tensor_alone(plan: RunPlan, limit: str) -> MethodCost:
+    """Return the cost of tensor parallelism alone, from a plan with sequence parallelism.
+
+    The weights are those of the plan. With activation checkpointing, a layer keeps its whole input
+    and repeats the all-reduce behind attention.
+    """
+    base, config = cost_of(plan), plan.config
+    message = message_bytes(config, plan.layout, plan.dtype_bytes)
+    layers, recomputes = config.model.num_layers, config.train.activation_checkpoint != "none"
+    # Each message brings the rows of the other workers, which every worker now keeps, too: the
+    # input of the layer, and without checkpointing also the one of the MLP.
+    more = layers * message * (1 if recomputes else 2)
+    messages = 2 * FORWARD_MESSAGES + 2 * recomputes
+    return MethodCost(
+        name="TP",
+        workers=base.workers,
+        limit=limit,
+        weights=base.weights,
+        gradients=base.gradients,
+        optimizer=base.optimizer,
+        activations=base.activations + more,
+        received=plan.micro_batches * layers * messages * message + plan.received.weights,
+        idle=0.0,
+        imbalance=base.imbalance,
+        formula=True,
+    )
