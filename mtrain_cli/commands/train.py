@@ -157,6 +157,7 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
     from mtrain_cli.training.run_plan import make_plan
 
     require_labels(config)
+    require_eval_tasks(config)
     run_plan = make_plan(config)
     warn_of_unused_settings(
         words,
@@ -259,6 +260,15 @@ def require_labels(config: Config) -> None:
         )
 
 
+def require_eval_tasks(config: Config) -> None:
+    """Raise ConfigError if ``train.eval_tasks`` cannot be measured, before workers start."""
+    if config.train.eval_tasks:
+        # Imports torch, which other runs do not need here.
+        from mtrain_cli.evaluation.in_training import require_tasks
+
+        require_tasks(config)
+
+
 def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
@@ -266,6 +276,7 @@ def _launch(
 
     require_data(config)  # before anything heavy is imported
     require_labels(config)
+    require_eval_tasks(config)
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import launch
@@ -322,6 +333,7 @@ def train_new_run(config: Config) -> Path:
 
     require_data(config)
     require_labels(config)
+    require_eval_tasks(config)
     environment = checked_environment(config, [])
     run = run_dir.create(config, [])
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from mtrain_cli.config.mask_settings import MaskConfig
 
 # Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
-LATER = {
+LATER: dict[str, Any] = {
     "profile.every": 0,
     "data.mix": None,
     "data.token_dtype": "auto",
@@ -17,6 +17,14 @@ LATER = {
     "data.mask_key": None,
     "data.positions_key": None,
     "train.eval_every": 0,
+    "train.eval_tasks": [],
+    "eval.length": "auto",
+    "eval.samples": 10,
+    "eval.form": "sentences",
+    "eval.haystack": "stdlib",
+    "eval.needles": 10,
+    "eval.chains": 0.0,
+    "eval.seed": 1,
     "optim.skip_spikes": False,
     "optim.decay_steps": "auto",
     "optim.schedule_steps": "auto",

@@ -32,6 +32,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "data.mix": (),
     "data.tokenizer": ("auto", "bytes"),
     "train.init_from": (),
+    "eval.haystack": ("stdlib",),
     "run.dir": ("auto",),
     "topology.cluster": ("auto", *cluster.shipped()),
 }
@@ -188,7 +189,13 @@ class ConfigKey:
             kinds = kinds[:1] * len(value)
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             return _WRONG
-        parts = tuple(self._convert_to(part, item) for part, item in zip(kinds, value, strict=True))
+        parts = tuple(
+            # A text in a list is literal; alone, it could only be the word auto.
+            (item if isinstance(item, str) else _WRONG)
+            if part is str
+            else self._convert_to(part, item)
+            for part, item in zip(kinds, value, strict=True)
+        )
         return _WRONG if any(part is _WRONG for part in parts) else parts
 
     def _convert_text(self, value: Any) -> Any:

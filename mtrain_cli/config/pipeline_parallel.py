@@ -14,6 +14,7 @@ NEED_WHOLE_MODEL = {
     "train.offload_activations": False,
     **NEED_WHOLE_LAYERS,
     "profile.every": 0,
+    "train.eval_tasks": (),
 }
 _DEFAULTS = {"schedule": "auto", "virtual_stages": 1, "stage_layers": "auto"}
 

@@ -34,6 +34,7 @@ _SEQUENCES = (10**6, "mtrain keeps a list of them")
 _MIB = (2**20, "1 TiB")
 _TABLE = (MOST_TOKENS, "a batch holds a table of all positions, 0.5 GiB at this length")
 _TOKENS = POSITIVE.up_to(*_TABLE)
+_TEXT = at_least(2).up_to(*TOKENS_OF_SEQ)
 _WORKERS = POSITIVE.up_to(2**14, "planning takes time for every worker")
 _HEADS = POSITIVE.up_to(65_535, "the limit of a CUDA grid")
 _STAGES = POSITIVE.up_to(10_000, "the maximum of model.num_layers")
@@ -57,6 +58,8 @@ SHARDS = ("full", "gradients", "optimizer")
 REDUCE_DTYPES = ("float32", "bfloat16")
 CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
+SENTENCES, PYTHON = NEEDLE_FORMS = ("sentences", "python")
+PERPLEXITY, NIAH = EVAL_TASKS = ("perplexity", "niah")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
@@ -394,8 +397,10 @@ class TrainConfig:
         (PaLM uses 1e-4)
     init_from: Hugging Face folder (config.json and safetensors) with the initial weights, which
         also gives the model if no model=... is set; null = random weights
-    eval_every: number of steps between evaluations on the held-out sequences (data.eval_sequences),
-        in addition to evaluations at the start and end of the run; 0 = no additional evaluations
+    eval_every: number of steps between evaluations on the held-out sequences (data.eval_sequences)
+        and of train.eval_tasks, in addition to evaluations at the start and end of the run; 0 = no
+        additional evaluations
+    eval_tasks: tasks of `mtrain eval` to measure during training: perplexity, niah
     checkpoint_every: number of steps between checkpoints; 0 = only at the end
     keep_checkpoints: number of newest checkpoints to keep
     checkpoint_at_end: save a checkpoint when the run ends
@@ -421,10 +426,44 @@ class TrainConfig:
     z_loss: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
     init_from: str | None = option()
     eval_every: int = option(_STEPS_OR_0)
+    eval_tasks: tuple[str, ...] = option(expected="a list of tasks such as [niah,perplexity]")
     checkpoint_every: int = option(_STEPS_OR_0)
     keep_checkpoints: int = option(POSITIVE)
     checkpoint_at_end: bool = option()
     deterministic: bool = option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Samples of the tasks that train.eval_tasks names. The keys are options of `mtrain eval`, too.
+
+    length: tokens of a sample, or a list of lengths; auto = seq
+    samples: number of samples of each task and length
+    form: niah: sentences, or python = the lines of `mtrain data needles`
+    haystack: niah: file or folder of the text around the needles; stdlib = Python's own sources
+    needles: niah: number of needles in each sequence
+    chains: niah: share of the questions that follow a link; form=python only
+    seed: niah: determines names, numbers and places
+    """
+
+    length: tuple[int, ...] | int | str = option(
+        _TEXT,
+        tokens=True,
+        expected="auto, a number of tokens such as 8k, or a list such as [8k,64k]",
+    )
+    samples: int = option(POSITIVE.up_to(*_SEQUENCES))
+    form: str = option(NEEDLE_FORMS)
+    haystack: str = option()
+    needles: int = option(POSITIVE.up_to(2048, "the maximum of `mtrain eval niah`"))
+    chains: float = option(FRACTION)
+    seed: int = option(NOT_NEGATIVE)
+
+    def lengths(self, seq: int) -> tuple[int, ...]:
+        """Return the lengths of samples. seq: tokens of a training sequence."""
+        if isinstance(self.length, str):
+            return (seq,)
+        given = (self.length,) if isinstance(self.length, int) else self.length
+        return tuple(dict.fromkeys(given))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,6 +527,7 @@ class Config:
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
+    eval: EvalConfig
     profile: ProfileConfig
     run: RunConfig
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mtrain_cli.config import keys
+from mtrain_cli.config import eval_tasks, keys
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.overrides import parse
@@ -124,6 +124,7 @@ def _ineffective_keys(config: Config) -> Iterator[tuple[str, str]]:
         is_open = name == "train.checkpoint_keep" and config.train.memory == "auto"
         if values[reader] != needed and not is_open:
             yield name, f"{reader}={values[reader]}; only {reader}={needed} uses it"
+    yield from eval_tasks.without_effect(config)
     for name in _INTERVALS:
         if values[name] > config.train.steps:
             yield name, f"train.steps={config.train.steps} ends first"

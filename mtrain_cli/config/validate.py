@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config import keys, pipeline_parallel, tensor_parallel
+from mtrain_cli.config import eval_tasks, keys, pipeline_parallel, tensor_parallel
 from mtrain_cli.config.cluster import file_of
 from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
@@ -64,6 +64,7 @@ def problems(config: Config) -> list[str]:
         *_optim(config),
         *_train(config.train, config.topology),
         *_offload(config.train, config.model.num_layers),
+        *eval_tasks.problems(config),
         *_run(config),
     ]
 
@@ -504,10 +505,11 @@ def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
 
 
 def _run(config: Config) -> Iterator[str]:
-    if config.train.eval_every > 0 and config.data.eval_sequences == 0:
+    train = config.train
+    if train.eval_every > 0 and config.data.eval_sequences == 0 and not train.eval_tasks:
         yield (
-            f"train.eval_every={config.train.eval_every}: no held-out sequences to evaluate on; "
-            "add data.eval_sequences=4, for example"
+            f"train.eval_every={train.eval_every}: no held-out sequences to evaluate on; add "
+            "data.eval_sequences=4, for example, or train.eval_tasks=[niah]"
         )
     if not re.fullmatch(r"[\w.+=-]+", config.run.name) or config.run.name in (".", ".."):
         yield (

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.scorer import Scorer
 
 
-@torch.no_grad()
 def forced(
-    engine: Engine,
+    scorer: Scorer,
     ids: Sequence[int],
     places: Sequence[int],
     documents: np.ndarray | None = None,
@@ -35,33 +32,6 @@ def forced(
             equal, the lowest id counts as the largest.
         losses: -log p of each token, in nats, float64 [places].
     """
-    hidden_1NC, layout = engine.hidden(ids, documents=documents)
-    own = layout.positions(engine.group.rank)
-    wanted = np.asarray(places) - 1  # the logits for a token stand one place before it
-    slots = np.flatnonzero(np.isin(own, wanted))
-    found = torch.zeros(2, len(wanted), dtype=torch.float64)
-    if len(slots):
-        rows_NC = hidden_1NC[0, torch.from_numpy(slots).to(hidden_1NC.device)]
-        at = np.searchsorted(wanted, own[slots])
-        labels_N = torch.tensor([ids[place + 1] for place in wanted[at]], device=rows_NC.device)
-        found[:, torch.from_numpy(at)] = _score(engine, rows_NC, labels_N)
-    if engine.group.size > 1:
-        shared = found.to(hidden_1NC.device)
-        dist.all_reduce(shared, group=engine.group.whole)
-        found = shared.cpu()
-    hits, losses = found.numpy()
-    return hits > 0.5, losses
-
-
-def _score(engine: Engine, rows_NC: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """Return the hits and the losses of rows, float64 [2, N] on the CPU."""
-    scores = torch.empty(2, len(labels_N), dtype=torch.float64)
-    vocabulary = engine.config.model.vocab_size
-    chunk = max(1, engine.decoder.loss.chunk_bytes // (8 * vocabulary))
-    for first in range(0, len(labels_N), chunk):
-        labels = labels_N[first : first + chunk]
-        logits = engine.decoder.head(rows_NC[None, first : first + chunk])[0].double()
-        losses = logits.logsumexp(-1) - logits.gather(-1, labels[:, None])[:, 0]
-        scores[0, first : first + chunk] = (logits.argmax(-1) == labels).double().cpu()
-        scores[1, first : first + chunk] = losses.cpu()
-    return scores
+    losses, hits = scorer.token_scores(ids, documents, places)
+    at = np.asarray(places) - 1
+    return hits.numpy()[at], losses.double().numpy()[at]

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation import ruler
@@ -19,6 +19,7 @@ from mtrain_cli.evaluation.sources import Sources
 from mtrain_cli.evaluation.word_lists import identity
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.sampling import Sampling
+from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec
 
 PREFIX = "ruler:"
@@ -84,7 +85,8 @@ class Generated:
             ids = self.codec.encode(sample.prompt)
             yield {"ids": ids, "outputs": list(sample.outputs)}
 
-    def measure(self, engine: Engine, cell: Cell, items: Sequence[Item]) -> list[Row]:
+    def measure(self, scorer: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:
+        engine = cast(Engine, scorer)  # `mtrain eval` alone measures this, with an engine
         prompts = [item["ids"] for item in items]
         most, stop = self.answer_tokens(cell), self.codec.stop
         completions = engine.generate(prompts, most, Sampling(), stop)

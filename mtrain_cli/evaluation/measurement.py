@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mtrain_cli.evaluation.results import Result
-from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.scorer import Scorer
 
 Row = dict[str, Any]
 Item = dict[str, Any]
@@ -49,7 +49,7 @@ class Measurement(Protocol):
         """
         ...
 
-    def measure(self, engine: Engine, cell: Cell, items: Sequence[Item]) -> list[Row]:
+    def measure(self, scorer: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:
         """Return a row with the key ``score`` for each item. All workers call this together."""
         ...
 

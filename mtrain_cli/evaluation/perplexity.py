@@ -20,7 +20,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.held_out_text import Sequence as TextSequence
 from mtrain_cli.evaluation.measurement import Cell, Item, Row
 from mtrain_cli.evaluation.results import NATS, Part, Result, mean_and_error
-from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.training.evaluation import bucket_edges
 
 TASK = "perplexity"
@@ -77,18 +77,18 @@ class Perplexity:
 
     def measure(
         self,
-        engine: Engine,
+        scorer: Scorer,
         cell: Cell,  # noqa: ARG002 - the items say it all
         items: Sequence[Item],
     ) -> list[Row]:
-        return [self._measure(engine, item) for item in items]
+        return [self._measure(scorer, item) for item in items]
 
-    def _measure(self, engine: Engine, item: Item) -> Row:
+    def _measure(self, scorer: Scorer, item: Item) -> Row:
         ids, documents = item["ids"], item["documents"]
         if documents is not None:
             documents = np.asarray(documents, np.int32)
         sequence = TextSequence(np.asarray(ids, np.int32), documents)
-        losses = engine.token_losses(ids, documents).double().numpy()
+        losses = scorer.token_losses(ids, documents).double().numpy()
         earlier = sequence.earlier[:-1]
         counted = np.ones(len(losses), bool)
         if documents is not None:
@@ -102,7 +102,7 @@ class Perplexity:
         if self.short is not None:
             keys = item.get("keys")
             if keys is None:
-                short = short_losses(engine, ids, self.short, documents)
+                short = short_losses(scorer, ids, self.short, documents)
                 keys = key_places(losses, short, counted & (earlier >= self.short))
             row["keys"] = list(map(int, keys))
             row["key_loss"] = _finite(losses[keys].mean()) if len(keys) else None
@@ -146,7 +146,7 @@ def text_hash(ids: np.ndarray) -> str:
 
 
 def short_losses(
-    engine: Engine, ids: Sequence[int], short: int, documents: np.ndarray | None = None
+    scorer: Scorer, ids: Sequence[int], short: int, documents: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the loss of each token but the first with a short context, float64 [tokens - 1].
 
@@ -161,7 +161,7 @@ def short_losses(
         begin = max(0, done - short)
         end = min(len(ids), (done if done else short) + stride + 1)
         own = None if documents is None else documents[begin:end] - documents[begin]
-        window = engine.token_losses(ids[begin:end], own).double().numpy()
+        window = scorer.token_losses(ids[begin:end], own).double().numpy()
         losses[done : end - 1] = window[done - begin :]
         done = end - 1
     return losses

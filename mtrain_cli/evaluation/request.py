@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, SENTENCES, Config, ConfigError
 from mtrain_cli.data.corpora import Corpus, stdlib_corpus
 from mtrain_cli.data.needles import NeedleSettings, needle_documents
 from mtrain_cli.data.text_files import text_corpus
@@ -30,8 +30,7 @@ from mtrain_cli.launch.manifest import Manifest, ManifestError
 from mtrain_cli.launch.run_dir import PLAN
 from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
 
-PERPLEXITY, NIAH, RULER = "perplexity", "niah", "ruler"
-SENTENCES, PYTHON = "sentences", "python"
+RULER = "ruler"
 STDLIB = "stdlib"
 _HAYSTACK_CHARACTERS = 1 << 23  # of a corpus, which then repeats
 
@@ -108,6 +107,11 @@ class Weights:
             raise ConfigError(f"{path}: {error}") from None
         crc = zlib.crc32(json.dumps(asdict(manifest)["files"], sort_keys=True).encode())
         return Weights(str(path.absolute()), False, manifest.step, f"{manifest.step}-{crc:08x}")
+
+    @staticmethod
+    def in_training(run: Path, step: int) -> Weights:
+        """Return the weights that a run trains, after ``step`` optimizer steps."""
+        return Weights(str(run.absolute()), False, step, f"training-{step}")
 
 
 @dataclass(frozen=True)

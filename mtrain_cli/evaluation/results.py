@@ -22,6 +22,7 @@ from mtrain_cli.config.schema import ConfigError
 FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
 NATS, PERCENT = "nats", "%"
+IN_TRAINING = "in_training"  # key of a sample that a run measured during training
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,23 @@ class ResultsFolder:
             opened.results[result.key] = result
         return opened
 
+    def drop_training(self, after: int) -> None:
+        """Drop what a run measured during training after step ``after``: it trains these again."""
+        stale = {
+            key
+            for key, rows in self.samples.items()
+            if any(row.get(IN_TRAINING) and row["step"] > after for row in rows.values())
+        }
+        if not stale:
+            return
+        self.samples = {key: rows for key, rows in self.samples.items() if key not in stale}
+        self.results = {key: one for key, one in self.results.items() if key not in stale}
+        # Results first: a result without samples would be kept for ever.
+        _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
+        _rewrite(
+            self.path / SAMPLES, (row for rows in self.samples.values() for row in rows.values())
+        )
+
     def add_sample(self, row: dict[str, Any]) -> None:
         """Append the row of a sample. It has the keys ``key``, ``index`` and ``score``."""
         self.samples.setdefault(row["key"], {})[row["index"]] = row
@@ -141,8 +159,7 @@ class ResultsFolder:
         if result.key in self.results:
             del self.results[result.key]
             self.results[result.key] = result
-            lines = (json.dumps(asdict(one)) + "\n" for one in self.results.values())
-            replace_text(self.path / RESULTS, "".join(lines))
+            _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
             return
         self.results[result.key] = result
         _append(self.path / RESULTS, asdict(result))
@@ -218,6 +235,10 @@ def _results(rows: Iterable[dict[str, Any]]) -> list[Result]:
 def _append(file: Path, row: Mapping[str, Any]) -> None:
     with file.open("a", encoding="utf-8") as open_file:
         open_file.write(json.dumps(row) + "\n")
+
+
+def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _kept(file: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from mtrain_cli.evaluation.depth_grid import DepthSample
 from mtrain_cli.evaluation.forced import forced
 from mtrain_cli.evaluation.measurement import Cell, Item, Row
 from mtrain_cli.evaluation.results import PERCENT, Part, Result, mean_and_error
-from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.scorer import Scorer
 
 TASK = "niah"
 DEPTHS = 10  # ranges of depth in a result
@@ -46,11 +46,11 @@ class Retrieval:
 
     def measure(
         self,
-        engine: Engine,
+        scorer: Scorer,
         cell: Cell,  # noqa: ARG002 - the items say it all
         items: Sequence[Item],
     ) -> list[Row]:
-        return [_measure(engine, item) for item in items]
+        return [_measure(scorer, item) for item in items]
 
     def count(self, cell: Cell, wanted: int) -> int:  # noqa: ARG002 - any number can be made
         return wanted
@@ -108,10 +108,10 @@ def python_item(document: NeedleDocument, tokenizer: Tokenizer) -> Item:
     return {"ids": np.concatenate(encoded).tolist(), "answers": answers, "depths": depths}
 
 
-def _measure(engine: Engine, item: Item) -> Row:
+def _measure(scorer: Scorer, item: Item) -> Row:
     places = [place for first, last in item["answers"] for place in range(first, last)]
     order = np.argsort(places, kind="stable")
-    hits, losses = forced(engine, item["ids"], [places[at] for at in order])
+    hits, losses = forced(scorer, item["ids"], [places[at] for at in order])
     found, nats = np.empty(len(places), bool), np.empty(len(places))
     found[order], nats[order] = hits, losses
     right, costs, at = [], [], 0

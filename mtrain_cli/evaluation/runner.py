@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
-from mtrain_cli.evaluation.results import NATS, Result, ResultsFolder, key_of
+from mtrain_cli.evaluation.results import IN_TRAINING, NATS, Result, ResultsFolder, key_of
 from mtrain_cli.inference.answers import describe, report
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.model_source import ModelSource
-from mtrain_cli.inference.text import open_codec
+from mtrain_cli.inference.scorer import Scorer
+from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.collectives import share
 
@@ -63,10 +65,24 @@ class Setting:
         return ModelSource(Path(self.weights.path), self.weights.is_folder, self.config)
 
 
+@dataclass(frozen=True)
+class InTraining:
+    """A model in training.
+
+    say: shows a line to the user.
+    """
+
+    scorer: Scorer
+    codec: TextCodec
+    say: Callable[[str], None]
+
+
 class Runner:
     """Evaluates on this worker. All workers call `run` together.
 
     stop: returns whether the user asked to stop. Only the first worker's counts.
+    training: the model in training to evaluate instead of weights on disk.
+    problem: why results in training could not be written; "" if they were.
     """
 
     def __init__(
@@ -75,20 +91,27 @@ class Runner:
         configs: Sequence[Config],
         environment: Environment,
         stop: Callable[[], bool] = lambda: False,
+        training: InTraining | None = None,
     ) -> None:
         self._request, self._environment, self._stop = request, environment, stop
+        self._training, self.problem = training, ""
         self._first = environment.rank == 0
         pairs = list(zip(request.attentions, configs, strict=True))
         self._settings = [
             Setting(weights, name, config) for weights in request.weights for name, config in pairs
         ]
-        folder = None if request.tokenizer is None else Path(request.tokenizer)
         source = self._settings[0].source()
+        if training is not None:
+            codec = training.codec
+        else:
+            codec = open_codec(
+                source, None if request.tokenizer is None else Path(request.tokenizer)
+            )
         self._measurement: Measurement = open_measurement(
             # Only the first worker reads texts. The others measure what it sends.
             request if self._first else replace(request, samples=0),
             source,
-            open_codec(source, folder),
+            codec,
         )
 
     def run(self) -> None:
@@ -99,8 +122,21 @@ class Runner:
             ConfigError: a sample does not fit, or the folder holds results of another model.
         """
         request = self._request
-        folder = ResultsFolder.open(Path(request.out), request.model) if self._first else None
-        progress = EvaluationProgress(*self._work(folder), enabled=self._first)
+        self.run_in(ResultsFolder.open(Path(request.out), request.model) if self._first else None)
+
+    def run_at(self, step: int, folder: ResultsFolder | None) -> None:
+        """Measure the model in training after ``step`` steps. folder: as in `run_in`."""
+        self._settings = [
+            replace(one, weights=Weights.in_training(Path(one.weights.path), step))
+            for one in self._settings
+        ]
+        self.problem = ""
+        self.run_in(folder)
+
+    def run_in(self, folder: ResultsFolder | None) -> None:
+        """Do as `run`, with an open folder. Workers other than the first have none."""
+        shown = self._first and self._training is None
+        progress = EvaluationProgress(*self._work(folder), enabled=shown)
         try:
             self._measure_all(folder, progress)
         finally:
@@ -110,31 +146,46 @@ class Runner:
         if self._first:
             progress.say(f"up to {format_flop(progress.remaining)} to compute (dense attention)")
         for setting in self._settings:
-            engine = None
+            engine: Scorer | None = None
             rows: list[Row] = []
             for cell in self._measurement.cells():
                 steps = self._steps(folder, setting, cell)
                 started = time.perf_counter()
                 for items in self._shared(steps):
                     if engine is None:
-                        engine = Engine(setting.source(), self._environment, self._warn)
-                        if self._first:
-                            for line in describe(engine)[: 1 + (setting.attention != "dense")]:
-                                progress.say(line)
-                    found = self._measurement.measure(
-                        engine, cell, [item["item"] for item in items]
-                    )
+                        engine = self._open(setting, progress)
+                    found = self._measure(engine, cell, [item["item"] for item in items])
                     if folder is not None:
                         self._keep(folder, setting, cell, items, found)
                         work = self._cost(setting, cell) * len(items)
                         progress.advance(work, f"{name_of(cell)} {setting.label}")
                 if folder is not None:
-                    own = folder.samples.get(self._key(setting, cell), {})
+                    own = folder.samples.get(self._key(folder, setting, cell), {})
                     rows += own.values()
                     seconds = time.perf_counter() - started
                     self._finish(folder, setting, cell, own, seconds, progress)
             if folder is not None:
                 self._measurement.learn(setting.origin, setting.label, rows)
+
+    def _open(self, setting: Setting, progress: EvaluationProgress) -> Scorer:
+        if self._training is not None:
+            return self._training.scorer
+        engine = Engine(setting.source(), self._environment, self._warn)
+        if self._first:
+            for line in describe(engine)[: 1 + (setting.attention != "dense")]:
+                progress.say(line)
+        return engine
+
+    def _measure(self, engine: Scorer, cell: Cell, items: Sequence[Item]) -> list[Row]:
+        """Return the rows of samples on all workers. Context groups divide the samples."""
+        dims, rank = self._environment.dims, self._environment.rank
+        if dims.dp == 1:
+            return self._measurement.measure(engine, cell, items)
+        # Weights are gathered by all workers, so a group without a sample computes another's.
+        own = dims.coordinate("dp", rank)
+        (row,) = self._measurement.measure(engine, cell, [items[own if own < len(items) else 0]])
+        by_group = {dims.coordinate("dp", n): row for n, row in enumerate(share(row))}
+        return [by_group[number] for number in range(len(items))]
 
     def _steps(
         self, folder: ResultsFolder | None, setting: Setting, cell: Cell
@@ -145,7 +196,7 @@ class Runner:
         """
         if folder is None:
             return
-        rows = folder.samples.get(self._key(setting, cell), {})
+        rows = folder.samples.get(self._key(folder, setting, cell), {})
         missing = (
             {"index": index, "item": item}
             for index, item in enumerate(
@@ -155,7 +206,8 @@ class Runner:
         )
         if len(rows) >= self._request.samples and "text" not in next(iter(rows.values())):
             return  # all are there; making them again could take minutes
-        while group := list(itertools.islice(missing, self._measurement.together)):
+        together = self._measurement.together * self._environment.dims.dp
+        while group := list(itertools.islice(missing, together)):
             yield group
 
     def _shared(self, steps: Iterator[list[Item]]) -> Iterator[list[Item]]:
@@ -181,14 +233,24 @@ class Runner:
         rows: Sequence[Row],
     ) -> None:
         names = {
-            "key": self._key(setting, cell),
+            "key": self._key(folder, setting, cell),
             "task": cell.task,
             "length": cell.length,
             "attention": setting.attention,
             "step": setting.weights.step,
+            **({} if self._training is None else {IN_TRAINING: True}),
         }
         for item, row in zip(items, rows, strict=True):
-            folder.add_sample({**names, "index": item["index"], **row})
+            self._write(partial(folder.add_sample, {**names, "index": item["index"], **row}))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write to the folder. A full disk must not end a training run."""
+        try:
+            write()
+        except OSError as error:
+            if self._training is None:
+                raise
+            self.problem = error.strerror or str(error)
 
     def _finish(
         self,
@@ -200,7 +262,7 @@ class Runner:
         progress: EvaluationProgress,
     ) -> None:
         """Write the result of a cell, unless the folder has it with the same samples."""
-        key = self._key(setting, cell)
+        key = self._key(folder, setting, cell)
         chosen = [rows[index] for index in sorted(rows)]
         before = folder.results.get(key)
         if not chosen or (before is not None and before.samples == len(chosen)):
@@ -219,14 +281,20 @@ class Runner:
             seconds=seconds + (before.seconds if before is not None else 0.0),
         )
         result = self._measurement.result(chosen, known)
-        folder.add_result(result)
-        progress.say(f"{name_of(cell)} {setting.label}: {score_text(result)}")
+        self._write(partial(folder.add_result, result))
+        say = progress.say if self._training is None else self._training.say
+        say(f"{name_of(cell)} {setting.label}: {score_text(result)}")
 
-    def _key(self, setting: Setting, cell: Cell) -> str:
-        own = self._measurement.settings(cell)
-        return key_of(
-            {"task": cell.task, "length": cell.length, "model": setting.origin, **dict(own)}
-        )
+    def _key(self, folder: ResultsFolder, setting: Setting, cell: Cell) -> str:
+        """Return the key of a result: that from training if the run measured it then."""
+        own = {"task": cell.task, "length": cell.length, **self._measurement.settings(cell)}
+        step = setting.weights.step
+        if step is not None and self._request.model == "..":
+            weights = Weights.in_training(Path(setting.weights.path), step)
+            trained = key_of({**own, "model": replace(setting, weights=weights).origin})
+            if trained in folder.samples:
+                return trained
+        return key_of({**own, "model": setting.origin})
 
     def _cost(self, setting: Setting, cell: Cell) -> float:
         if not cell.length:
@@ -242,7 +310,7 @@ class Runner:
         for setting in self._settings:
             for cell in self._measurement.cells():
                 cost = self._cost(setting, cell)
-                held = len(folder.samples.get(self._key(setting, cell), {}))
+                held = len(folder.samples.get(self._key(folder, setting, cell), {}))
                 wanted = self._measurement.count(cell, self._request.samples)
                 total += cost * max(held, wanted)
                 done += cost * held

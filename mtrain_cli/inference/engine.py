@@ -19,30 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain_cli.attention.decode import split_kernel
-from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.config.schema import Config
-from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for
 from mtrain_cli.inference.decode_step import DecodeStep
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.model_source import ModelSource, load_decoder
 from mtrain_cli.inference.sampling import Sampling
+from mtrain_cli.inference.scorer import Scorer, device_of
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.parallel.collectives import all_gather
-from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
-from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import (
     TENSOR,
-    ContextGroup,
-    make_context_group,
     make_parameter_mesh,
 )
 from mtrain_cli.parallel.tensor_group import make_tensor_group
-from mtrain_cli.training.batch import Batch, BatchMaker
-from mtrain_cli.training.resolution import ResolvedRun, resolve_run
+from mtrain_cli.training.resolution import resolve_run
 
 END, LENGTH = "end", "length"
 OnToken = Callable[[int, int], None]
@@ -67,17 +58,6 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class _Prompt:
-    """A prompt as `BatchMaker` takes it. See `batch.PackedSample`."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    documents: np.ndarray
-    slices: IntArray | None = None
-    positions: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
 class _Decoding:
     """A cache, and the step that extends its sequences.
 
@@ -99,7 +79,7 @@ class _Decoding:
         )
 
 
-class Engine:
+class Engine(Scorer):
     """A model on this worker. All workers call each method together.
 
     tensor: the workers that share each layer; None if this worker computes whole layers.
@@ -121,85 +101,25 @@ class Engine:
         Raises:
             ConfigError: the weights cannot be loaded, or no kernel supports the settings.
         """
-        self.source, self.environment = source, environment
-        self.config: Config = source.config
-        self.device = torch.device("cpu")
-        if environment.device == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.choices: ResolvedRun = resolve_run(self.config, environment)
+        tensor = make_tensor_group(
+            environment.rank,
+            environment.dims,
+            device_of(environment),
+            timedelta(seconds=source.config.topology.timeout_s),
+        )
+        super().__init__(source.config, environment, tensor=tensor)
+        self.source = source
         self.decode_kernel = self.choices.kernel.name
         if environment.device == "cuda" and self.decode_kernel != ReferenceKernel.name:
             model = self.config.of_worker.model
             shape = model.num_heads, model.num_kv_heads, model.head_dim
             self.decode_kernel = split_kernel(*shape, self.choices.dtype)
         self._kept: _Decoding | None = None
-        self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
-        self.group = self._context_group(self.choices.exchange)
-        dims, timeout = environment.dims, timedelta(seconds=self.config.topology.timeout_s)
-        self.tensor = make_tensor_group(environment.rank, dims, self.device, timeout)
         mesh = None
         if self.tensor is not None:
-            mesh = make_parameter_mesh(dims, environment.device)[TENSOR]
+            mesh = make_parameter_mesh(environment.dims, environment.device)[TENSOR]
         dtype = self.choices.dtype
         self.decoder = load_decoder(source, dtype, self.device, report, self.tensor, mesh)
-
-    def _context_group(self, exchange: ExchangeChoice) -> ContextGroup:
-        """Return the communicators of an exchange. Exchanges with equal needs share them."""
-        dims = self.environment.dims
-        if dims.workers == 1:
-            return ContextGroup.alone()
-        key = exchange.per_node, exchange.heads, tuple(exchange.channels)
-        if key not in self._groups:
-            self._groups[key] = make_context_group(
-                self.environment.rank,
-                dims,
-                self.device,
-                timedelta(seconds=self.config.topology.timeout_s),
-                per_node=exchange.per_node,
-                heads=exchange.heads,
-                channels=exchange.channels,
-            )
-        return self._groups[key]
-
-    def _config_for(self, tokens: int) -> Config:
-        """Return the configuration for a prompt of ``tokens``, which are at most a whole prefix."""
-        mask = self.config.mask
-        if mask.prefix is not None:
-            mask = replace(mask, prefix=min(mask.prefix, tokens))
-        return replace(self.config, seq=tokens, mask=mask)
-
-    def _batch(
-        self,
-        ids: Sequence[int],
-        labels: np.ndarray | None = None,
-        documents: np.ndarray | None = None,
-    ) -> tuple[Batch, Layout]:
-        """Return a prompt as a batch of one sequence, and its layout.
-
-        documents: int32 [tokens], to keep the tokens of each document apart; None for one document.
-        """
-        config = self._config_for(len(ids))
-        choices = resolve_run(config, self.environment)
-        group = self._context_group(choices.exchange)
-        exchange = make_chosen_exchange(choices.exchange, choices.layout, group)
-        rule = MaskRule.of(config)
-        make = BatchMaker(
-            exchange,
-            choices.kernel,
-            self.device,
-            mask=rule if documents is None else replace(rule, document_mask=True),
-            pattern=choices.pattern,
-            layers=self.config.model.num_layers,
-            balancer=choices.balancer,
-            tensor=self.tensor,
-        )
-        tokens = np.asarray(ids, dtype=np.int32)
-        if labels is None:
-            labels = np.full_like(tokens, IGNORED)
-        if documents is None:
-            documents = np.zeros_like(tokens)
-        host = make.on_host([_Prompt(tokens, labels, documents)])
-        return make.to_device(host), host.layout
 
     @torch.no_grad()
     def hidden(
@@ -221,15 +141,6 @@ class Engine:
         attend = StoringAttention(batch.attention, batch.attend.release, store)
         own_1RC = self.decoder.hidden(batch.tokens, batch.positions, attend)
         return self._of_place(own_1RC, layout), layout
-
-    def _of_place(self, own_1RW: Tensor, layout: Layout) -> Tensor:
-        """Return the rows of all tokens of this worker's place in the layout, [1, tokens, W].
-
-        own_1RW: this worker's part of them. With whole layers, the part is all of them.
-        """
-        if self.tensor is None:
-            return own_1RW
-        return self.tensor.start_gather(own_1RW[0]).wait()[None, : layout.tokens_per_worker]
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[int], cache: KvCache, row: int) -> Tensor:
@@ -264,40 +175,6 @@ class Engine:
         """Return how many tokens of a prompt this worker holds. They come before its padding."""
         layout = resolve_run(self._config_for(len(ids)), self.environment).layout
         return int((layout.positions(self.group.rank) < len(ids)).sum())
-
-    def token_losses(self, ids: Sequence[int], documents: np.ndarray | None = None) -> Tensor:
-        """Return the losses of `token_scores`."""
-        return self.token_scores(ids, documents)[0]
-
-    @torch.no_grad()
-    def token_scores(
-        self, ids: Sequence[int], documents: np.ndarray | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token but the first, and whether it is the most likely token.
-
-        The loss is -log p(token | earlier tokens) in nats, float32 [tokens - 1]. The second result
-        is bool [tokens - 1]. Both come from one forward pass and are on the CPU. Attention has the
-        model's pattern, as in a prompt.
-
-        Args:
-            documents: as in `hidden`. The first token of a later document follows the token before
-                it, which belongs to another document.
-        """
-        tokens = np.asarray(ids, dtype=np.int32)
-        labels = np.append(tokens[1:], np.int32(IGNORED))
-        batch, layout = self._batch(ids, labels, documents)
-        attend = StoringAttention(batch.attention, batch.attend.release)
-        is_greedy = torch.zeros_like(batch.labels, dtype=torch.bool)
-        losses = self.decoder.token_losses(
-            batch.tokens, batch.positions, batch.labels, attend, is_greedy
-        )
-        own = torch.cat([losses, is_greedy.to(losses.dtype)])  # one message for both
-        own = self._of_place(own.t()[None], layout)[0].t().contiguous()
-        shards = own[None]
-        if self.group.size > 1:
-            shards = all_gather(own, self.group.size, self.group.whole)
-        losses, hits = layout.to_sequence(shards)[:, : len(ids) - 1].cpu()
-        return losses, hits > 0.5
 
     def generate(
         self,

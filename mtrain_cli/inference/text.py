@@ -75,10 +75,10 @@ def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "no such folder"
             raise ConfigError(f"--tokenizer {folder}: {reason}; give a folder with tokenizer.json")
-        return _of_files(of_folder(folder))
+        return codec_of_files(of_folder(folder))
     if source.is_folder:
         try:
-            return _of_files(of_folder(source.path))
+            return codec_of_files(of_folder(source.path))
         except ConfigError as error:
             if "has no tokenizer files" not in error.problems[0]:
                 raise
@@ -91,7 +91,7 @@ def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
     files, reason = tokenizer_of_run(resolved_file.load(run / RESOLVED), run)
     if files is None:
         return TextCodec(None, frozenset(), _missing(source, reason))
-    return _of_files(files)
+    return codec_of_files(files)
 
 
 def _missing(source: ModelSource, reason: str) -> str:
@@ -102,7 +102,12 @@ def _missing(source: ModelSource, reason: str) -> str:
     )
 
 
-def _of_files(files: TokenizerFiles) -> TextCodec:
+def codec_of_files(files: TokenizerFiles) -> TextCodec:
+    """Return the codec of tokenizer files.
+
+    Raises:
+        ConfigError: the files are broken.
+    """
     tokenizer: ByteTokenizer | FileTokenizer
     if files.name == ByteTokenizer.name:
         tokenizer = ByteTokenizer()

@@ -29,9 +29,13 @@ def token_losses(
     dtype = torch.float64 if x_NC.dtype == torch.float64 else torch.float32
     rows = max(1, chunk_bytes // (dtype.itemsize * weight_VC.shape[0]))
     losses_N = torch.zeros(labels_N.shape, dtype=dtype, device=x_NC.device)
+    if is_greedy_N is not None:
+        is_greedy_N.fill_(False)
     for first in range(0, len(labels_N), rows):
         chunk = slice(first, first + rows)
         x_RC, labels_R = x_NC[chunk], labels_N[chunk]
+        if not bool((labels_R != IGNORED).any()):
+            continue  # of a long text, few tokens may have labels
         logits_RV = (x_RC @ weight_VC.t()).to(dtype)
         losses_N[chunk] = functional.cross_entropy(
             logits_RV, labels_R.long(), ignore_index=IGNORED, reduction="none"

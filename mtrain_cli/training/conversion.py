@@ -154,6 +154,12 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
     copy = "copy one with --tokenizer FOLDER"
     if not _was_trained(run):
         return None, f"no tokenizer: the imported folder has none; {copy}"
+    return tokenizer_of_data(config)
+
+
+def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
+    """Return the tokenizer of the data, or that of `train.init_from`, as `tokenizer_of_run`."""
+    copy = "copy one with --tokenizer FOLDER"
     data, folder = config.data, folder_of(config.train.init_from)
     try:
         if data.kind in ("text", "stdlib"):

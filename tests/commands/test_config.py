@@ -95,7 +95,7 @@ def test_show_accepts_a_group_alone_and_an_equals_sign():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("modle/tiny", "no such group (did you mean model?); allowed: data, mask, model, "),
+        ("modle/tiny", "no such group (did you mean model?); allowed: data, eval, mask, model, "),
         ("model/tinny", "no such model (did you mean tiny?); allowed: auto, llama14b, "),
         ("seq", "seq: is a key, not a group; `mtrain config list` shows it"),
         ("optim.lr", "optim.lr: is a key, not a group; `mtrain config show optim` shows it"),

@@ -1,4 +1,4 @@
-"""A worker of `mtrain train` records profiles only if `profile.every` asks for them."""
+"""A worker of `mtrain train` profiles and evaluates only if the settings ask for it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import pytest
 
 from mtrain_cli.commands import train_worker
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.evaluation.in_training import TaskEvaluations
 from mtrain_cli.profiling.periodic_profile import TrainingProfile
 
 
 @pytest.mark.parametrize(
-    ("words", "callbacks"), [([], []), (["profile.every=2"], [TrainingProfile])]
+    ("words", "callbacks"),
+    [
+        ([], []),
+        (["profile.every=2"], [TrainingProfile]),
+        (["train.eval_tasks=[niah]"], [TaskEvaluations]),
+    ],
 )
 def test_callbacks_follow_the_settings(monkeypatch, words, callbacks):
     seen = []

@@ -10,6 +10,8 @@ import pytest
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import (
+    IN_TRAINING,
+    PERCENT,
     Part,
     Result,
     ResultsFolder,
@@ -82,3 +84,14 @@ def test_a_run_can_move_with_its_results(tmp_path):
 def test_keys_depend_on_every_setting_but_not_on_their_order():
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
     assert key_of({"a": 1, "b": 2}) != key_of({"a": 1, "b": 3})
+
+
+def test_what_a_run_trains_again_is_dropped(tmp_path):
+    folder = ResultsFolder.open(tmp_path / "out", "..")
+    for key, step, marked in (("a", 2, True), ("b", 4, True), ("c", 4, False)):
+        mark = {IN_TRAINING: True} if marked else {}
+        folder.add_sample({"key": key, "index": 0, "score": 1.0, "step": step, **mark})
+        folder.add_result(Result(key, "niah", 512, "dense", "", step, 1, 1.0, None, PERCENT))
+    folder.drop_training(2)
+    for left in (folder, ResultsFolder.open(tmp_path / "out", "..")):
+        assert sorted(left.samples) == sorted(left.results) == ["a", "c"]

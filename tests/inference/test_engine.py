@@ -15,8 +15,9 @@ from inference.small_models import engine, source, tokens, write_hf, write_run
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.inference.cache import KvCache
 from mtrain_cli.inference.decode_step import DecodeStep
-from mtrain_cli.inference.engine import END, LENGTH, Engine, _Prompt
+from mtrain_cli.inference.engine import END, LENGTH, Engine
 from mtrain_cli.inference.sampling import Sampling
+from mtrain_cli.inference.scorer import _Prompt
 from mtrain_cli.model.layer_execution import ExecutedLayer
 from mtrain_cli.model.layer_parts import own_part
 from mtrain_cli.model.parallelize import set_execution

@@ -35,3 +35,16 @@ def test_low_precision_gives_float32_losses_without_gradients():
     losses = token_losses(x, weight, torch.zeros(ROWS, dtype=torch.int32), chunk_bytes=100)
     assert losses.dtype == torch.float32
     assert not losses.requires_grad
+
+
+def test_chunks_without_labels_are_left_out():
+    torch.manual_seed(0)
+    x, weight = torch.randn(12, 8), torch.randn(5, 8)
+    labels = torch.full((12,), -100)
+    labels[7] = 3
+    greedy = torch.ones(12, dtype=torch.bool)
+    losses = token_losses(x, weight, labels, 4 * 5 * 2, greedy)  # two rows a chunk
+    logits = x[7] @ weight.t()
+    assert losses[7] == pytest.approx(float(logits.logsumexp(-1) - logits[3]), rel=1e-6)
+    assert losses.count_nonzero() == 1
+    assert greedy.nonzero().flatten().tolist() == ([7] if int(logits.argmax()) == 3 else [])

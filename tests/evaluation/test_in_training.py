@@ -1,0 +1,242 @@
+"""Tasks measured during training have the scores of `mtrain eval` of the same step's checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gloo
+import pytest
+from command import mtrain
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import resolved_file
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.in_training import TaskEvaluations, require_tasks
+from mtrain_cli.evaluation.request import EvaluationRequest, NeedleOptions, Weights
+from mtrain_cli.evaluation.results import ResultsFolder, read_results
+from mtrain_cli.evaluation.runner import Runner
+from mtrain_cli.inference.model_source import open_source
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_lock import RunLock
+from mtrain_cli.reporting.evaluation_tables import evaluation_tables
+from mtrain_cli.reporting.report_source import open_source as open_report
+from mtrain_cli.training.loop import train
+
+SMALL = [
+    "seq=512", "model.hidden_size=32", "model.num_layers=2", "model.head_dim=16",
+    "model.intermediate_size=48", "model.num_heads=4", "model.num_kv_heads=2", "train.kernel=sdpa",
+    "optim.warmup_steps=2", "optim.lr=0.01", "train.steps=4", "train.checkpoint_every=2",
+    "train.keep_checkpoints=9", "train.eval_every=2", "topology.block_size=16",
+    "train.eval_tasks=[niah]", "eval.length=[400,512]", "eval.samples=3", "eval.needles=3",
+]  # fmt: skip
+SPARSE = ["sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16"]
+BOTH = ["train.eval_tasks=[niah,perplexity]", "data.eval_sequences=4"]
+
+
+def whole(
+    rank: int, world: int, folder: str, words: list[str], resume: bool, degrees: dict[str, int]
+) -> None:
+    """Train in a run's folder on one of ``world`` processes."""
+    config = compose([*SMALL, *words])
+    run_dir = RunDir(Path(folder))
+    if rank == 0:
+        run_dir.path.mkdir(exist_ok=True)
+        resolved_file.save(config, run_dir.path / "resolved.yaml")
+    environment = gloo.environment(rank, world, **degrees)
+    train(config, run_dir, environment, resume, [TaskEvaluations])
+
+
+def trained(world: int, run: Path, *words: str, resume: bool = False, **degrees: int) -> None:
+    gloo.run(world, whole, str(run), list(words), resume, degrees)
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def alone(run: Path, kind: str, step: int, out: Path) -> list[dict]:
+    """Evaluate a checkpoint on this process, as `mtrain eval` does. Return the samples' rows."""
+    config = open_source(run, ["topology.device=cpu", "train.kernel=sdpa"]).config
+    request = EvaluationRequest(
+        kind=kind,
+        out=str(out),
+        model=str(run),
+        weights=(Weights.of_checkpoint(run / "checkpoints" / f"step-{step}"),),
+        attentions=(config.sparsity.pattern,),
+        lengths=(400, 512),
+        samples=3,
+        niah=NeedleOptions(needles=3),
+    )
+    Runner(request, [config], gloo.environment(0, 1)).run()
+    return rows(out)
+
+
+def numbers(row: dict) -> list[float]:
+    """Return all losses of a sample: of its answers or of its ranges of context."""
+    return row["nats"] if "nats" in row else [*(one[3] for one in row["buckets"]), row["score"]]
+
+
+def require_equal(run: Path, kind: str, step: int, out: Path) -> None:
+    found = [row for row in rows(run / "evaluation") if (row["task"], row["step"]) == (kind, step)]
+    expected = alone(run, kind, step, out)
+    assert len(expected) == 6
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in ("task", "length", "attention", "index"):
+            assert mine[name] == theirs[name]
+        assert mine.get("hits") == theirs.get("hits")
+        assert mine.get("text") == theirs.get("text")
+        assert numbers(mine) == pytest.approx(numbers(theirs), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("world", "words", "degrees"),
+    [
+        (1, SPARSE, {}),
+        (2, [], {}),
+        (2, [*SPARSE, "topology.layout=zigzag", "topology.exchange=ring"], {}),
+        (2, ["train.global_batch=2"], {"cp": 1}),
+        (2, ["topology.tensor_parallel=2"], {"cp": 1, "tp": 2}),
+    ],
+    ids=["alone", "two", "sparse", "replicas", "tensor"],
+)
+def test_samples_score_as_in_an_evaluation_of_the_checkpoint(tmp_path, world, words, degrees):
+    run = tmp_path / "run"
+    trained(world, run, *BOTH, *words, **degrees)
+    for kind in ("niah", "perplexity"):
+        for step in (2, 4):
+            require_equal(run, kind, step, tmp_path / f"{kind}-{step}")
+    assert {r.step for r in read_results(run)} == {0, 2, 4}
+    # Weights of other steps score otherwise, so the steps are not mixed up.
+    first = {row["step"]: numbers(row) for row in reversed(rows(run / "evaluation"))}
+    assert first[2] != pytest.approx(first[4], rel=2e-4)
+
+
+def test_evaluating_does_not_change_the_training(tmp_path):
+    trained(2, tmp_path / "plain", "train.eval_tasks=[]", "train.eval_every=0")
+    trained(2, tmp_path / "tasks")
+    plain, tasks = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "tasks")
+    )
+    assert [row["loss"] for row in plain] == [row["loss"] for row in tasks]
+    assert [row["grad_norm"] for row in plain] == [row["grad_norm"] for row in tasks]
+
+
+def test_a_resumed_run_scores_no_step_twice(tmp_path):
+    run = tmp_path / "run"
+    trained(1, run)
+    before = (run / "evaluation" / "samples.jsonl").read_text()
+    trained(1, run, "train.steps=6", resume=True)
+    assert (run / "evaluation" / "samples.jsonl").read_text().startswith(before)
+    found = [(row["step"], row["length"], row["index"]) for row in rows(run / "evaluation")]
+    assert len(found) == len(set(found)) == 4 * 6
+    # Nothing is left to train, and all is measured.
+    trained(1, run, "train.steps=6", resume=True)
+    assert len(rows(run / "evaluation")) == 4 * 6
+
+
+def test_steps_that_are_trained_again_are_measured_again(tmp_path):
+    run = tmp_path / "run"
+    trained(1, run)
+    (run / "checkpoints" / "step-4").rename(tmp_path / "gone")
+    trained(1, run, "optim.lr=0.001", resume=True)
+    require_equal(run, "niah", 4, tmp_path / "out")
+    assert len(rows(run / "evaluation")) == 3 * 6
+    assert len(read_results(run)) == 3 * 2
+
+
+def test_an_interrupted_evaluation_continues(tmp_path):
+    run = tmp_path / "run"
+    trained(1, run)
+    place = run / "evaluation"
+    lines = (place / "samples.jsonl").read_text().splitlines(keepends=True)
+    results = (place / "results.jsonl").read_text().splitlines(keepends=True)
+    # As if the run had ended in the last evaluation, while it wrote a sample.
+    (place / "samples.jsonl").write_text("".join(lines[:-2]) + lines[-2][:20])
+    (place / "results.jsonl").write_text("".join(results[:-1]))
+    trained(1, run, resume=True)
+    assert (place / "samples.jsonl").read_text().splitlines()[:-2] == [
+        line.strip() for line in lines[:-2]
+    ]
+    require_equal(run, "niah", 4, tmp_path / "out")
+    assert len(read_results(run)) == 6
+
+
+def test_a_later_evaluation_of_the_checkpoint_reuses_the_samples(tmp_path):
+    run = tmp_path / "run"
+    trained(1, run)
+    before = rows(run / "evaluation")
+    options = "--length", "512", "--samples", "4", "--needles", "3", "--checkpoints", "2,4"
+    result = mtrain(tmp_path, "eval", "niah", "run", *options)
+    assert result.returncode == 0, result.stderr
+    after = rows(run / "evaluation")
+    assert after[: len(before)] == before
+    assert [(row["step"], row["index"]) for row in after[len(before) :]] == [(4, 3), (2, 3)]
+    heads = [each.heads for each in evaluation_tables(open_report(run).results)]
+    assert ("length", "dense", "samples") in heads
+    assert all(len(set(head)) == len(head) for head in heads)
+
+
+def locked(rank: int, world: int, folder: str) -> list[str]:
+    """Train while another process evaluates the run, then on a full disk. Return the warnings."""
+    run, said = Path(folder), []
+    (run / "evaluation").mkdir(parents=True)
+    lock = RunLock(run / "evaluation")
+    add = ResultsFolder.add_sample
+
+    class Unlocking(TaskEvaluations):
+        def __init__(self, trainer, run_dir, _message):
+            super().__init__(trainer, run_dir, lambda line, **_: said.append(line))
+
+        def after_step(self, step):
+            lock.release()
+            ResultsFolder.add_sample = fail if step.metrics.step < 4 else add
+            super().after_step(step)
+
+    def fail(_folder, _row):
+        raise OSError(28, "No space left on device")
+
+    config = compose(SMALL)
+    resolved_file.save(config, run / "resolved.yaml")
+    train(config, RunDir(run), gloo.environment(rank, world), False, [Unlocking])
+    return said
+
+
+def test_a_folder_in_use_and_a_full_disk_do_not_end_training(tmp_path):
+    run = tmp_path / "run"
+    (said,) = gloo.run(1, locked, str(run))
+    assert said[0] == (
+        f"step 0: no task is evaluated (another `mtrain eval` writes to {run}/evaluation)"
+    )
+    failed = f"{run}/evaluation: cannot be written (No space left on device); training goes on"
+    assert failed in said
+    assert {row["step"] for row in rows(run / "evaluation")} == {4}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval.length=8k"], "eval.length=8k: the model has 4,096 positions; give at most 4k"),
+        (["eval.length=64", "eval.needles=3"], "eval.length: 64 tokens are too few for 3 needles"),
+        (["eval.haystack=/none"], "eval.haystack=/none: no such file. Give a .txt"),
+        (
+            ["eval.form=python", "eval.needles=64", "eval.length=300"],
+            "eval.needles=64: 300 tokens of bytes have no room for them",
+        ),
+        (["mask=full"], "mask full: train.eval_tasks needs the loss of each token"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_training(words, message):
+    with pytest.raises(ConfigError) as caught:
+        require_tasks(compose(["train.eval_tasks=[niah]", *words]))
+    assert caught.value.problems[0].startswith(message)
+
+
+def test_a_mistake_ends_the_command_with_a_line_and_no_folder(tmp_path):
+    words = "run.name=bad", "train.eval_tasks=[niah]", "eval.length=64"
+    result = mtrain(tmp_path, "train", *words)
+    assert result.returncode == 2
+    assert result.stderr.startswith("mtrain: eval.length: 64 tokens are too few")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
