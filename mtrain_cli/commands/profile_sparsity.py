@@ -124,6 +124,7 @@ def sparsity(
     console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
+    from mtrain_cli.reporting.attention_tables import show_attention
     from mtrain_cli.sparsity.pattern import display_name
 
     analyzer = AttentionAnalyzer(request)
@@ -141,7 +142,7 @@ def sparsity(
         if source is not None:
             about["checkpoints"] = [str(folder) for folder in source]
         folder = _save_measurement(config, words, records, about, analyzer.files)
-        _print_attention(console, analyzer.files)
+        show_attention(console, analyzer.files)
         console.print(f"files  {folder}\ndraw   mtrain report {shlex.quote(str(folder))}")
         return
     with writing(out):
@@ -281,15 +282,6 @@ def _print_tables(
     for name, step in itertools.product(measured, dict.fromkeys((steps[0], steps[-1]))):
         rows = [dataclasses.asdict(r) for r in records if (r.pattern, r.step) == (name, step)]
         console.print(sparsity_table(rows, f"{names[name]}, step {step}"))
-
-
-def _print_attention(console: Console, files: AttentionFiles) -> None:
-    """Print the tables on attention."""
-    from mtrain_cli.reporting.attention_tables import attention_tables
-    from mtrain_cli.reporting.terminal_width import print_table
-
-    for table in attention_tables(files):
-        print_table(console, table)
 
 
 def _save_measurement(
