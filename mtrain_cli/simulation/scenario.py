@@ -402,17 +402,9 @@ def predict_attention_alone(
     if config is None:
         setup = ReplaySetup(layout, exchange, workers, per_node)
     else:
-        degree = config.topology.tensor_parallel
-        if per_node % degree or workers % degree:
-            raise ConfigError(
-                f"topology.tensor_parallel={degree}: must divide the {per_node} workers of a node"
-            )
-        stages = config.topology.pipeline_parallel
-        if workers // degree % stages:
-            raise ConfigError(
-                f"topology.pipeline_parallel={stages}: must divide the {workers // degree} workers"
-            )
-        workers, per_node = workers // (degree * stages), per_node // degree
+        of_all, degree = workers, config.topology.tensor_parallel
+        workers = _tensor_groups_of_a_stage(config, workers, per_node)
+        per_node //= degree
         given = config.topology.context_parallel
         context = given if isinstance(given, int) else workers
         check_enough_blocks(config, layout, workers, context)
@@ -426,7 +418,6 @@ def predict_attention_alone(
             setup = ReplaySetup(layout, exchange, context, each, config.topology)
             kernel = kernel or (None if config.train.kernel == "auto" else config.train.kernel)
         else:
-            of_all = workers * degree * stages
             plan = plan_on(
                 cluster, config, workers=of_all, kernel=kernel, layout=layout, exchange=exchange
             )
@@ -434,6 +425,24 @@ def predict_attention_alone(
     return _predict_slowest(
         cluster, workload, setup, conditions, degree, kernel=kernel, choice=choice, **details
     )
+
+
+def _tensor_groups_of_a_stage(config: Config, workers: int, per_node: int) -> int:
+    """Return the number of tensor groups, or of workers, on a stage of the pipeline.
+
+    Raises:
+        ConfigError: a degree does not divide the workers, or those of a node.
+    """
+    degree, stages = config.topology.tensor_parallel, config.topology.pipeline_parallel
+    if per_node % degree or workers % degree:
+        raise ConfigError(
+            f"topology.tensor_parallel={degree}: must divide the {per_node} workers of a node"
+        )
+    if workers // degree % stages:
+        raise ConfigError(
+            f"topology.pipeline_parallel={stages}: must divide the {workers // degree} workers"
+        )
+    return workers // (degree * stages)
 
 
 def slowest_group(

@@ -11,7 +11,7 @@ from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.data.open_dataset import open_dataset
 
 MOST_READ = 8  # sequences, unless a micro-batch has more
-ASSUMED = "memory and stages are those of causal documents"
+ASSUMED = "memory and stages assume causal documents"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FirstMasks:
     def describe(self) -> str:
         """Return one line that says how many masks were read, or why none were."""
         if self.problem:
-            return f"the masks cannot be read ({self.problem}), so all is for causal documents"
+            return f"the masks cannot be read ({self.problem}), so causal documents are assumed"
         count = len(self.masks)
         which = "the first sequence" if count == 1 else f"the first {count} sequences"
         return f"masks of {which} were read; {ASSUMED}"

@@ -153,16 +153,18 @@ def test_two_workers_write_the_same_samples(folder):
     words = ("niah", "run", "--length", "512", "--needles", "2", "--samples", "2")
     words = (*words, "train.kernel=reference")
     evaluate(*words, "--out", "on-1")
-    done = mtrain(folder, "eval", *words, "topology.workers=2", "--out", "on-2")
-    assert done.returncode == 0, done.stderr
+    tensor = "topology.tensor_parallel=2"
+    for name, more in {"on-2": (), "on-tensor": (tensor,)}.items():
+        done = mtrain(folder, "eval", *words, "topology.workers=2", *more, "--out", name)
+        assert done.returncode == 0, done.stderr
     hits = [
         [
             json.loads(line)["hits"]
             for line in Path(f"on-{n}/samples.jsonl").read_text().splitlines()
         ]
-        for n in (1, 2)
+        for n in (1, 2, "tensor")
     ]
-    assert hits[0] == hits[1]
+    assert hits[0] == hits[1] == hits[2]
     assert len(hits[0]) == 2
 
 

@@ -100,6 +100,8 @@ def test_two_workers_print_what_one_prints(folder):
     assert two.returncode == 0, two.stderr
     assert two.stdout == one.stdout
     assert "2 workers (striped" in two.stderr
+    shared = mtrain(folder, *words, "topology.workers=2", "topology.tensor_parallel=2")
+    assert (shared.returncode, shared.stdout) == (0, one.stdout), shared.stderr
     assert {path.name for path in folder.iterdir()} == {
         "run", "hf", "runs", "ids.jsonl", "texts.jsonl", "long.txt", "latin1.txt", "wrong.jsonl",
         "outside.jsonl", "empty.jsonl", "marked.jsonl",

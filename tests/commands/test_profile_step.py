@@ -468,3 +468,20 @@ def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
     found = mtrain(profile.parents[1], "report", "one", "--out", str(tmp_path / "x"))
     assert found.returncode == 0, found.stderr
     assert "Breakdown of one training step" in (tmp_path / "x" / "report.html").read_text()
+
+
+def test_a_tensor_parallel_step_counts_its_messages_as_links(tmp_path):
+    """Half of the heads on each of two workers: the losses are those of one worker."""
+    alone = "seq=256 topology.device=cpu topology.block_size=32 model.num_layers=2 --no-trace"
+    losses = []
+    for name, words in {
+        "one": "topology.workers=1",
+        "two": "topology.workers=2 topology.tensor_parallel=2",
+    }.items():
+        result = run(tmp_path, alone, words, f"run.name={name}")
+        assert result.returncode == 0, result.stderr
+        summary = json.loads((tmp_path / "measurements" / name / "summary.json").read_text())
+        losses.append(summary["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert (summary["settings"]["cp"], summary["settings"]["tp"]) == (1, 2)
+    assert all(rank["parts"]["links"] > 0 for rank in summary["ranks"])

@@ -45,37 +45,48 @@ def uneven(_direction: str, rank: int, step: int) -> float:
     return 1.0 + rank + 0.1 * step
 
 
-def profile(folder, *, tensor: bool):
-    """Return the analysis of two context groups of two ranks.
+RANK_AT = np.array([0, 2, 4, 1, 3, 5, -1])  # with tensor groups of two; -1 stays
 
-    tensor: give the groups the ranks 0, 2 and 1, 3, with tensor groups of two.
+
+def profile(folder, *, tensor: bool):
+    """Return the analysis of two context groups of three ranks.
+
+    tensor: give the groups the ranks 0, 2, 4 and 1, 3, 5, with tensor groups of two.
     """
-    plays = [Play(ring(2), uneven), Play(ring(2), lambda *at: 3 * uneven(*at))]
+    plays = [Play(ring(3), uneven), Play(ring(3), lambda *at: 3 * uneven(*at))]
     rows = rows_of(lambda _iteration, _layer, group: plays[group], groups=2)
-    facts = facts_of(ring(2), groups=2)
+    facts = facts_of(ring(3), groups=2)
     if tensor:
-        rank_at = np.array([0, 2, 1, 3, -1])
-        rows["rank"], rows["peer"] = rank_at[rows["rank"]], rank_at[rows["peer"]]
+        rows["rank"], rows["peer"] = RANK_AT[rows["rank"]], RANK_AT[rows["peer"]]
         rows, facts = np.concatenate([rows, tensor_rows()]), {**facts, "tp": 2}
     (found,) = analyse(open_records(write(folder, [rows], [facts])))
     return found
 
 
 def test_context_groups_of_tensor_groups_are_analyzed_alike(tmp_path):
-    """The four ranks are 0, 1, 2, 3 in context groups, and 0, 2, 1, 3 with tensor parallelism."""
     plain, shared = profile(tmp_path / "a", tensor=False), profile(tmp_path / "b", tensor=True)
     assert shared.to_json()["passes"] == plain.to_json()["passes"]
     assert shared.to_json()["time"] == plain.to_json()["time"]
-    order = [0, 2, 1, 3]
+    order = np.argsort(RANK_AT[:-1])
     assert shared.bins == pytest.approx(plain.bins[:, order])
     assert shared.passes_ms == pytest.approx(plain.passes_ms[:, order])
     assert plain.tensor is None
     assert "tensor_ms" not in plain.to_json()
     # A sequence is shared by all ranks of both context groups, which compute other heads.
     assert (plain.tokens, shared.tokens) == (2 * 4096, 4096)
-    blamed = {cause.rank for cause in plain.causes if cause.rank is not None}
-    named = {cause.rank for cause in shared.causes if cause.kind not in ("tensor", "link")}
-    assert named == {order.index(rank) for rank in blamed} == {2, 3}
+
+
+def test_causes_name_the_true_ranks(tmp_path):
+    """Rank 5 of the last context group has the most work in both numberings."""
+    plain, shared = profile(tmp_path / "a", tensor=False), profile(tmp_path / "b", tensor=True)
+    found = [(c.rank, c.kind, c.direction, c.step, c.ms) for c in plain.causes]
+    expected = [
+        (None if rank is None else int(RANK_AT[rank]), *rest) for rank, *rest in found if rest
+    ]
+    own = [c for c in shared.causes if c.kind != "tensor" and "tensor" not in c.text]
+    assert len(own) >= 2
+    assert [(c.rank, c.kind, c.direction, c.step, c.ms) for c in own] == expected[: len(own)]
+    assert "for rank 5" in own[0].text
 
 
 def test_causes_name_the_tensor_group(tmp_path):
@@ -90,10 +101,9 @@ def test_causes_name_the_tensor_group(tmp_path):
 
 
 def test_missing_ranks_keep_their_numbers(tmp_path):
-    rows = rows_of(Play(ring(2), uneven), groups=2)
-    rank_at = np.array([0, 2, 1, 3, -1])
-    rows["rank"], rows["peer"] = rank_at[rows["rank"]], rank_at[rows["peer"]]
+    rows = rows_of(Play(ring(3), uneven), groups=2)
+    rows["rank"], rows["peer"] = RANK_AT[rows["rank"]], RANK_AT[rows["peer"]]
     rows = rows[rows["rank"] != 2]
-    facts = {**facts_of(ring(2), groups=2), "tp": 2}
+    facts = {**facts_of(ring(3), groups=2), "tp": 2}
     (found,) = analyse(open_records(write(tmp_path, [rows], [facts])))
     assert found.missing == (2,)

@@ -91,6 +91,17 @@ def test_at_most_eight_layers_are_timed_evenly_spread(layers):
     assert len({after - before for before, after in pairwise(timed)}) <= 1
 
 
+def test_all_stages_of_a_pipeline_time_as_many_layers(clock):
+    """A stage with layers 4 to 9, where another stage has three layers."""
+    layers = {number: Layer(number) for number in range(4, 10)}
+    timer = ComputeTimer(layers, torch.device("cpu"), most=3)
+    timer.before_step()
+    forward(list(layers.values()), timer, clock)
+    timer.before_step()
+    assert timer.seconds == 3 * 2
+    assert [number for number, layer in layers.items() if layer._forward_hooks] == [4, 6, 8]
+
+
 def test_waits_for_other_workers_do_not_count(clock):
     """Each layer waits 5 s of its 2 + 5 s. Waits outside a timed part change nothing."""
     model, timer = made(2)

@@ -86,7 +86,7 @@ def test_data_that_cannot_be_read_are_one_line(tmp_path):
     short = first_masks(dataclasses.replace(configured(store), seq=10**6))
     assert short.masks == ()
     assert short.describe().startswith("the masks cannot be read (seq=1000000: data.path=")
-    assert short.describe().endswith("smaller seq), so all is for causal documents")
+    assert short.describe().endswith("smaller seq), so causal documents are assumed")
     missing = first_masks(configured(store).changed(data={"path": None}))
     assert "cannot be read (data.path is not set), so" in missing.describe()
     plan = make_plan(configured(store).changed(data={"path": None}))

@@ -227,6 +227,19 @@ def test_resuming_on_the_same_mesh_is_bitwise_the_uninterrupted_run(tmp_path):
     assert [a + b for a, b in zip(first, second, strict=True)] == whole_run
 
 
+def saved(rank: int, world: int, degrees: Degrees) -> list[str]:
+    """Return what a checkpoint holds of the optimizer."""
+    trainer = make(rank, world, degrees, ())
+    trainer.close()
+    return list(trainer.state()["optimizer"])
+
+
+def test_a_checkpoint_of_stages_holds_no_groups_of_parameters():
+    """Each stage has other groups, and a file could hold those of one stage only."""
+    assert gloo.run(2, saved, (2, 1, 1)) == [["state"]] * 2
+    assert gloo.run(1, saved, ALONE) == [["state", "param_groups"]]
+
+
 def tied(rank: int, world: int, folder: str) -> np.ndarray | None:
     """Return the shard of the tied embedding after three steps and a resumption."""
     for _ in range(2):
