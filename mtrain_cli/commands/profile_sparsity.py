@@ -124,6 +124,7 @@ def sparsity(
     console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
+    from mtrain_cli.reporting.attention_tables import show_attention
     from mtrain_cli.sparsity.pattern import display_name
 
     analyzer = AttentionAnalyzer(request)
@@ -141,7 +142,7 @@ def sparsity(
         if source is not None:
             about["checkpoints"] = [str(folder) for folder in source]
         folder = _save_measurement(config, words, records, about, analyzer.files)
-        _print_attention(console, analyzer.files)
+        show_attention(console, analyzer.files)
         console.print(f"files  {folder}\ndraw   mtrain report {shlex.quote(str(folder))}")
         return
     with writing(out):
@@ -251,7 +252,15 @@ def _of_checkpoints(
     from mtrain_cli.config import resolved_file
     from mtrain_cli.training import checkpoint_source
 
-    source = checkpoint_source.find_source(run)
+    try:
+        source = checkpoint_source.find_source(run)
+    except ConfigError as error:
+        if (run / "config.json").is_file():
+            raise ConfigError(
+                f"--checkpoints {run}: is a Hugging Face folder, not a run; to measure its "
+                f"weights, give train.init_from={run} --steps 1 instead"
+            ) from None
+        raise ConfigError(*(f"--checkpoints {line}" for line in error.problems)) from None
     saved = resolved_file.load(checkpoint_source.run_of(source) / checkpoint_source.RESOLVED)
     alone = [
         "topology=local",
@@ -281,15 +290,6 @@ def _print_tables(
     for name, step in itertools.product(measured, dict.fromkeys((steps[0], steps[-1]))):
         rows = [dataclasses.asdict(r) for r in records if (r.pattern, r.step) == (name, step)]
         console.print(sparsity_table(rows, f"{names[name]}, step {step}"))
-
-
-def _print_attention(console: Console, files: AttentionFiles) -> None:
-    """Print the tables on attention."""
-    from mtrain_cli.reporting.attention_tables import attention_tables
-    from mtrain_cli.reporting.terminal_width import print_table
-
-    for table in attention_tables(files):
-        print_table(console, table)
 
 
 def _save_measurement(
@@ -370,16 +370,38 @@ def _compose_patterns(
                 "with as sparsity=NAME"
             )
     require_known_keys(keys, [*wanted, trained], wanted)
+    config = compose_with(trained, keys_for(trained, keys), rest)
+    _require_causal_intervals(config)
     configs = [compose_with(name, keys_for(name, keys), rest) for name in wanted]
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.sparsity.pattern_registry import make_pattern
 
     patterns = []
-    for config in configs:
-        built = make_pattern(config.sparsity, config.seed)
+    for each in configs:
+        built = make_pattern(each.sparsity, each.seed)
         assert built is not None
         patterns.append(built)
-    return compose_with(trained, keys_for(trained, keys), rest), patterns
+    return config, patterns
+
+
+def _require_causal_intervals(config: Config) -> None:
+    """Raise ConfigError for a mask under which no pattern can be measured."""
+    mask, key = config.mask, config.data.mask_key
+    if key is not None:
+        given = f"data.mask_key={key}"
+    elif mask.full_every:
+        given = f"mask.full_every={mask.full_every}"
+    elif mask.keeps_causal_intervals:
+        return
+    elif mask.kind == "sliding_window":
+        given = f"mask.global_tokens={mask.global_tokens}"
+    else:
+        given = f"mask.kind={mask.kind}"
+    raise ConfigError(
+        f"{given}: `mtrain profile sparsity` needs a mask in which each query sees one interval of "
+        "keys up to itself, the same in every layer; allowed: mask=causal, and mask=sliding_window "
+        "without global tokens and full layers, each with or without data.document_mask"
+    )
 
 
 def _is_sparsity_file(out: Path) -> bool:

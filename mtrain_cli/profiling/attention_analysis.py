@@ -133,6 +133,7 @@ def _top_key_rows(
     for at, k in enumerate(counts):
         chosen = seen > k  # the k largest keys of other queries are all keys
         queries = rows[chosen].tolist()
+        uniform = float((k / seen[chosen]).mean()) if queries else None
         for head, values in enumerate(mass[at][:, chosen]):
             mean, worst = (values.mean(), values.min()) if queries else (None, None)
             result.append(
@@ -144,6 +145,7 @@ def _top_key_rows(
                     worst=None if worst is None else float(worst),
                     queries=queries,
                     mass=values.tolist(),
+                    uniform=uniform,
                 )
             )
     return result

@@ -23,7 +23,7 @@ KEYS, SLASHES, COLUMNS = "keys", "slashes", "columns"  # kinds of sets that over
 _PLACES = "places"  # the array of `MAPS` that says where each map is from
 _QUANTITIES = ("attention", "gradient")
 _WORDS = ("kind", "pattern")
-_NUMBERS = ("mean", "worst", "jaccard", "r2", "slash", "vertical", "both", "rest")
+_NUMBERS = ("mean", "worst", "uniform", "jaccard", "r2", "slash", "vertical", "both", "rest")
 _LISTS = ("queries", "mass", "distances", "measured", "predicted")
 Array = np.ndarray[Any, np.dtype[Any]]
 Row = TypeVar("Row")
@@ -38,6 +38,8 @@ class TopKeyRow:
     mass: share of attention of each of these queries that its k largest keys hold.
     mean: mean of ``mass``; None if no query sees more than k keys.
     worst: minimum of ``mass``.
+    uniform: mean share that k keys would hold if each key had the same attention. None if no query
+        sees more than k keys, or in files of earlier versions.
     """
 
     step: int
@@ -49,6 +51,7 @@ class TopKeyRow:
     worst: float | None
     queries: list[int]
     mass: list[float]
+    uniform: float | None = None
 
 
 @dataclass(frozen=True)
@@ -173,12 +176,14 @@ def _rows(file: Path, kind: type[Row]) -> list[Row]:
 
     if not file.is_file():
         return []
-    names = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    needed = {f.name for f in fields if f.default is dataclasses.MISSING}
     try:
         table = pq.read_table(file)
-        if names - set(table.column_names):
+        if needed - set(table.column_names):
             raise ConfigError(f"{file}: not from `mtrain profile sparsity`; measure again")
-        rows = table.select(sorted(names)).to_pylist()
+        known = [f.name for f in fields if f.name in table.column_names]
+        rows = table.select(known).to_pylist()
         wrong = next((row for row in rows if not _fits(row)), None)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{file}: cannot be read ({_line(error)}); measure again") from None

@@ -12,8 +12,8 @@ import numpy as np
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.records.attention_files import MAPS, AttentionFiles, HeadMap, RopeRow
-from mtrain_cli.reporting import attention_tables, plots
-from mtrain_cli.reporting.attention_tables import mean, overlap_label
+from mtrain_cli.reporting import attention_findings, attention_tables, plots
+from mtrain_cli.reporting.attention_findings import mean, overlap_label
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace, axis, layout
 from mtrain_cli.reporting.tables import fold
 
@@ -38,18 +38,21 @@ def attention_figures(named: Named) -> list[Figure]:
             "Share of attention that the k largest keys of a query hold, for queries that see more "
             "than k keys. Means over heads, samples and queries.",
             together=True,
+            finding=_found(named, attention_findings.largest_keys),
         ),
         Figure(
             "top-heads",
             "Attention of the largest keys by layer and head",
             ("run", "step", "keys"),
             [view for name, files in named for view in _top_heads(files, name)],
+            finding=_found(named, attention_findings.heads_of_largest_keys),
         ),
         Figure(
             "top-samples",
             "Attention of the largest keys by step and sample",
             ("run", "keys"),
             [view for name, files in named for view in _top_samples(files, name)],
+            finding=_found(named, attention_findings.samples_of_largest_keys),
         ),
         Figure(
             "overlap",
@@ -58,12 +61,14 @@ def attention_figures(named: Named) -> list[Figure]:
             [view for name, files in named for view in _overlap_matrices(files, name)],
             "Jaccard index of what two checkpoints choose for the same input: intersection / "
             "union. Means over layers, heads and samples.",
+            finding=_found(named, attention_findings.overlaps),
         ),
         Figure(
             "overlap-layers",
             "Overlap of checkpoints by layer",
             ("run", "what"),
             [view for name, files in named for view in _overlap_lines(files, name)],
+            finding=_found(named, attention_findings.overlaps_of_layers),
         ),
         maps_figure(named),
         Figure(
@@ -73,6 +78,7 @@ def attention_figures(named: Named) -> list[Figure]:
             [view for name, files in named for view in _rope_curves(files, name)],
             "Predicted: score of the mean query and the mean key, turned by the distance. Distance "
             f"0 is left out. Bins of equal logarithmic width. At most {_HEATS} heads.",
+            finding=_found(named, attention_findings.rotary_prediction),
         ),
         Figure(
             "rope-heads",
@@ -81,8 +87,15 @@ def attention_figures(named: Named) -> list[Figure]:
             [view for name, files in named for view in _rope_heads(files, name)],
             "Slash, vertical, both: share of the variance of scores that the distance, the key, "
             "and the sum of both explain. Rest: 1 - both.",
+            finding=_found(named, attention_findings.variance),
         ),
     ]
+
+
+def _found(named: Named, say: Callable[[AttentionFiles], str]) -> str:
+    """Return what ``say`` finds in each run, with the names of the runs if there are several."""
+    found = [(name, text) for name, files in named if (text := say(files))]
+    return " ".join(text if len(named) == 1 else f"{name}: {text}" for name, text in found)
 
 
 def _top_lines(files: AttentionFiles, run: str) -> Iterator[FigureView]:
@@ -224,7 +237,14 @@ def maps_figure(named: Named) -> Figure:
         note += f" Maps shrink to {side} x {side} cells, each the maximum of its group."
     if left_out:
         note += f" At most {_MAPS} maps, of the first and the last step; {MAPS} has all."
-    return Figure("maps", "Attention and its gradient", ("run", "map"), views, note)
+    return Figure(
+        "maps",
+        "Attention and its gradient",
+        ("run", "map"),
+        views,
+        note,
+        finding=_found(named, attention_findings.maps),
+    )
 
 
 def _map(each: HeadMap, side: int) -> tuple[list[Trace], dict[str, Any], bool]:

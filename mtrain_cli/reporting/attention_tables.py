@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from rich.table import Table
-
-from mtrain_cli.records.attention_files import KEYS, AttentionFiles, HeadMap, OverlapRow
-from mtrain_cli.reporting.terminal_width import new_table
-
-_STRIPS = 16  # parts into which a table divides the distance of a map
+from mtrain_cli.console import Console
+from mtrain_cli.records.attention_files import AttentionFiles, HeadMap
+from mtrain_cli.reporting import attention_findings
+from mtrain_cli.reporting.attention_findings import (
+    STRIPS,
+    mean,
+    near_share,
+    overlap_label,
+    rank_correlation,
+)
+from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class AttentionTable:
     """A table. The first ``words`` columns hold text.
 
     note: what a reader must know to read the table.
+    finding: what the table shows, in sentences.
     """
 
     title: str
@@ -29,6 +33,7 @@ class AttentionTable:
     rows: list[list[str]]
     note: str
     words: int = 1
+    finding: str = ""
 
 
 def tables(files: AttentionFiles) -> list[AttentionTable]:
@@ -37,26 +42,17 @@ def tables(files: AttentionFiles) -> list[AttentionTable]:
     return [table for table in made if table.rows]
 
 
-def attention_tables(files: AttentionFiles) -> list[Table]:
-    """Return the tables for the terminal."""
-    result = []
+def show_attention(console: Console, files: AttentionFiles) -> None:
+    """Print each table, what it shows, and how to read it."""
     for table in tables(files):
-        made = new_table(table.heads, table.words, title=table.title, caption=table.note)
+        made = new_table(table.heads, table.words)
         for row in table.rows:
             made.add_row(*row)
-        result.append(made)
-    return result
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if there are none."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def overlap_label(row: OverlapRow) -> str:
-    """Return the name of the sets that a row compares."""
-    return f"top {row.k} keys" if row.kind == KEYS else f"{row.kind} of {row.pattern}"
+        # A title or caption of the table would wrap at its width, which may be 20 characters.
+        say(console, table.title, style="italic")
+        print_table(console, made)
+        for line in filter(None, (table.finding, table.note)):
+            say(console, line, style="dim" if line == table.note else None)
 
 
 def _share(value: float | None) -> str:
@@ -103,6 +99,7 @@ def _top_keys(files: AttentionFiles) -> AttentionTable:
         "share of attention that the k largest keys of a query hold; mean over heads, samples and "
         "the sampled queries that see more than k keys",
         words=0,
+        finding=attention_findings.largest_keys(files),
     )
 
 
@@ -136,13 +133,18 @@ def _overlap(files: AttentionFiles) -> AttentionTable:
         cells,
         "Jaccard index of what two checkpoints choose for the same input: intersection / union; "
         "mean over layers, heads and samples",
+        finding=attention_findings.overlaps(files),
     )
 
 
 def _maps(files: AttentionFiles) -> AttentionTable:
     steps = first_and_last(files.maps)
     cells = [
-        [m.label, *(_share(_near_share(m, name)) for name in ("attention", "gradient")), _alike(m)]
+        [
+            m.label,
+            *(_share(near_share(m, name)) for name in ("attention", "gradient")),
+            _correlation(m),
+        ]
         for m in files.maps
         if m.step in steps
     ]
@@ -150,29 +152,15 @@ def _maps(files: AttentionFiles) -> AttentionTable:
         "Maps of attention and its gradient",
         ("map", "|A| near", "|dL/dS| near", "correlation"),
         cells,
-        f"near: share in the {_STRIPS}th of all cells that is closest to the diagonal; "
+        f"near: share in the {STRIPS}th of all cells that is closest to the diagonal; "
         "correlation: rank correlation of |A| and |dL/dS| over cells",
+        finding=attention_findings.maps(files),
     )
 
 
-def _near_share(each: HeadMap, name: str) -> float | None:
-    """Return the share of a map in the cells near the diagonal.
-
-    Cells on the diagonal and at its end count like all others.
-    """
-    values = np.nan_to_num(getattr(each, name).astype(np.float64))
-    total = values.sum()
-    distance = np.subtract.outer(np.arange(len(values)), np.arange(len(values)))
-    near = (distance >= 0) & (distance < max(1, len(values) // _STRIPS))
-    return float(values[near].sum() / total) if total > 0 else None
-
-
-def _alike(each: HeadMap) -> str:
-    there = ~np.isnan(each.attention)
-    if there.sum() < 2:
-        return "-"
-    one, other = (np.argsort(np.argsort(t[there])) for t in (each.attention, each.gradient))
-    return f"{np.corrcoef(one, other)[0, 1]:.3f}"
+def _correlation(each: HeadMap) -> str:
+    value = rank_correlation(each)
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _rope(files: AttentionFiles) -> AttentionTable:
@@ -196,4 +184,6 @@ def _rope(files: AttentionFiles) -> AttentionTable:
         "at each distance; slash, vertical, both: share of the variance of scores that the "
         "distance, the key, and their sum explain; rest: 1 - both",
         words=0,
+        finding=f"{attention_findings.rotary_prediction(files)} "
+        f"{attention_findings.variance(files)}".strip(),
     )

@@ -126,7 +126,8 @@ def figure(drawn: Figure) -> str:
             f'<div class="selectors">{selectors}</div>'
             f'<div class="figure" id="figure-{drawn.name}"></div>'
         )
-    return section(drawn.title, place, drawn.note)
+    found = f"<p>{escape(drawn.finding)}</p>" if drawn.finding else ""
+    return section(drawn.title, f"{found}{place}", drawn.note)
 
 
 def _base64(packed: bytes) -> str:

@@ -53,6 +53,7 @@ class Figure:
     note: what a reader must know to read the figure, such as what the figure leaves out.
     together: whether to show all views side by side, without selectors.
     linked: whether a choice also applies to the other linked figures, in selectors of one name.
+    finding: what the figure shows, in sentences.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Figure:
     note: str = ""
     together: bool = False
     linked: bool = False
+    finding: str = ""
 
 
 def exposed_label(link: str) -> str:

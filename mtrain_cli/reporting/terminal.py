@@ -11,7 +11,7 @@ from rich.padding import Padding
 
 from mtrain_cli.console import Console
 from mtrain_cli.reporting import comparison, tables, training_tables
-from mtrain_cli.reporting.attention_tables import attention_tables
+from mtrain_cli.reporting.attention_tables import show_attention
 from mtrain_cli.reporting.evaluation_tables import show_evaluations
 from mtrain_cli.reporting.program_figure import program_table
 from mtrain_cli.reporting.report_source import ReportSource
@@ -77,8 +77,7 @@ def _show_source(console: Console, source: ReportSource) -> None:
         show_sparsity(console, source.sparsity)
     if source.results:
         show_evaluations(console, source.results)
-    for table in attention_tables(source.attention):
-        print_table(console, table)
+    show_attention(console, source.attention)
 
 
 def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:

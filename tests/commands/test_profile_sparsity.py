@@ -7,6 +7,7 @@ import gc
 import io
 import threading
 
+import numpy as np
 import pytest
 from commands.typed_line import split
 from rich.console import Console
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.profile_sparsity import _patterns
 from mtrain_cli.profiling.pattern_quality import HeadRecord
+from mtrain_cli.records.attention_files import read_attention_files
 from mtrain_cli.reporting.tables import sparsity_table
 
 SHAPE = (
@@ -118,3 +120,73 @@ def test_a_key_goes_to_every_pattern_that_has_it():
         64,
     )
     assert (measured.name, measured.p_v, measured.block) == ("vertical_slash", 0.5, 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--top-k 0", "--top-k 0: must be at least 1"),
+        ("--top-k 257", "--top-k 257: must be at most seq=256"),
+        ("--top-k many", "--top-k many: many is not a number; give items such as 64,1k"),
+        ("--top-k 5%", "--top-k 5%: 5% is not a number; give items such as 64,1k"),
+        ("--maps 2:0", "--maps 2:0: model=tiny has layers 0 to 1 and heads 0 to 3"),
+        ("--maps 0:4", "--maps 0:4: model=tiny has layers 0 to 1 and heads 0 to 3"),
+        ("--maps 0", "--maps 0: give LAYER:HEAD,..., such as 0:3,11:0"),
+        ("--cells 64", "--cells 64: only with --maps LAYER:HEAD,..."),
+        ("--maps 0:0 --out x.parquet", "--out x.parquet: holds only the recall of patterns;"),
+        ("--samples 2", "--samples 2: only with --checkpoints RUN"),
+        ("--checkpoints none", "--checkpoints none: not a run or a run's checkpoint"),
+        ("--checkpoints weights", "--checkpoints weights: is a Hugging Face folder, not a run;"),
+        ("train.init_from=missing", "train.init_from=missing: no such folder;"),
+        ("train.init_from=folder", "train.init_from=folder: has no config.json;"),
+        ("data=text data.path=empty.txt", "empty.txt: holds no text"),
+        ("data=tokens data.path=big.npy", "token 300000 does not fit model.vocab_size=264"),
+        ("data=tokens data.path=short.npy", "short.npy holds only 100 tokens"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(words, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/config.json").write_text("{}")
+    (tmp_path / "empty.txt").touch()
+    np.save(tmp_path / "big.npy", np.full(4096, 300_000, np.int32))
+    np.save(tmp_path / "short.npy", np.zeros(100, np.int32))
+    result = run("sparsity", SHAPE, "sparsity.last_q=32", words)
+    assert result.exit_code == 2
+    assert line in result.output
+    assert len(result.output.strip().splitlines()) == 1
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("mask=full", "mask.kind=full"),
+        ("mask=block_causal mask.block=32", "mask.kind=block_causal"),
+        ("mask=chunked mask.chunk=32", "mask.kind=chunked"),
+        ("mask=dilated mask.block=16", "mask.kind=dilated"),
+        ("mask=prefix_lm mask.prefix=64", "mask.kind=prefix_lm"),
+        ("mask=sliding_window mask.window=64 mask.global_tokens=4", "mask.global_tokens=4"),
+        ("mask=sliding_window mask.window=64 mask.full_every=2", "mask.full_every=2"),
+    ],
+)
+def test_masks_without_causal_intervals_are_refused(words, given):
+    result = run("sparsity", SHAPE, words)
+    assert result.exit_code == 2
+    assert result.output.startswith(f"mtrain: {given}: `mtrain profile sparsity` needs a mask")
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_under_a_window_no_query_sees_beyond_it(tmp_path):
+    """Queries see 32 keys at most, so no query sees more than 32, and distances end at 31."""
+    words = "mask=sliding_window mask.window=32 data.document_mask=false sparsity.last_q=32"
+    out = tmp_path / "measured"
+    result = run("sparsity", SHAPE, words, f"--steps 1 --top-k 16,32 --rope run.dir={out}")
+    assert result.exit_code == 0, result.output
+    found = read_attention_files(out)
+    queries = {row.k: row.queries for row in found.top_keys}
+    assert queries[16]
+    assert not queries[32]
+    assert all(row.uniform <= 16 / 17 for row in found.top_keys if row.k == 16)
+    assert {row.distances[-1] for row in found.rope} == {31}

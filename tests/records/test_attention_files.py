@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -81,7 +82,17 @@ def test_maps_sort_by_place():
 
 
 def test_rows_without_lists():
-    assert without_lists(results().top_keys[0]) == {**PLACE, "k": 4, "mean": 0.5, "worst": 0.25}
+    found = {"k": 4, "mean": 0.5, "worst": 0.25, "uniform": None}
+    assert without_lists(results().top_keys[0]) == {**PLACE, **found}
+
+
+def test_a_file_without_the_share_of_even_attention_reads(tmp_path):
+    rows = [dataclasses.replace(results().top_keys[0], uniform=0.125)]
+    AttentionFiles(top_keys=rows).write(tmp_path)
+    assert read_attention_files(tmp_path).top_keys == rows
+    file = tmp_path / "top_keys.parquet"
+    pandas.read_parquet(file).drop(columns="uniform").to_parquet(file)
+    assert read_attention_files(tmp_path).top_keys[0].uniform is None
 
 
 @pytest.mark.parametrize("name", ["top_keys.parquet", "maps.npz"])
