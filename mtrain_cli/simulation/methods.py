@@ -29,8 +29,8 @@ from mtrain_cli.training.state_memory import BYTES, largest_states
 from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, message_bytes
 
 Planner = Callable[[Config], RunPlan]
-_TENSOR, _PIPELINE, _RING = exchange_name(gathers=False, hierarchical=False)
-_CONTEXT = "tensor_parallel", "pipeline_parallel", "context_parallel"
+_RING = exchange_name(gathers=False, hierarchical=False)
+_TENSOR, _PIPELINE, _CONTEXT = "tensor_parallel", "pipeline_parallel", "context_parallel"
 
 
 @dataclass(frozen=True)
