@@ -60,7 +60,7 @@ METHODS = (
     Method(TENSOR_SEQUENCE, _TENSOR, train={"shard": "full"}),
     Method("PP", _PIPELINE, train={"shard": "gradients"}),
     Method("Ulysses", _CONTEXT, {"exchange": ULYSSES}, {"shard": "full"}),
-    Method("ring", _CONTEXT, {"exchange": _RING, "layout": "contiguous"}, {"shard": "full"}),
+    Method(_RING, _CONTEXT, {"exchange": _RING, "layout": "contiguous"}, {"shard": "full"}),
     Method("zigzag ring", _CONTEXT, {"exchange": _RING, "layout": "zigzag"}, {"shard": "full"}),
 )
 
