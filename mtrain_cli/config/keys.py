@@ -183,6 +183,9 @@ class ConfigKey:
         if origin is dict:
             if not isinstance(value, Mapping) or not all(map(_is_number, value.values())):
                 return _WRONG
+            for name in value if self.name in PATHS else ():
+                if problem := _path_problem(str(name)):
+                    raise ValueError(f"a name in it {problem}")
             return {str(name): float(item) for name, item in value.items()}
         assert origin is tuple, f"{self.name}: the schema uses a type without a conversion: {kind}"
         if isinstance(value, list | tuple) and kinds[-1] is Ellipsis:
@@ -203,10 +206,12 @@ class ConfigKey:
             value = str(value)
         if not isinstance(value, str):
             return _WRONG
-        if self.is_mapping:  # the path of a file
-            return _WRONG if value.lstrip().startswith("{") else value
+        if self.is_mapping and value.lstrip().startswith("{"):
+            return _WRONG
         if self.name in PATHS and (problem := _path_problem(value)):
             raise ValueError(problem)
+        if self.is_mapping:  # the path of a file
+            return value
         if not self.is_text:  # int | str or float | str: a number, or the word auto
             return value if value == "auto" else _WRONG
         return value if not self.choices or value in self.choices else _WRONG

@@ -20,6 +20,7 @@ import numpy as np
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config import tensor_parallel
+from mtrain_cli.config.exchanges import ULYSSES, exchange_name
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.validate import problems
 from mtrain_cli.parallel.layout import Joined
@@ -28,6 +29,7 @@ from mtrain_cli.training.state_memory import BYTES, largest_states
 from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, message_bytes
 
 Planner = Callable[[Config], RunPlan]
+_RING = exchange_name(gathers=False, hierarchical=False)
 _TENSOR, _PIPELINE, _CONTEXT = "tensor_parallel", "pipeline_parallel", "context_parallel"
 
 
@@ -57,9 +59,9 @@ METHODS = (
     Method("TP", _TENSOR, formula_of=TENSOR_SEQUENCE),
     Method(TENSOR_SEQUENCE, _TENSOR, train={"shard": "full"}),
     Method("PP", _PIPELINE, train={"shard": "gradients"}),
-    Method("Ulysses", _CONTEXT, {"exchange": "ulysses"}, {"shard": "full"}),
-    Method("ring", _CONTEXT, {"exchange": "ring", "layout": "contiguous"}, {"shard": "full"}),
-    Method("zigzag ring", _CONTEXT, {"exchange": "ring", "layout": "zigzag"}, {"shard": "full"}),
+    Method("Ulysses", _CONTEXT, {"exchange": ULYSSES}, {"shard": "full"}),
+    Method(_RING, _CONTEXT, {"exchange": _RING, "layout": "contiguous"}, {"shard": "full"}),
+    Method("zigzag ring", _CONTEXT, {"exchange": _RING, "layout": "zigzag"}, {"shard": "full"}),
 )
 
 

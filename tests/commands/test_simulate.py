@@ -47,7 +47,7 @@ def _here(tmp_path, monkeypatch):
         (
             ["validate --workers 4"],
             "--workers: only an option of `mtrain simulate run`, `mtrain simulate sweep`, "
-            "`mtrain simulate recommend`\n",
+            "`mtrain simulate recommend`, `mtrain simulate methods`\n",
         ),
         (["--fail-above 1"], "No such option: --fail-above"),
         (["nodes=2"], "nodes=2: give --nodes 2, or use `mtrain simulate sweep` for several values"),
@@ -115,7 +115,7 @@ def _here(tmp_path, monkeypatch):
         (["run --recommend"], "--recommend: is now a command; type `mtrain simulate recommend"),
         (["--validate x"], "--validate: is now a command; type `mtrain simulate validate "),
         (["recomend"], "No such command recomend. Did you mean recommend?"),
-        (["x"], "No such command x. Commands: run, sweep, recommend, validate. See "),
+        (["x"], "No such command x. Commands: run, sweep, recommend, methods, validate. See "),
         (["--recompute"], "--recompute: only with --attention-only"),
         (["--layers 5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
         (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 only"),

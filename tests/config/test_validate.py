@@ -364,6 +364,8 @@ def test_a_huge_number_is_refused_at_once_in_one_line(word):
         ("run.dir=runs/x ", "run.dir='.*runs/x ': begins or ends with a space"),
         ("run.dir=runs/\udcff", "is not UTF-8; rename the file or folder"),
         ("run.dir=" + "x" * 300, "is too long; a name has at most 255 bytes"),
+        ("data.mix=" + "9" * 300, "is too long; a name has at most 255 bytes"),
+        ("data.mix={" + "x" * 300 + ": 1}", "a name in it is too long; a name has at most 255"),
         (
             "data.path=~nobodyhere/x",
             "begins with the name of a user unknown on this machine",

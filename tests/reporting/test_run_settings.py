@@ -27,7 +27,8 @@ def test_the_lines_on_attention_name_mask_layout_and_exchange():
     words = ["mask=sliding_window", "mask.window=64", "topology.exchange=ring"]
     settings = with_choices(keys.values(compose(words)), {"topology.layout": "balanced"})
     assert attention_lines(settings) == [
-        "mask: kind sliding_window, window 64, global_tokens 0, full_every 0, document_mask true",
+        "mask: kind sliding_window, window 64, global_tokens 0, full_every 0, full_first 0, "
+        "document_mask true",
         "workers: workers auto, context_parallel auto, layout balanced (auto), exchange ring",
         "attention: pattern dense, kernel auto, dtype auto",
     ]
