@@ -22,6 +22,7 @@ from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.pipeline_group import PipelineGroup, make_pipeline_group
 from mtrain_cli.parallel.pipeline_schedule import Pipeline
 from mtrain_cli.parallel.tensor_group import TensorGroup, make_tensor_group
 from mtrain_cli.profiling.record_collector import RecordCollector
@@ -217,6 +218,15 @@ class Bench:
         """Make the process group of this worker's tensor group; None for whole layers."""
         e = self.environment
         return make_tensor_group(e.rank, e.dims, self.device, self._timeout)
+
+    def pipeline_group(self) -> PipelineGroup | None:
+        """Make the communicators of this worker's pipeline; None for whole models."""
+        e = self.environment
+        if e.dims.pp == 1:
+            return None
+        # The channels of a pipeline are the same for every number of micro-batches.
+        pipeline = Pipeline.of(self.config.topology, e.dims.pp)
+        return make_pipeline_group(e.rank, e.dims, pipeline, self.device, self._timeout)
 
     def _exchange(self, choices: ResolvedRun) -> Exchange:
         chosen, key = choices.exchange, _kind(choices)
