@@ -15,7 +15,6 @@ from mtrain_cli.commands import simulate_files as files
 from mtrain_cli.commands import simulate_output as output
 from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_args import SimulateJob
-from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
 from mtrain_cli.parallel.program import Recompute
@@ -127,7 +126,6 @@ def predict_attention(job: SimulateJob, recompute: bool) -> None:
 def recommend(job: SimulateJob) -> None:
     """Search for the fastest configuration that fits. The exit code is 1 if nothing fits."""
     scenario = job.scenario()
-    require_whole_model(scenario.config, "mtrain simulate recommend")
     if job.request.slow and job.request.context_parallel(scenario.config) is None:
         # The group of a rank depends on the size of groups, and several sizes are tried.
         raise ConfigError(

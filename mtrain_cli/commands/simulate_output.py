@@ -10,6 +10,7 @@ from rich.table import Table
 from mtrain_cli.commands.simulate_args import SimulateJob
 from mtrain_cli.commands.simulate_request import DENSE
 from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.config.schema import Config
 from mtrain_cli.console import Console
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
@@ -251,7 +252,7 @@ def best_line(outcomes: Sequence[PredictedScenario]) -> str:
             more += ": too close for the prediction to tell, so measure both"
     return (
         f"best   {best.layout} {best.plan.exchange.label}{more}; `mtrain simulate recommend` also "
-        "tries context groups, tensor parallelism, recomputation and train.keep_mlp"
+        "tries context groups, tensor and pipeline parallelism, recomputation and train.keep_mlp"
     )
 
 
@@ -353,7 +354,7 @@ def recommendation_lines(
             "topology.layout": best.layout,
             "topology.exchange": config.topology.exchange,
             **({"topology.context_parallel": best.context} if best.plan.dims.dp > 1 else {}),
-            **({"topology.tensor_parallel": tensor} if (tensor := best.plan.dims.tp) > 1 else {}),
+            **_degrees(config),
             "train.activation_checkpoint": config.train.activation_checkpoint,
             **memory_settings(config),
         }
@@ -362,6 +363,13 @@ def recommendation_lines(
     for rejected in result.rejected:
         by_reason.setdefault(rejected.why, []).append(rejected.what)
     yield from (f"not    {_first_few(names)}: {why}" for why, names in by_reason.items())
+
+
+def _degrees(config: Config) -> dict[str, int]:
+    """Return the degrees of tensor and pipeline parallelism that are above 1, by key."""
+    names = ("tensor_parallel", "pipeline_parallel", "virtual_stages")
+    degrees = {f"topology.{name}": getattr(config.topology, name) for name in names}
+    return {key: degree for key, degree in degrees.items() if degree > 1}
 
 
 def _smallest(result: Recommendation) -> str:

@@ -1,7 +1,11 @@
 """Recommend the fastest configuration that fits: layout, exchange, groups, recomputation.
 
-Groups are context groups and tensor groups. The search tries all degrees of tensor parallelism that
-divide the heads, the MLP and a node, unless the user set ``topology.tensor_parallel``.
+Groups are context groups, tensor groups and the stages of a pipeline. The search tries all degrees
+of tensor parallelism that divide the heads, the MLP and a node, unless the user set
+``topology.tensor_parallel``. It tries up to 16 stages, with and without virtual stages, unless the
+user set ``topology.pipeline_parallel``. ``gpipe`` is never faster than ``1f1b`` and keeps more
+activations, so the search leaves it out. If a step has several micro-batches, the search also tries
+``train.shard=gradients``, which gathers the weights once per step.
 
 For each configuration that fits, the search also tries ``train.keep_mlp`` with the largest number
 of layers that memory allows. If no kind of recomputation fits, the search tries the memory settings
@@ -21,9 +25,8 @@ from mtrain_cli.config.cluster import Cluster, Constant
 from mtrain_cli.config.exchanges import HEAD_SHARING, flat_name
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.config.tensor_parallel import problems
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.simulation.predicted_step import TENSOR
+from mtrain_cli.simulation.predicted_step import PIPELINE, TENSOR
 from mtrain_cli.simulation.prediction import Prediction
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
@@ -33,6 +36,7 @@ from mtrain_cli.simulation.scenario import (
     plan_on,
     with_step,
 )
+from mtrain_cli.simulation.search_groups import Groups, groupings
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training import memory_search
 from mtrain_cli.training.memory import GIB
@@ -52,6 +56,7 @@ _WORDS = {
     "late": "waiting for slower workers",
     "links": "waiting for keys and values",
     TENSOR: "waiting for hidden states",
+    PIPELINE: "waiting for other stages",
     "matrices": "matrix products",
     "recomputed": "recomputed products",
     "element-wise": "element-wise kernels",
@@ -98,7 +103,9 @@ def label(plan: RunPlan) -> str:
     """Describe a configuration in a few words."""
     dims, train = plan.dims, plan.config.train
     groups = f", {dims.dp} x {dims.cp} workers" if dims.dp > 1 else ""
-    groups = f", {dims}" if dims.tp > 1 else groups
+    groups = f", {dims}" if dims.tp > 1 or dims.pp > 1 else groups
+    if (virtual := plan.config.topology.virtual_stages) > 1:
+        groups += f" of {virtual} virtual stages"
     kind = "no" if train.activation_checkpoint == "none" else train.activation_checkpoint
     other = " ".join(f"{key}={value}" for key, value in memory_settings(plan.config).items())
     return (
@@ -115,36 +122,6 @@ def memory_settings(config: Config) -> dict[str, str]:
         del settings["train.checkpoint_keep"]
     changed = {k: value for k, value in settings.items() if value != memory_search.CHOICES[k][0]}
     return {key: memory_search.format_value(value) for key, value in changed.items()}
-
-
-def contexts(config: Config, workers: int, per_node: int) -> list[int]:
-    """Return the sizes of context groups to try, the largest first.
-
-    Each size divides ``workers``, and is a multiple or a divisor of ``per_node``. If the user set
-    ``topology.context_parallel``, return only this size.
-    """
-    if config.topology.context_parallel != "auto":
-        assert isinstance(config.topology.context_parallel, int)
-        return [config.topology.context_parallel]
-    divisors = (c for c in range(workers, 0, -1) if workers % c == 0)
-    return [c for c in divisors if c % per_node == 0 or per_node % c == 0]
-
-
-def tensor_degrees(scenario: Scenario, per_node: int) -> list[int]:
-    """Return the tensor-parallel degrees to try, the smallest first.
-
-    Each degree divides the heads, the key-value heads, the MLP's width and the workers of a node.
-    If the user set ``topology.tensor_parallel``, return only this degree.
-    """
-    config, given = scenario.config, scenario.config.topology.tensor_parallel
-    if given > 1 or any(word.startswith("topology.tensor_parallel=") for word in scenario.words):
-        return [given]
-    return [
-        degree
-        for degree in range(1, per_node + 1)
-        if per_node % degree == 0
-        and not any(problems(config.changed(topology={"tensor_parallel": degree})))
-    ]
 
 
 def recommend(
@@ -166,11 +143,8 @@ def recommend(
     """
     space = _Space(cluster, scenario, workers, layouts, exchanges, recomputations)
     found = _Candidates()
-    for degree in tensor_degrees(scenario, space.per_node):
-        groups, per_node = workers // degree, space.per_node // degree
-        for context in contexts(scenario.config, groups, per_node):
-            if degree == 1 or groups % context == 0:
-                found.add(space, context, degree)
+    for groups in groupings(scenario, workers, space.per_node):
+        found.add(space, groups)
     # The plan that needs the least memory comes first.
     unfit = sorted(found.unfit, key=lambda plan: plan.memory.total)
     rejected = (*found.rejected, *map(_too_large, unfit))
@@ -206,31 +180,41 @@ class _Space:
         """Number of workers of a node."""
         return min(self.cluster.gpus_per_node, self.workers)
 
-    def places(self, context: int, degree: int) -> list[tuple[str, str]]:
-        """Return the (layout, exchange) pairs to try with context groups of ``context`` workers.
+    def places(self, groups: Groups) -> list[tuple[str, str]]:
+        """Return the (layout, exchange) pairs to try with these groups."""
+        per_node = self.per_node // groups.tensor
+        return _distinct(self.layouts, self.exchanges, groups.context, per_node)
 
-        degree: tensor-parallel degree.
-        """
-        return _distinct(self.layouts, self.exchanges, context, self.per_node // degree)
+    def shards(self, groups: Groups) -> list[str]:
+        """Return the values of ``train.shard`` to try."""
+        train = self.scenario.config.train
+        replicas = self.workers // groups.sharing
+        several = train.global_batch > replicas * train.micro_batch
+        if train.shard != "full" or self.scenario.sets("train.shard") or not several:
+            return [train.shard]
+        # With stages, `full` gathers the weights once per micro-batch, and holds fewer of them.
+        return ["full", "gradients"] if groups.stages == 1 else ["gradients", "full"]
 
-    def plans(self, context: int, degree: int, layout: str, exchange: str) -> Iterator[RunPlan]:
+    def plans(self, groups: Groups, layout: str, exchange: str, shard: str) -> Iterator[RunPlan]:
         """Yield plans with these groups, layout and exchange, but other memory settings.
 
         If no plan fits, the last plan recomputes the most.
         """
         scenario, anything = self.scenario, self.recomputations is RECOMPUTATIONS
-        check_enough_blocks(scenario.config, layout, self.workers, context)
+        check_enough_blocks(scenario.config, layout, self.workers, groups.context)
 
         def plan_with(**changes: Any) -> RunPlan:
             return plan_on(
                 self.cluster,
-                scenario.config.changed(train={"memory": "manual", **changes}),
+                scenario.config.changed(train={"memory": "manual", "shard": shard, **changes}),
                 workers=self.workers,
                 kernel=scenario.kernel,
                 layout=layout,
                 exchange=exchange,
-                context_parallel=context,
-                tensor_parallel=degree,
+                context_parallel=groups.context,
+                tensor_parallel=groups.tensor,
+                pipeline_parallel=groups.stages,
+                virtual_stages=groups.virtual,
             )
 
         # Only what a recomputed layer keeps can be offloaded, so offloading needs recomputation.
@@ -241,7 +225,7 @@ class _Space:
         good = [plan for plan in plans if plan.fits]
         if good:
             # Do not change train.keep_mlp if the user set it.
-            if not any(word.startswith("train.keep_mlp=") for word in scenario.words):
+            if not scenario.sets("train.keep_mlp"):
                 for plan in good:
                     if (setting := memory_search.with_products(plan)) is not None:
                         yield with_setting(plan, setting)
@@ -277,14 +261,14 @@ def _outcomes(
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The plans of a search, in groups with equal layout, exchange and context size.
+    """The plans of a search, by layout, exchange, groups of workers and ``train.shard``.
 
     fitting: the plans that fit in memory, one list for each group with such a plan.
     unfit: all plans that do not fit.
     tight: the plan that recomputes the most, for each group without a plan that fits.
     rejected: impossible groups, for tables.
     mistakes: the error of each impossible group.
-    seen: exchange, layout, context size and tensor-parallel degree of each group.
+    seen: exchange, layout, groups of workers and ``train.shard`` of each group.
     """
 
     fitting: list[list[RunPlan]] = field(default_factory=list)
@@ -292,15 +276,12 @@ class _Candidates:
     tight: list[RunPlan] = field(default_factory=list)
     rejected: list[RejectedSetup] = field(default_factory=list)
     mistakes: list[Exception] = field(default_factory=list)
-    seen: set[tuple[str, str, int, int]] = field(default_factory=set)
+    seen: set[tuple[str, str, Groups, str]] = field(default_factory=set)
 
-    def add(self, space: _Space, context: int, degree: int) -> None:
-        """Add the plans with context groups of ``context`` workers, or tensor groups.
-
-        degree: tensor-parallel degree.
-        """
-        replicas, train = space.workers // (context * degree), space.scenario.config.train
-        shared = f" of tensor_parallel={degree}" if degree > 1 else ""
+    def add(self, space: _Space, groups: Groups) -> None:
+        """Add the plans with these groups of workers."""
+        train, context = space.scenario.config.train, groups.context
+        replicas, shared = space.workers // groups.sharing, groups.describe()
         if train.global_batch % (replicas * train.micro_batch):
             why = (
                 f"train.global_batch={train.global_batch} cannot be divided among {replicas} groups"
@@ -311,23 +292,30 @@ class _Candidates:
             allowed = f"allowed: multiples of {replicas * train.micro_batch}"
             self._reject(what, why, ConfigError(f"{why}; {allowed}"))
             return
-        for layout, exchange in space.places(context, degree):
+        for layout, exchange in space.places(groups):
             try:
-                plans = list(space.plans(context, degree, layout, exchange))
+                for shard in space.shards(groups):
+                    fits = self._add(list(space.plans(groups, layout, exchange, shard)), groups)
+                    if fits and groups.stages > 1:
+                        break
             except (InvalidSetup, ConfigError) as error:
                 what = f"{layout} {exchange} over {context} workers{shared}"
                 self._reject(what, _why(error, exchange), error)
-                continue
-            where = plans[0].exchange.label, layout, context, degree
-            if where in self.seen:
-                continue  # `auto` chose an exchange that is also compared by its name
-            self.seen.add(where)
-            good = [plan for plan in plans if plan.fits]
-            if good:
-                self.fitting.append(good)
-            else:
-                self.tight.append(plans[-1])
-            self.unfit.extend(plan for plan in plans if not plan.fits)
+
+    def _add(self, plans: Sequence[RunPlan], groups: Groups) -> bool:
+        """Add plans that differ only in their memory settings. Return whether one fits."""
+        first = plans[0]
+        where = first.exchange.label, first.layout.name, groups, first.config.train.shard
+        good = [plan for plan in plans if plan.fits]
+        if where in self.seen:
+            return bool(good)  # `auto` chose an exchange that is also compared by its name
+        self.seen.add(where)
+        if good:
+            self.fitting.append(good)
+        else:
+            self.tight.append(plans[-1])
+        self.unfit.extend(plan for plan in plans if not plan.fits)
+        return bool(good)
 
     def _reject(self, what: str, why: str, mistake: Exception) -> None:
         self.rejected.append(RejectedSetup(what, why))
@@ -362,10 +350,11 @@ def _distinct(
     ]
 
 
-def place(outcome: PredictedScenario) -> tuple[str, str, int, int]:
-    """Return a configuration's layout, exchange, context size and tensor-parallel degree."""
-    dims = outcome.plan.dims
-    return outcome.layout, outcome.plan.exchange.label, dims.cp, dims.tp
+def place(outcome: PredictedScenario) -> tuple[str, str, Groups]:
+    """Return a configuration's layout, exchange and groups of workers."""
+    dims, virtual = outcome.plan.dims, outcome.plan.config.topology.virtual_stages
+    groups = Groups(dims.cp, dims.tp, dims.pp, virtual)
+    return outcome.layout, outcome.plan.exchange.label, groups
 
 
 def _why(error: Exception, exchange: str) -> str:
@@ -398,11 +387,13 @@ def _needed(space: _Space) -> Iterator[str]:
 
     def smallest(changed: _Space) -> RunPlan | None:
         plans: list[RunPlan] = []
-        degree = config.topology.tensor_parallel
-        context = changed.workers // degree
-        for layout, exchange in changed.places(context, degree):
+        topology = config.topology
+        degree, stages = topology.tensor_parallel, topology.pipeline_parallel
+        context = changed.workers // (degree * stages)
+        groups = Groups(context, degree, stages, topology.virtual_stages)
+        for layout, exchange in changed.places(groups):
             with suppress(InvalidSetup, ConfigError):
-                plans += list(changed.plans(context, degree, layout, exchange))
+                plans += list(changed.plans(groups, layout, exchange, config.train.shard))
         return min(plans, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
 
     def fitting(**changes: Any) -> RunPlan | None:
@@ -465,7 +456,7 @@ def reasons(
     step = its.seconds.value
     gap = step - mine.seconds.value
 
-    # A step without tensor parallelism has no time for it.
+    # A step without tensor parallelism or a pipeline has no time for it.
     of_mine, of_its = (dict.fromkeys(_WORDS, 0.0) | dict(step.parts) for step in (mine, its))
 
     def part(name: str) -> str:

@@ -151,6 +151,10 @@ class Scenario:
     conditions: Disturbances = field(default_factory=Disturbances)
     words: tuple[str, ...] = ()
 
+    def sets(self, key: str) -> bool:
+        """Return whether the user set a key."""
+        return any(word.startswith(f"{key}=") for word in self.words)
+
 
 @dataclass(frozen=True)
 class PredictedScenario:

@@ -99,9 +99,14 @@ def make_balancer(config: Config, cp: int, per_node: int) -> Balancer:
 
 def row_prices(config: Config) -> RowPrices:
     """Return the prices of rows on the cluster of a run, for its balanced layouts."""
-    model, name = config.model, config.topology.cluster
+    model = config.model
+    return _prices_on(config.topology.cluster, model.num_heads, model.num_kv_heads)
+
+
+@lru_cache(maxsize=1)  # `mtrain simulate recommend` plans a thousand times
+def _prices_on(name: str, heads: int, kv_heads: int) -> RowPrices:
     cluster = None if name == "auto" else load_cluster(name, f"topology.cluster={name}")
-    return RowPrices.on(cluster, model.num_heads, model.num_kv_heads)
+    return RowPrices.on(cluster, heads, kv_heads)
 
 
 def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> str:

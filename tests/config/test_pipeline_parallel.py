@@ -135,7 +135,6 @@ def test_other_commands_refuse_it_by_name():
         "profile imbalance --attention-only",
         "profile non-attention",
         "profile sparsity",
-        "simulate recommend",
         "generate . --prompt a",
     ],
 )

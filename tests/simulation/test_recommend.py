@@ -15,18 +15,18 @@ from mtrain_cli.simulation.recommend import (
     DOES_NOT_FIT,
     _distinct,
     _Space,
-    contexts,
     label,
     memory_settings,
+    place,
     reasons,
     recommend,
-    tensor_degrees,
 )
 from mtrain_cli.simulation.scenario import PairSource, Scenario, evaluate, plan_on
+from mtrain_cli.simulation.search_groups import Groups
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training.memory import GIB
 
-TENSOR_PARALLEL = "topology.tensor_parallel"
+TENSOR_PARALLEL, PIPELINE_PARALLEL = "topology.tensor_parallel", "topology.pipeline_parallel"
 LAYOUTS, EXCHANGES = ("zigzag", "striped"), ("all_gather", "ring", "hierarchical_ring")
 
 
@@ -35,6 +35,8 @@ def scenario(*words: str, pairs: PairSource | None = None) -> Scenario:
     words = (*words, *pairs.sparsity())
     if not any(word.startswith(TENSOR_PARALLEL) for word in words):
         words = (*words, f"{TENSOR_PARALLEL}=1")  # the search has a test of its own
+    if not any(word.startswith(PIPELINE_PARALLEL) for word in words):
+        words = (*words, f"{PIPELINE_PARALLEL}=1")  # so has this one
     config = compose(list(words))
     return Scenario(config, pairs.problem(config), words=words)
 
@@ -77,7 +79,7 @@ def test_the_best_is_the_fastest_that_fits():
     plain = [
         (o.step.seconds.value, label(o.plan))
         for o in found.ranked
-        if not o.plan.config.train.keep_mlp
+        if not o.plan.config.train.keep_mlp and o.plan.config.train.shard == "full"
     ]
     assert sorted(plain) == sorted(
         entry for entry in every if "hierarchical" not in entry[1] or "2 x 8" not in entry[1]
@@ -192,7 +194,8 @@ def test_if_nothing_fits_the_changes_that_help_are_listed():
 def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     cluster = load_cluster("h200_1x8")
     one = scenario("model=qwen3b", "seq=6m", pairs=PairSource("local", 0.01, 256))
-    plans = list(_Space(cluster, one, 8, ["striped"], ["ring"]).plans(8, 1, "striped", "ring"))
+    space = _Space(cluster, one, 8, ["striped"], ["ring"])
+    plans = list(space.plans(Groups(8), "striped", "ring", "full"))
     assert [plan.fits for plan in plans] == [False, False, False, True]
     # Of 560 GiB for eight GPUs, the training would find the same.
     config = plans[-1].config
@@ -226,7 +229,7 @@ def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     assert all(
         p.config.train.activation_checkpoint == "full"
         for p in _Space(cluster, one, 8, ["striped"], ["ring"], ("full",)).plans(
-            8, 1, "striped", "ring"
+            Groups(8), "striped", "ring", "full"
         )
     )
 
@@ -274,13 +277,6 @@ def test_an_exchange_that_only_shares_heads_is_tried_with_one_layout(monkeypatch
     names = ("ring", "mirrored_ulysses")
     found = [("zigzag", "ring"), ("zigzag", "mirrored_ulysses"), ("striped", "ring")]
     assert _distinct(("zigzag", "striped"), names, 8, 8) == found
-
-
-def test_context_groups_fill_nodes_or_divide_them():
-    config = compose(["model=tiny"])
-    assert contexts(config, 32, 8) == [32, 16, 8, 4, 2, 1]
-    assert contexts(config, 48, 8) == [48, 24, 16, 8, 4, 2, 1]
-    assert contexts(compose(["model=tiny", "topology.context_parallel=4"]), 32, 8) == [4]
 
 
 def test_mlp_products_are_kept_if_memory_allows():
@@ -359,22 +355,6 @@ def test_a_batch_that_groups_cannot_divide_raises():
         )
 
 
-def test_the_search_tries_degrees_that_divide_the_model_and_a_node():
-    """qwen7b has 28 heads, 4 key-value heads and an MLP of 18,944 = 2^9 * 37."""
-    pairs = PairSource("dense")
-
-    def degrees(per_node: int, *words: str) -> list[int]:
-        config = compose(["model=qwen7b", "seq=32k", *words])
-        return tensor_degrees(Scenario(config, pairs.problem(config), words=words), per_node)
-
-    assert degrees(8) == [1, 2, 4]
-    assert degrees(2) == [1, 2]
-    assert degrees(6) == [1, 2]
-    assert degrees(8, "model.num_kv_heads=2") == [1, 2]
-    assert degrees(8, "topology.tensor_parallel=1") == [1]
-    assert degrees(8, "topology.tensor_parallel=4") == [4]
-
-
 def test_the_search_compares_tensor_groups():
     pairs = PairSource("dense")
     config = compose(["model=qwen7b", "seq=16k"])
@@ -388,3 +368,54 @@ def test_the_search_compares_tensor_groups():
     assert found.best.step.seconds.value == min(times)
     whole = next(o for o in found.ranked if o.plan.dims.tp == 1)
     assert "waiting for hidden states takes" in "; ".join(reasons(shared[0], whole))
+
+
+def with_stages(*words: str, pairs: PairSource | None = None) -> Scenario:
+    words = (TENSOR_PARALLEL + "=1", "model=qwen7b", "seq=32k", *words)
+    config = compose(list(words))
+    return Scenario(config, (pairs or PairSource("dense")).problem(config), words=words)
+
+
+def test_the_search_compares_stages():
+    cluster, one = load_cluster("h100_4x8", nodes=1), with_stages("train.global_batch=8")
+    found = recommend(cluster, one, 8, ("striped",), ("all_gather",), ("selective",))
+    places = {
+        (o.plan.dims.pp, o.plan.dims.cp, o.plan.config.topology.virtual_stages)
+        for o in found.ranked
+    }
+    # Eight stages of one worker also take turns; with two groups, four micro-batches are too few.
+    assert places >= {(1, 8, 1), (2, 4, 1), (2, 4, 2), (4, 2, 1), (4, 2, 2), (8, 1, 1), (8, 1, 2)}
+    assert (8, 1, 2) in places
+    assert all(8 // (pp * cp) * pp <= 8 for pp, cp, _ in places)
+    times = [o.step.seconds.value for o in found.ranked]
+    assert found.best.step.seconds.value == min(times)
+    for outcome in found.ranked:
+        alone = evaluate(cluster, one, outcome.plan, bounds=False)
+        assert outcome.step.seconds.value == alone.step.seconds.value, label(outcome.plan)
+        # A pipeline gathers its weights once per step, because they fit.
+        if outcome.plan.dims.pp > 1:
+            assert outcome.plan.config.train.shard == "gradients"
+    staged = next(o for o in found.ranked if place(o)[2] == Groups(2, 1, 4, 2))
+    assert "4 pipeline x 1 data x 2 context of 2 virtual stages" in label(staged.plan)
+    whole = next(o for o in found.ranked if o.plan.dims.pp == 1)
+    assert "waiting for other stages takes" in "; ".join(reasons(staged, whole))
+
+
+def test_stages_that_do_not_fit_are_named_and_gather_weights_more_often():
+    """A whole stage of weights does not fit. With train.shard=full, some stages do."""
+    cluster = small_memory(load_cluster("h100_4x8", nodes=1), 28)
+    one = with_stages("train.global_batch=8", PIPELINE_PARALLEL + "=2")
+    found = recommend(cluster, one, 8, ("striped",), ("all_gather",), ("full",))
+    assert {o.plan.config.train.shard for o in found.ranked} == {"full"}
+    assert {o.plan.dims.pp for o in found.ranked} == {2}
+    unfit = [r.what for r in found.rejected if r.why == DOES_NOT_FIT]
+    assert any("2 pipeline x" in what and "train.shard=gradients" in what for what in unfit)
+
+
+def test_if_no_pipeline_fits_the_larger_gpu_has_the_stages_of_the_user():
+    cluster = small_memory(load_cluster("h100_4x8", nodes=1), 6)
+    one = with_stages("train.global_batch=8", PIPELINE_PARALLEL + "=2")
+    found = recommend(cluster, one, 8, ("striped",), ("all_gather",), ("full",))
+    assert not found.ranked
+    assert found.needed[0].startswith("GPUs with ")
+    assert "2 pipeline x 1 data x 4 context" in found.needed[0]
