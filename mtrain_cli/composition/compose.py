@@ -271,9 +271,9 @@ def _describes_the_replaced(name: str, own: Mapping[str, Any], composed: Mapping
     """
     if name == "topology.device":
         return composed.get(name) == derived.AUTO
-    section, _, field = name.rpartition(".")
-    if section == "model":
-        return field in ModelConfig.SHAPE
+    section = name.rpartition(".")[0]
+    if section in ("model", "model.moe"):
+        return name.removeprefix("model.") in ModelConfig.SHAPE
     scaling = "model.rope.scaling"
     scaled = own.get(scaling, composed.get(scaling)) != "none" or composed.get(scaling) != "none"
     return section == "model.rope" and name not in (scaling, "model.rope.theta") and not scaled

@@ -10,6 +10,7 @@ from typing import Any
 
 from mtrain_cli.config import keys
 from mtrain_cli.config.documents import reason
+from mtrain_cli.config.expert_settings import DENSE_KEYS
 from mtrain_cli.config.groups import TOP, Groups
 from mtrain_cli.config.overrides import OverrideProblem
 from mtrain_cli.config.pattern_settings import PATTERNS
@@ -67,7 +68,9 @@ def compose_groups(
             shown = f"{name}={keys.show(values[name])}" if name in values else name
             line = f"{shown}: cannot be resolved: {_one_line(error)}"
             problems[name] = OverrideProblem(line, (name,))
-    return _of_pattern(leaves, values), list(problems.values())
+    if leaves.get("model.moe", ...) is None:  # null: a dense model
+        del leaves["model.moe"]
+    return _of_pattern({**DENSE_KEYS, **leaves}, values), list(problems.values())
 
 
 def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from mtrain_cli.config.expert_settings import DENSE_KEYS
 from mtrain_cli.config.mask_settings import MaskConfig
 
 # Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
@@ -54,6 +55,11 @@ LATER: dict[str, Any] = {
     "train.tile_mib": 0,
     "train.loss_gradients": "forward",
     "train.z_loss": 0.0,
+    "train.balance_loss": "auto",
+    "train.router_z_loss": 0.0,
+    "train.balance_bias": 0.0,
+    "train.expert_capacity": 0.0,
+    **DENSE_KEYS,
     "mask.kind": "causal",
     **{f"mask.{item.name}": None for item in fields(MaskConfig) if item.name != "kind"},
 }

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING
+from mtrain_cli.config.expert_settings import DENSE, DENSE_KEYS, MoeConfig
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.option import (
     ABOVE_ZERO,
@@ -61,7 +63,7 @@ LOSS_GRADIENTS = ("forward", "recompute")
 SENTENCES, PYTHON = NEEDLE_FORMS = ("sentences", "python")
 PERPLEXITY, NIAH = EVAL_TASKS = ("perplexity", "niah")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,7 @@ class ModelConfig:
     SHAPE: ClassVar[tuple[str, ...]] = (
         "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "intermediate_size", "qkv_bias", "qk_norm", "tie_word_embeddings",
-        "rms_norm_eps",
+        "rms_norm_eps", *(key.removeprefix("model.") for key in DENSE_KEYS),
     )  # fmt: skip
 
     name: str = option()
@@ -142,6 +144,16 @@ class ModelConfig:
     rms_norm_eps: float = option(_EPSILON)
     init_std: float = option(ABOVE_ZERO.up_to(*_OVERFLOW))
     rope: RopeConfig
+    moe: MoeConfig = DENSE
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts instead of one MLP. layer: number of the layer."""
+        return self.moe.experts > 0 and layer >= self.moe.dense_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers that have experts."""
+        return max(0, self.num_layers - self.moe.dense_layers) if self.moe.experts else 0
 
     def part(self, degree: int) -> ModelConfig:
         """Return the model with an equal part of the heads and of the MLP's width.
@@ -157,7 +169,7 @@ class ModelConfig:
 
     def shape_differences(self, other: ModelConfig) -> list[tuple[str, Any, Any]]:
         """Return (key, own value, value of ``other``) for each shape key that differs."""
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.SHAPE)
+        pairs = ((name, *map(attrgetter(name), (self, other))) for name in self.SHAPE)
         return [(f"model.{name}", ours, theirs) for name, ours, theirs in pairs if ours != theirs]
 
 
@@ -395,6 +407,15 @@ class TrainConfig:
         recompute = in the backward pass, from recomputed logits
     z_loss: coefficient of logsumexp^2, added to the gradient but not to the reported loss; 0 = none
         (PaLM uses 1e-4)
+    balance_loss: experts: coefficient of the loss that balances the experts of a layer within each
+        sequence, added to the gradient but not to the reported loss; auto = 0.001; 0 = none
+    router_z_loss: experts: coefficient of the mean logsumexp^2 of a router's scores, added to the
+        gradient but not to the reported loss; 0 = none (ST-MoE uses 0.001)
+    balance_bias: experts: step by which each update changes a bias per expert that only affects
+        the router's choice, up for experts with few tokens and down for experts with many; 0 = none
+        (DeepSeek-V3 uses 0.001)
+    expert_capacity: experts: most tokens of a sequence that an expert computes, as a multiple of
+        the mean; the tokens with the lowest scores are dropped; 0 = compute all tokens
     init_from: Hugging Face folder (config.json and safetensors) with the initial weights, which
         also gives the model if no model=... is set; null = random weights
     eval_every: number of steps between evaluations on the held-out sequences (data.eval_sequences)
@@ -424,6 +445,12 @@ class TrainConfig:
     loss_chunk_mib: int = option(POSITIVE.up_to(*_MIB))
     loss_gradients: str = option(LOSS_GRADIENTS)
     z_loss: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
+    balance_loss: float | str = option(
+        at_least(0, "must be auto or a number, 0 or more").up_to(*_OVERFLOW)
+    )
+    router_z_loss: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
+    balance_bias: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
+    expert_capacity: float = option(NOT_NEGATIVE.up_to(65_536, "more than any number of experts"))
     init_from: str | None = option()
     eval_every: int = option(_STEPS_OR_0)
     eval_tasks: tuple[str, ...] = option(expected="a list of tasks such as [niah,perplexity]")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config import eval_tasks, keys, pipeline_parallel, tensor_parallel
+from mtrain_cli.config import eval_tasks, expert_checks, keys, pipeline_parallel, tensor_parallel
 from mtrain_cli.config.cluster import file_of
 from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
@@ -50,6 +50,7 @@ def problems(config: Config) -> list[str]:
     return [
         *ranges,
         *_model(config.model),
+        *expert_checks.problems(config),
         *_topology(config.topology),
         *tensor_parallel.problems(config),
         *pipeline_parallel.problems(config),

@@ -44,6 +44,7 @@ class Sample:
     slices: slices of the sequence's mask, int64 [slices, 5], as in `SequenceMask.from_slices`; None
         if the data have no masks.
     positions: rotary position of each token, int32[seq]; None if the data have none.
+    real: number of tokens before the padding; None if there is no padding.
     """
 
     tokens: np.ndarray
@@ -51,6 +52,7 @@ class Sample:
     documents: np.ndarray
     slices: np.ndarray | None = None
     positions: np.ndarray | None = None
+    real: int | None = None
 
 
 class TokenSource(Protocol):
@@ -200,7 +202,7 @@ class PackedDataset:
                 positions[1 : stream.size] <= positions[: stream.size - 1]
             ] = IGNORED
             positions = positions[: self.seq]
-        return Sample(tokens, labels, documents, slices, positions)
+        return Sample(tokens, labels, documents, slices, positions, real)
 
     def describe(self) -> str:
         """Return one line: source, documents, tokens, tokenizer, sequences, and location."""

@@ -36,6 +36,7 @@ class _Prompt:
     documents: np.ndarray
     slices: IntArray | None = None
     positions: np.ndarray | None = None
+    real: int | None = None
 
 
 class Scorer:

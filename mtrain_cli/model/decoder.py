@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.loss import LossOptions, with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
+from mtrain_cli.model.routing import Routing
 from mtrain_cli.model.token_losses import token_losses
 
 # attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD. The inputs are contiguous. The function divides
@@ -133,18 +135,18 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """The MLP of a layer: down(silu(gate(x)) * up(x)) (arXiv:2002.05202, equation 6)."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
-    """One layer of the decoder: attention, then the MLP, each with a norm before it."""
+    """One layer of the decoder: attention, then the MLP or experts, each with a norm before it."""
 
     def __init__(self, model: ModelConfig, index: int) -> None:
         super().__init__()
@@ -152,11 +154,23 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.self_attn = Attention(model)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
-        self.mlp = SwiGLU(model)
+        self.mlp = _mlp(model, index)
 
-    def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
+    def forward(
+        self, x_BNC: Tensor, rope: Rotation, attend: Attend, routing: Routing | None = None
+    ) -> Tensor:
         h_BNC = x_BNC + self.self_attn(self.input_layernorm(x_BNC), rope, attend, self.index)
-        return h_BNC + self.mlp(self.post_attention_layernorm(h_BNC))
+        n_BNC = self.post_attention_layernorm(h_BNC)
+        if isinstance(self.mlp, MixtureOfExperts):
+            return h_BNC + self.mlp(n_BNC, routing)
+        return h_BNC + self.mlp(n_BNC)
+
+
+def _mlp(model: ModelConfig, layer: int) -> SwiGLU | MixtureOfExperts:
+    if not model.has_experts(layer):
+        return SwiGLU(model.hidden_size, model.intermediate_size)
+    shared = SwiGLU(model.hidden_size, model.moe.shared_size) if model.moe.shared_size else None
+    return MixtureOfExperts(model, layer, shared)
 
 
 class Decoder(nn.Module):
@@ -168,7 +182,7 @@ class Decoder(nn.Module):
     3. Allocate its parameters with ``to_empty(device=...)``.
     4. Initialize the parameters (`init.py`) or load them (`huggingface.py`).
 
-    Steps 3 and 4 handle only parameters, so the decoder has no buffers.
+    The only buffers are the biases of routers. Step 4 sets them to 0.
 
     rope_factor: factor by which positions are stretched (`rope.rope_factor`).
     loss: options of the loss.
@@ -195,11 +209,13 @@ class Decoder(nn.Module):
         labels_BN: Tensor,
         attend: Attend,
         loss_scale: float | Tensor,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Return ``loss_scale`` times the sum of the token losses, a float32 scalar.
 
         If the loss options ask for a z-loss, the gradient includes the z-loss, but the returned
-        value does not. The value stays comparable with runs that have no z-loss.
+        value does not. The value stays comparable with runs that have no z-loss. The same holds for
+        the losses of ``routing``.
 
         Args:
             positions_BN: index of each token in the whole sequence. Any order is allowed.
@@ -207,8 +223,10 @@ class Decoder(nn.Module):
             loss_scale: factor of the loss, a number or a float32 tensor. FSDP2 rounds a float32
                 tensor to bfloat16, unless its mixed-precision policy has
                 ``cast_forward_inputs=False``.
+            routing: the sequences of the tokens, for the routers of a model with experts.
         """
-        return self.loss_of(self.hidden(tokens_BN, positions_BN, attend), labels_BN, loss_scale)
+        x_BNC = self.hidden(tokens_BN, positions_BN, attend, routing)
+        return self.loss_of(x_BNC, labels_BN, loss_scale)
 
     def loss_of(self, x_BNC: Tensor, labels_BN: Tensor, loss_scale: float | Tensor) -> Tensor:
         """Return the result of `forward` from hidden states, the result of `hidden`."""
@@ -217,12 +235,18 @@ class Decoder(nn.Module):
         )
         return loss + (total - total.detach()) if self.loss.z_loss else total
 
-    def hidden(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
+    def hidden(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        attend: Attend,
+        routing: Routing | None = None,
+    ) -> Tensor:
         """Return the hidden states after the last layer and the final norm, ``[B, N, C]``."""
         rope = self.rotation(positions_BN)
         x_BNC = self.embed_tokens(tokens_BN)
         for layer in self.layers:
-            x_BNC = layer(x_BNC, rope, attend)
+            x_BNC = layer(x_BNC, rope, attend, routing)
         return self.norm(x_BNC)
 
     def rotation(self, positions_BN: Tensor) -> Rotation:

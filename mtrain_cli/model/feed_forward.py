@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from mtrain_cli.model.loss import add_matmul
 from mtrain_cli.parallel.tensor_group import Message, TensorGroup, staggered
 
 if TYPE_CHECKING:
-    from mtrain_cli.model.decoder import DecoderLayer
+    from mtrain_cli.model.decoder import DecoderLayer, SwiGLU
 
 
 Products = tuple[Tensor, Tensor, Tensor]  # h, gate(n) and up(n) of a tile
@@ -52,7 +52,7 @@ class FeedForwardWeights(NamedTuple):
 
     @staticmethod
     def of(layer: DecoderLayer) -> FeedForwardWeights:
-        norm, mlp = layer.post_attention_layernorm, layer.mlp
+        norm, mlp = layer.post_attention_layernorm, cast("SwiGLU", layer.mlp)
         return FeedForwardWeights(
             layer.self_attn.o_proj.weight,
             norm.weight,

@@ -27,6 +27,7 @@ from mtrain_cli.launch.failures import RunError, write_failure
 from mtrain_cli.launch.manifest import plain_name
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.experts import reset_biases
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
 from mtrain_cli.parallel.parameter_shards import own_region
 
@@ -197,6 +198,7 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
         raise ConfigError(
             *(f"{name}={ours}: {config} says {theirs}" for name, ours, theirs in differences)
         )
+    reset_biases(decoder)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             _fill(parameter, partial(source.read, name))

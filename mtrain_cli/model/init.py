@@ -10,17 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.experts import reset_biases
 from mtrain_cli.parallel.parameter_shards import own_region
 
 
 def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) -> None:
     """Set every parameter to its initial value.
 
-    - Norm weights are 1 and biases are 0.
+    - Norm weights are 1 and biases are 0, those of routers, too.
     - The elements of a matrix are drawn from a normal distribution with standard deviation
       ``init_std``.
-    - For the output projection and the MLP's down projection, which add to the residual stream,
-      ``init_std`` is divided by sqrt(2 num_layers) (GPT-2's report, section 2.3).
+    - For the output projection and the down projections of MLPs and experts, which add to the
+      residual stream, ``init_std`` is divided by sqrt(2 num_layers) (GPT-2's report, section 2.3).
 
     Every worker draws one whole matrix after another, and keeps only its shard. The random
     generator of a matrix is seeded from ``seed`` and the parameter's name.
@@ -31,6 +32,7 @@ def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) 
             keeps its parameters in host memory, pass the GPU, so that the parameters get the
             values that they would have in GPU memory.
     """
+    reset_biases(decoder)
     residual_std = decoder.model_config.init_std / math.sqrt(2 * decoder.model_config.num_layers)
     for name, parameter in decoder.named_parameters():
         if name.endswith("norm.weight"):
@@ -38,7 +40,7 @@ def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) 
         elif name.endswith(".bias"):
             nn.init.zeros_(parameter)
         else:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down"))
             std = residual_std if residual else decoder.model_config.init_std
             _fill_normal(parameter, std, _parameter_seed(seed, name), device or parameter.device)
 

@@ -16,11 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.model import layer_parts
 from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
+from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
 from mtrain_cli.model.rope import Rotation
+from mtrain_cli.model.routing import Decision, Routing
 from mtrain_cli.model.tiling import shared_tile_rows
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
-from mtrain_cli.parallel.tensor_group import TensorGroup, gather_rows
+from mtrain_cli.parallel.parameter_shards import own_part
+from mtrain_cli.parallel.tensor_group import TensorGroup, gather_rows, scatter_rows
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,11 @@ class ExecutedLayer(DecoderLayer):
 
     execution: LayerExecution
 
-    def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
+    def forward(
+        self, x_BNC: Tensor, rope: Rotation, attend: Attend, routing: Routing | None = None
+    ) -> Tensor:
         passes = _Passes()
-        compute = partial(self._stages, rope=rope, attend=attend, passes=passes)
+        compute = partial(self._stages, rope=rope, attend=attend, passes=passes, routing=routing)
         if not self.execution.recompute:
             return compute(x_BNC)
         # The checkpoint is inside `forward`, and FSDP gathers parameters in hooks around `forward`.
@@ -83,13 +88,23 @@ class ExecutedLayer(DecoderLayer):
                 context_fn=passes.contexts,
             )
 
-    def _stages(self, x_BNC: Tensor, rope: Rotation, attend: Attend, passes: _Passes) -> Tensor:
+    def _stages(
+        self,
+        x_BNC: Tensor,
+        rope: Rotation,
+        attend: Attend,
+        passes: _Passes,
+        routing: Routing | None,
+    ) -> Tensor:
         execution, mlp, tensor = self.execution, self.mlp, self.execution.tensor
         project, finish = stage_functions(execution.compile, execution.any_length)
         if tensor is not None:
             project = partial(project_shared, tensor=tensor, compile=execution.compile)
         # No variable refers to q, k and v, so their memory is free after attention.
         out_BNHD = attend(*project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F), self.index)
+        if isinstance(mlp, MixtureOfExperts):
+            h_BNC, n_BNC = before_experts(self, x_BNC, out_BNHD, tensor)
+            return h_BNC + mlp(n_BNC, routing, passes.decisions)
         tokens = x_BNC.shape[0] * x_BNC.shape[1]
         hidden, intermediate = mlp.down_proj.out_features, mlp.down_proj.in_features
         itemsize = x_BNC.element_size()
@@ -140,12 +155,29 @@ def project_shared(
     """
     norm, attention = layer.input_layernorm, layer.self_attn
     normed, heads = shared_stage_functions(compile)
-    own_RC = normed(x_BNC[0], layer_parts.own_part(norm.weight), norm.eps)
+    own_RC = normed(x_BNC[0], own_part(norm.weight), norm.eps)
     batch, tokens = cos_BN1F.shape[:2]
     all_NC = gather_rows(own_RC, tensor)[: batch * tokens]
     weights = layer_parts.own_projections(ProjectionWeights.of(attention))
     gathered_BNC = all_NC.view(batch, tokens, -1)
     return heads(gathered_BNC, weights, attention.head_dim, attention.eps, cos_BN1F, sin_BN1F)
+
+
+def before_experts(
+    layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor, tensor: TensorGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Compute a layer from attention to its experts. Return h = x + o(out) and norm(h).
+
+    With tensor parallelism, a worker's experts compute its own tokens, as x has them.
+    """
+    norm, o_CA = layer.post_attention_layernorm, own_part(layer.self_attn.o_proj.weight)
+    if tensor is None:
+        sums_BNC = torch.nn.functional.linear(out_BNHD.flatten(-2), o_CA)
+    else:
+        rows_SA = tensor.padded(out_BNHD.flatten(0, 1).flatten(1))
+        sums_BNC = scatter_rows(rows_SA @ o_CA.t(), tensor)
+    h_BNC = x_BNC + sums_BNC
+    return h_BNC, normalized(h_BNC, own_part(norm.weight), norm.eps)
 
 
 def finish(layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
@@ -200,10 +232,12 @@ class _Passes:
     """The forward passes of one call of a layer.
 
     second: whether the forward pass that the backward pass starts is running.
+    decisions: the decision of the layer's router, from the first pass.
     """
 
     def __init__(self) -> None:
         self.second = False
+        self.decisions: list[Decision] = []
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return a context for each of the two forward passes, as `checkpoint` expects."""

@@ -6,12 +6,13 @@ shard, gather and save. Computation takes the plain local weights.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from mtrain_cli.model.decoder import Decoder, ProjectionWeights
 from mtrain_cli.model.feed_forward import FeedForwardWeights
+from mtrain_cli.parallel.parameter_shards import own_part
 
 _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUT = ("o_proj", "down_proj")
@@ -21,7 +22,8 @@ def cut_layers(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Cut the parameters of all layers over a tensor group, in place.
 
     q, k, v, gate and up keep a part of their output features, o and down a part of their input
-    features. Every worker has the whole norms. The parameters keep their names and whole shapes.
+    features. Every worker has the whole norms, routers and experts. The parameters keep their names
+    and whole shapes.
 
     Args:
         decoder: a decoder on the meta device.
@@ -29,26 +31,20 @@ def cut_layers(decoder: Decoder, mesh: DeviceMesh) -> None:
     """
     for layer in decoder.layers:
         for name, module in layer.named_modules():
-            placement = _placement(name.rpartition(".")[2])
+            placement = _placement(name)
             for key, parameter in module.named_parameters(recurse=False):
                 part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
                 module.register_parameter(key, nn.Parameter(part))
 
 
 def _placement(module: str) -> Placement:
-    """Return how to cut the parameters of the module with this name."""
-    if module in _BY_OUTPUT:
+    """Return how to cut the parameters of the module with this name in its layer."""
+    name = module.rpartition(".")[2]
+    if module.startswith("mlp.shared."):  # it computes own tokens, as the experts do
+        return Replicate()
+    if name in _BY_OUTPUT:
         return Shard(0)
-    return Shard(1) if module in _BY_INPUT else Replicate()
-
-
-def own_part(parameter: Tensor) -> Tensor:
-    """Return this worker's part of a gathered parameter. The parameter's gradient is cut alike.
-
-    The gradient of a norm is the sum over the worker's own tokens or heads
-    (`parameter_shards.sum_copied_gradients`).
-    """
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(1) if name in _BY_INPUT else Replicate()
 
 
 def own_projections(weights: ProjectionWeights) -> ProjectionWeights:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.decoder import Attend, Decoder
+from mtrain_cli.model.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class StageDecoder(Decoder):
         labels_BN: Tensor,
         attend: Attend,
         loss_scale: float | None,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Return the hidden states after a virtual stage, or the loss after the last one.
 
@@ -83,6 +85,7 @@ class StageDecoder(Decoder):
             x_BNC: hidden states after the previous virtual stage; None for the first.
             loss_scale: as in `Decoder.forward`. None returns the loss of every token instead, as
                 `Decoder.token_losses` does.
+            routing: as in `Decoder.forward`.
         """
         stage = self.stages[number]
         with torch.set_grad_enabled(loss_scale is not None):
@@ -90,7 +93,7 @@ class StageDecoder(Decoder):
             if x_BNC is None:
                 x_BNC = self.embed_tokens(tokens_BN)
             for layer in stage.layers:
-                x_BNC = self.layers.get_submodule(str(layer))(x_BNC, rope, attend)
+                x_BNC = self.layers.get_submodule(str(layer))(x_BNC, rope, attend, routing)
             assert x_BNC is not None
             if not stage.last:
                 return x_BNC

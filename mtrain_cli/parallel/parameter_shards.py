@@ -31,6 +31,15 @@ def own_region(parameter: DTensor) -> tuple[slice, ...]:
     return tuple(region)
 
 
+def own_part(parameter: Tensor) -> Tensor:
+    """Return this worker's part of a gathered parameter. The parameter's gradient is cut alike.
+
+    The gradient of a parameter that tensor parallelism does not cut is the sum over the worker's
+    own tokens or heads (`sum_copied_gradients`).
+    """
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def copies(parameter: Tensor) -> int:
     """Return the number of workers that hold the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
@@ -44,7 +53,8 @@ def copies(parameter: Tensor) -> int:
 def sum_copied_gradients(parameters: Iterable[Tensor], tensor: TensorGroup) -> None:
     """Add up the gradients of the parameters that all workers of a tensor group hold whole.
 
-    Each worker has such a gradient, of a norm, only for its own tokens or heads. One message
+    Each worker has such a gradient, of a norm or of experts, only for its own tokens or heads. One
+    message
     carries all of them, once per optimizer step.
     """
     gradients = [p.grad for p in parameters if p.grad is not None and copies(p) > 1]

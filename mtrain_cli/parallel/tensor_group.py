@@ -227,6 +227,26 @@ class _Gather(torch.autograd.Function):
         return ctx.group.start_scatter(grad_SW).wait(), None
 
 
+def scatter_rows(parts_SW: Tensor, group: TensorGroup) -> Tensor:
+    """Add up the tensors of all workers. Return this worker's rows, ``[R, W]``.
+
+    Backward gathers the gradients of all workers' rows.
+    """
+    return _Scatter.apply(parts_SW, group)
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts_SW: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.start_scatter(parts_SW).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RW: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.start_gather(grad_RW).wait(), None
+
+
 def staggered(tiles: Iterable[Iterator[None]]) -> None:
     """Run tiles that yield after each message that they have started, one message apart.
 

@@ -50,6 +50,14 @@ class StepMetrics:
         step.
     index_seconds: time that the first worker spent on index estimates; None for a dense step.
     density_by_layer: density of each layer; None for a dense step.
+    balance_loss: mean of the balance loss of the routers, without its coefficient, over sequences
+        and layers. 1 is perfect balance. None for a model without experts, as the next five.
+    router_z: mean of logsumexp^2 of the routers' scores over tokens and layers.
+    expert_load: largest tokens of an expert / mean tokens of the experts of its layer, over layers.
+    expert_load_by_layer: the same of each layer that has experts.
+    router_entropy: mean entropy of the routers' scores over tokens and layers, in nats.
+    dropped: number of times that an expert did not compute a token that chose it, summed over
+        layers (train.expert_capacity).
     skipped: whether the optimizer skipped the update, because of a spike (optim.skip_spikes) or
         because no token has a label. None also means that no update was skipped.
     """
@@ -72,6 +80,12 @@ class StepMetrics:
     columns: float | None = None
     index_seconds: float | None = None
     density_by_layer: list[float] | None = None
+    balance_loss: float | None = None
+    router_z: float | None = None
+    expert_load: float | None = None
+    expert_load_by_layer: list[float] | None = None
+    router_entropy: float | None = None
+    dropped: int | None = None
     skipped: bool | None = None
 
     def to_json(self) -> str:

@@ -16,6 +16,7 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.model.routing import Routing
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.dispatch import Balancer
@@ -24,6 +25,7 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.tensor_group import TensorGroup
 from mtrain_cli.sparsity.pattern import Pattern
+from mtrain_cli.training.router_batches import RouterBatches
 
 
 class PackedSample(Protocol):
@@ -31,6 +33,7 @@ class PackedSample(Protocol):
 
     slices: slices of the sequence's mask, int64 [slices, 5]; None if the documents give the mask.
     positions: rotary position of each token; None for its position in the sequence.
+    real: number of tokens before padding; None if there is no padding.
     """
 
     @property
@@ -43,6 +46,8 @@ class PackedSample(Protocol):
     def slices(self) -> IntArray | None: ...
     @property
     def positions(self) -> NDArray[np.int32] | None: ...
+    @property
+    def real(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class HostBatch:
     full_plan: the same for the layers that see all earlier tokens instead of a window; None if all
         layers are alike.
     valid: number of labels that count toward the loss, in the whole sequences.
+    lengths: number of tokens of each sequence, without padding. Empty if the model has no experts.
     maker: the `BatchMaker` that made this batch.
     """
 
@@ -69,6 +75,7 @@ class HostBatch:
     plan: Plan
     full_plan: Plan | None
     valid: int
+    lengths: tuple[int, ...]
     maker: BatchMaker
 
 
@@ -82,6 +89,7 @@ class Batch:
     attend: attention over the whole sequences, shared by all layers, or by all with
         a sliding window if others see all earlier tokens.
     mixed: attention of all layers if they have different masks; None if they are alike.
+    routing: the sequences of the tokens, for routers; None if the model has no experts.
     valid: number of labels that count toward the loss, in the whole sequences.
     """
 
@@ -91,6 +99,7 @@ class Batch:
     attend: ContextAttention
     valid: int
     mixed: MixedAttention | None = None
+    routing: Routing | None = None
 
     @property
     def masks(self) -> tuple[SequenceMask, ...]:
@@ -172,6 +181,7 @@ class BatchMaker:
         layers: int = 0,
         balancer: Balancer | None = None,
         tensor: TensorGroup | None = None,
+        router: RouterBatches | None = None,
     ) -> None:
         """Prepare to make batches.
 
@@ -184,8 +194,9 @@ class BatchMaker:
             layers: number of layers of the model. Needed only if they have different masks.
             balancer: makes the layout of each batch. None for the layout of ``exchange``.
             tensor: the workers that share each layer; None if this worker computes whole layers.
+            router: describes batches to routers; None if the model has no experts.
         """
-        self.layers = layers
+        self.layers, self.router = layers, router
         self.full: BatchMaker | None = None
         self.kind = ""
         if mask.mask.is_mixed:
@@ -242,7 +253,10 @@ class BatchMaker:
                 full_plan = self.full._plan(full_masks, layout)
         valid = sum(int((each != IGNORED).sum()) for each in targets)
         earlier = held - starts[:, held]
-        return HostBatch(layout, samples, numbers, earlier, plan, full_plan, valid, self)
+        lengths: tuple[int, ...] = ()
+        if self.router is not None:
+            lengths = tuple(layout.seq if s.real is None else s.real for s in samples)
+        return HostBatch(layout, samples, numbers, earlier, plan, full_plan, valid, lengths, self)
 
     def to_device(self, host: HostBatch) -> Batch:
         """Copy a batch to the device. The copies from pinned memory are asynchronous."""
@@ -257,7 +271,10 @@ class BatchMaker:
             assert host.full_plan is not None, "only sparse runs change to another maker"
             full = self.full._attention(host.full_plan)
             mixed = MixedAttention(attend, full, self.mask.mask, self.layers)
-        return Batch(tokens, positions, labels, attend, host.valid, mixed)
+        routing = None
+        if self.router is not None:
+            routing = self.router.of(host.layout, host.lengths, self.device)
+        return Batch(tokens, positions, labels, attend, host.valid, mixed, routing)
 
     def _masks(self, samples: Sequence[PackedSample]) -> list[SequenceMask]:
         layout = self.exchange.layout

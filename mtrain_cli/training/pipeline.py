@@ -178,6 +178,7 @@ class _TrainingPasses(_Passes):
             batch.labels,
             self.attends[micro_batch],
             self.scale,
+            batch.routing,
         )
         if self.decoder.stages[virtual_stage].last:
             self.loss += result.detach()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.training.index_metrics import IndexMetrics
+from mtrain_cli.training.router_batches import RoutingMetrics
 
 
 class NonFiniteError(RunError):
@@ -53,6 +54,7 @@ class StepResult:
     stop: whether any worker received a stop request.
     reports: one report per rank.
     index: metrics of the dynamic index. None for a dense step.
+    routing: loads of the experts. None if the model has none.
     skipped: whether the optimizer update was skipped.
     warnings: lines for the user.
     """
@@ -65,6 +67,7 @@ class StepResult:
     stop: bool
     reports: tuple[StepReport, ...] = ()
     index: IndexMetrics | None = None
+    routing: RoutingMetrics | None = None
     skipped: bool = False
     warnings: tuple[str, ...] = ()
 

@@ -60,6 +60,7 @@ from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.pipeline import make_stage
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
+from mtrain_cli.training.router_batches import RouterBatches, routing_metrics
 from mtrain_cli.training.step_result import StepReport, StepResult, check_finite
 from mtrain_cli.training.watch import SpikeWatch
 
@@ -103,6 +104,7 @@ class Trainer:
             keep=attention_kept(config.train),
             offload=self.offload,
             tensor=self.tensor,
+            router=RouterBatches.make(config, self.exchange.group, self.tensor),
         )
         self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
@@ -246,6 +248,9 @@ class Trainer:
         records = index_records(batch.attend for batch in batches)
         reports = self._exchange_reports(finite_check, stop, data_seconds, records)
         check_finite(reports, self.step + 1)
+        routing = routing_metrics(
+            [b.routing for b in batches if b.routing is not None], self.config
+        )
         grad_norm = math.sqrt(sum(report.squared_norm for report in reports))
         mean_loss = sum(report.loss for report in reports) if valid else None
         # All workers decide from the same numbers, so all skip the update or none does.
@@ -253,6 +258,8 @@ class Trainer:
         advice, self._advice = self._advice, ""
         if not skipped:
             self._update(grad_norm)
+            if routing is not None:
+                routing.change_biases(self.decoder, self.config.train.balance_bias)
         self.states.drop_gradients()
         progress_record.note("done")
         self.step += 1
@@ -269,6 +276,7 @@ class Trainer:
             stop=any(report.stop for report in reports),
             reports=tuple(reports),
             index=index,
+            routing=routing,
             skipped=skipped,
             warnings=tuple(line for line in (warning, advice) if line),
         )
@@ -469,7 +477,12 @@ class Trainer:
                 # Divide the local sum by the global number of valid labels. The sum over workers is
                 # then the mean that one worker would compute.
                 part = self.decoder(
-                    batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid)
+                    batch.tokens,
+                    batch.positions,
+                    batch.labels,
+                    attend,
+                    1.0 / max(1, valid),
+                    batch.routing,
                 )
                 part.backward()
                 loss += part.detach()
@@ -532,6 +545,7 @@ class Trainer:
             columns=index.columns if index else None,
             index_seconds=index.seconds if index else None,
             density_by_layer=list(index.density_by_layer) if index else None,
+            **(result.routing.metrics() if result.routing else {}),
             skipped=result.skipped if config.optim.skip_spikes or result.skipped else None,
         )
 

@@ -33,7 +33,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         (
             "model=qwen4b",
             "no such model (did you mean qwen14b?); allowed: auto, llama14b, llama1b, llama3b, "
-            "llama7b, llama8b, mistral7b, qwen0.5b, qwen1.5b,",
+            "llama7b, llama8b, mistral7b, mixtral_8x7b, qwen0.5b, qwen1.5b,",
         ),
         ("model=~/x", "no such model; allowed: "),
         ("model=", "no such model; allowed: "),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_models import LLAMA3, PLAIN, SEQ, YARN, edit_config, export, tiny_model
 
+from mtrain_cli.config.expert_settings import MoeConfig
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model.huggingface_config import read_config, read_mask, remarks
@@ -139,6 +140,7 @@ def test_published_configs_equal_the_shipped_shapes(tmp_path, shape):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     read = dataclasses.asdict(read_config(tmp_path)[0])
     ships_rope, read_rope = ships.pop("rope"), read.pop("rope")
+    assert read.pop("moe") == dataclasses.asdict(MoeConfig(**ships.pop("moe", {})))
     assert read | {"name": shape} == ships
     assert read_rope["theta"] == ships_rope["theta"]
     assert read_rope["original_max_position"] == ships_rope["original_max_position"]

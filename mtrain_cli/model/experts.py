@@ -1,0 +1,232 @@
+"""A mixture of experts: the layer's MLP as many small MLPs, a few of which compute each token.
+
+See arXiv:2101.03961 and arXiv:2401.06066 (shared experts). `routing.py` decides which experts
+compute which tokens.
+
+Shape suffixes: B batch, N local tokens, T = B N, C hidden size, E experts, K chosen experts of a
+token, S = T K pairs of a token and an expert, ordered by expert, I width of an expert, W = 2 I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.config.expert_settings import SIGMOID
+from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
+from mtrain_cli.model.routing import Decision, Routing, decide_alone
+from mtrain_cli.parallel.parameter_shards import own_part
+
+if TYPE_CHECKING:
+    from mtrain_cli.model.decoder import SwiGLU
+
+BIAS = "selection_bias"  # name of the router's buffer
+
+
+class Experts(nn.Module):
+    """The weights of all experts of a layer.
+
+    gate_up: the gate and the up projection of each expert, ``[E, 2 I, C]``.
+    down: the down projection of each expert, ``[E, C, I]``.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        experts, width, hidden = model.moe.experts, model.moe.expert_size, model.hidden_size
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+
+
+class MixtureOfExperts(nn.Module):
+    """The router, the experts and the shared expert of one layer.
+
+    selection_bias: float32 [E], added to the scores for the choice of experts only
+        (arXiv:2408.15664). `train.balance_bias` changes it after each update. It is a buffer, since
+        it has no gradient, and each worker has all of it.
+    """
+
+    selection_bias: Tensor
+
+    def __init__(self, model: ModelConfig, layer: int, shared: SwiGLU | None) -> None:
+        """Build the module. shared: MLP that computes all tokens; None if the model has none."""
+        super().__init__()
+        self.moe, self.layer = model.moe, layer
+        self.gate = nn.Linear(model.hidden_size, model.moe.experts, bias=False)
+        self.experts = Experts(model)
+        self.shared = shared
+        self.register_buffer(BIAS, torch.zeros(model.moe.experts, dtype=torch.float32))
+
+    def forward(
+        self, x_BNC: Tensor, routing: Routing | None = None, kept: list[Decision] | None = None
+    ) -> Tensor:
+        """Return the sum of the chosen experts' outputs, each times its score.
+
+        Args:
+            routing: the sequences of the tokens, for the losses of training. None if there are no
+                losses, and no token is padding.
+            kept: the decision of this layer, if it is not empty. Else receives the decision. The
+                second forward pass of a checkpoint must not decide again: other rounding would let
+                some tokens have other experts.
+        """
+        x_TC = x_BNC.flatten(0, -2)
+        high = accumulation_dtype(x_TC.dtype)
+        logits_TE = functional.linear(x_TC.to(high), own_part(self.gate.weight).to(high))
+        is_sigmoid = self.moe.score == SIGMOID
+        scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
+        again = bool(kept)
+        decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
+        if kept is not None and not kept:
+            kept.append(decision)
+        scores_TK = scores_TE.gather(1, decision.chosen_TK)
+        if self.moe.normalize:
+            least = 1e-20 if is_sigmoid else 0.0  # sigmoids may all round to 0
+            scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + least)
+        if self.moe.scale != 1.0:
+            scores_TK = scores_TK * self.moe.scale
+        out_TC = compute_experts(x_TC, scores_TK, self.experts, decision, inputs_only=again)
+        if self.shared is not None:
+            out_TC = out_TC + _shared(x_TC, self.shared)
+        if routing is not None:
+            loss = routing.loss(logits_TE, scores_TE, decision, self.layer, count=not again)
+            out_TC = _WithLoss.apply(out_TC, loss)
+        return out_TC.view_as(x_BNC)
+
+    @torch.no_grad()
+    def _decide(self, scores_TE: Tensor, routing: Routing | None) -> Decision:
+        chosen_TK = (scores_TE + self.selection_bias).topk(self.moe.top_k).indices
+        if routing is None:
+            return decide_alone(chosen_TK, self.moe.experts)
+        return routing.decide(chosen_TK, scores_TE, self.layer)
+
+    @torch.no_grad()
+    def change_bias(self, counts_E: Tensor, step: float) -> None:
+        """Raise the bias of experts with fewer tokens than the mean, and lower that of the others.
+
+        Args:
+            counts_E: number of tokens of an optimizer step that chose each expert.
+            step: value of ``train.balance_bias``.
+        """
+        counts_E = counts_E.to(self.selection_bias.device, torch.float64)
+        self.selection_bias += (step * (counts_E.mean() - counts_E).sign()).float()
+
+
+def expert_layers(layers: Sequence[nn.Module] | nn.ModuleList) -> list[MixtureOfExperts]:
+    """Return the mixtures of experts of a decoder's layers, in their order."""
+    found = (getattr(layer, "mlp", None) for layer in layers)
+    return [mlp for mlp in found if isinstance(mlp, MixtureOfExperts)]
+
+
+@torch.no_grad()
+def reset_biases(decoder: nn.Module) -> None:
+    """Set the routers' biases to 0 in float32, whatever happened to the buffers before."""
+    for module in decoder.modules():
+        if isinstance(module, MixtureOfExperts):
+            bias = module.selection_bias
+            module.selection_bias = torch.zeros_like(bias, dtype=torch.float32)
+
+
+def _shared(x_TC: Tensor, mlp: SwiGLU) -> Tensor:
+    """Return the output of the shared expert, of whose weights each worker has the whole."""
+    gate, up, down = (own_part(p.weight) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    inner = functional.silu(functional.linear(x_TC, gate)) * functional.linear(x_TC, up)
+    return functional.linear(inner, down)
+
+
+def compute_experts(
+    x_TC: Tensor, scores_TK: Tensor, experts: Experts, decision: Decision, *, inputs_only: bool
+) -> Tensor:
+    """Return the sum over a token's experts of score * down(silu(gate(x)) * up(x)), ``[T, C]``.
+
+    The experts' outputs are not kept for backward: the scores multiply the inputs of the down
+    projection instead.
+
+    Args:
+        inputs_only: compute only what backward needs, and return a placeholder that must not be
+            read.
+    """
+    gate_up_EWC, down_ECI = own_part(experts.gate_up), own_part(experts.down)
+    return _Experts.apply(x_TC, scores_TK, gate_up_EWC, down_ECI, decision, inputs_only)
+
+
+def dispatch(rows: Tensor, decision: Decision) -> Tensor:
+    """Return the row of each pair's token, ordered by expert, ``[S, C]``.
+
+    This is where rows would go to the workers that hold their experts.
+    """
+    return rows.index_select(0, decision.order_S // decision.chosen_TK.shape[1])
+
+
+def combine(rows_SC: Tensor, decision: Decision) -> Tensor:
+    """Return the sum of each token's rows, ``[T, C]``. The inverse way of `dispatch`.
+
+    The sum is computed in float32.
+    """
+    rows_TKC = rows_SC.index_select(0, decision.place_S).unflatten(0, decision.chosen_TK.shape)
+    return rows_TKC.sum(1, dtype=accumulation_dtype(rows_SC.dtype)).to(rows_SC.dtype)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TC: Tensor, scores_TK: Tensor, gate_up_EWC: Tensor, down_ECI: Tensor,
+        decision: Decision, inputs_only: bool,
+    ) -> Tensor:  # fmt: skip
+        gate_up_SW = grouped_rows(dispatch(x_TC, decision), gate_up_EWC, decision.ends_E)
+        ctx.decision = decision
+        ctx.save_for_backward(x_TC, scores_TK, gate_up_EWC, down_ECI, gate_up_SW)
+        if inputs_only:
+            return x_TC.new_empty(()).expand_as(x_TC)
+        gate_SI, up_SI = gate_up_SW.chunk(2, -1)
+        inner_SI = functional.silu(gate_SI) * up_SI * _by_place(scores_TK, decision)
+        out_SC = grouped_rows(inner_SI.to(x_TC.dtype), down_ECI, decision.ends_E)
+        return combine(out_SC, decision)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
+        x_TC, scores_TK, gate_up_EWC, down_ECI, gate_up_SW = ctx.saved_tensors
+        decision, dtype = ctx.decision, x_TC.dtype
+        gate_SI, up_SI = gate_up_SW.chunk(2, -1)
+        grad_SC = dispatch(grad_TC.contiguous(), decision)
+        scores_S1 = _by_place(scores_TK, decision)
+        dinner_SI = grouped_rows_back(grad_SC, down_ECI, decision.ends_E)
+        silu_SI = functional.silu(gate_SI)
+        outer_SI = silu_SI * up_SI
+        dscores_S = (dinner_SI.to(scores_S1.dtype) * outer_SI).sum(-1)
+        ddown_ECI = grouped_sums(grad_SC, (outer_SI * scores_S1).to(dtype), decision.ends_E)
+        del outer_SI, grad_SC
+        douter_SI = (dinner_SI * scores_S1).to(dtype)
+        dgate_SI = torch.ops.aten.silu_backward(douter_SI * up_SI, gate_SI)
+        dgate_up_SW = torch.cat([dgate_SI, douter_SI * silu_SI], -1)
+        del dinner_SI, douter_SI, silu_SI, dgate_SI
+        x_SC = dispatch(x_TC, decision)
+        dgate_up_EWC = grouped_sums(dgate_up_SW, x_SC, decision.ends_E)
+        del x_SC
+        dx_SC = grouped_rows_back(dgate_up_SW, gate_up_EWC, decision.ends_E)
+        dscores_TK = dscores_S[decision.place_S].view_as(scores_TK)
+        return combine(dx_SC, decision), dscores_TK, dgate_up_EWC, ddown_ECI, None, None
+
+
+def _by_place(scores_TK: Tensor, decision: Decision) -> Tensor:
+    """Return the score of each pair, ordered by expert, ``[S, 1]``."""
+    return scores_TK.flatten()[decision.order_S][:, None]
+
+
+class _WithLoss(torch.autograd.Function):
+    """Returns its first argument. Backward gives the second, a loss, the gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)

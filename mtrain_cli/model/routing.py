@@ -1,0 +1,221 @@
+"""Which experts compute which tokens, the losses that balance them, and their loads.
+
+A router scores all experts for each token, in float32. The experts with the highest scores compute
+the token. Everything here that depends on several tokens of a sequence covers the whole sequence,
+so it does not depend on how workers share the sequence.
+
+Shape suffixes: B sequences of a micro-batch, T own tokens of all sequences, E experts, K chosen
+experts of a token, S = T K pairs of a token and an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain_cli.config.expert_settings import SIGMOID, MoeConfig
+from mtrain_cli.parallel.collectives import all_gather
+
+PADDING = -1  # slot of a token that pads a sequence
+# Numbers of a layer that `Routing.loads` holds after the tokens of each expert.
+BALANCE, Z, ENTROPY, DROPPED = range(4)
+SUMS = 4
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """What training adds to the routing.
+
+    sequences: sequences of an optimizer step, over all workers.
+    balance_loss, z_loss: coefficients of the losses.
+    capacity: most tokens of a sequence that an expert computes, as a multiple of the mean; 0 for no
+        limit.
+    """
+
+    sequences: int
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    capacity: float = 0.0
+
+
+@dataclass(frozen=True)
+class SharingGroup:
+    """Workers that share sequences, and this worker's rank among them.
+
+    peer_errors: returns a context in which the loss of a worker is an error that names the group.
+    """
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup
+    peer_errors: Callable[[], AbstractContextManager[None]]
+
+
+class Decision(NamedTuple):
+    """Which experts compute which tokens of a layer.
+
+    chosen_TK: number of each token's chosen experts.
+    order_S: pairs of token and expert, numbered token * K + k, ordered by expert. Pairs that no
+        expert computes (padding, or beyond the capacity) come last.
+    place_S: place of each pair in that order.
+    ends_E: int32, number of pairs of this and all earlier experts.
+    load_BE: number of tokens of a whole sequence that chose each expert, divided by the mean; None
+        without `Routing`.
+    """
+
+    chosen_TK: Tensor
+    order_S: Tensor
+    place_S: Tensor
+    ends_E: Tensor
+    load_BE: Tensor | None = None
+
+
+class Routing:
+    """The sequences of a micro-batch, for the routers of all layers in training.
+
+    loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, the part
+        of the balance loss and of the z-loss (without coefficients, summed over sequences), the
+        entropy of the scores in nats, and the number of pairs beyond the capacity.
+    """
+
+    def __init__(
+        self,
+        slots: Tensor,
+        lengths: Sequence[int],
+        padded_seq: int,
+        moe: MoeConfig,
+        layers: int,
+        options: RouterOptions,
+        groups: Sequence[SharingGroup] = (),
+    ) -> None:
+        """Prepare the routing of a micro-batch.
+
+        Args:
+            slots: for each of this worker's tokens, sequence * padded_seq + position, or `PADDING`.
+            lengths: number of tokens of each sequence, without padding.
+            padded_seq: tokens of a sequence with padding.
+            layers: number of layers of the model.
+            groups: the groups of workers that share these sequences, innermost first.
+        """
+        self.options, self.groups, self.moe = options, tuple(groups), moe
+        slots_T = slots.flatten()
+        self.is_real_T1 = (slots_T != PADDING)[:, None]
+        self.sequence_T = slots_T.clamp(min=0) // padded_seq
+        self._slots_T, self._batch, self._lengths = slots_T, len(lengths), lengths
+        self.lengths_B = torch.tensor(lengths, dtype=torch.float64).to(slots.device)
+        numbers_B1 = torch.arange(len(lengths), device=slots.device)[:, None]
+        self.members_BT = (self.sequence_T == numbers_B1) & self.is_real_T1.T
+        self.loads = torch.zeros(
+            layers, moe.experts + SUMS, dtype=torch.float64, device=slots.device
+        )
+
+    def decide(self, chosen_TK: Tensor, scores_TE: Tensor, layer: int) -> Decision:
+        """Return which experts compute which tokens, and count them. Workers call this together."""
+        experts, top_k = self.moe.experts, self.moe.top_k
+        keys_TK = chosen_TK * self._batch + self.sequence_T[:, None]
+        keys_TK = keys_TK.masked_fill(~self.is_real_T1, experts * self._batch)
+        order_S, ends = _grouped(keys_TK, experts * self._batch)
+        counts_BE = ends.diff(prepend=ends.new_zeros(1)).view(experts, self._batch).T.contiguous()
+        self.loads[layer, :experts] += counts_BE.sum(0)
+        for group in self.groups:
+            with group.peer_errors():
+                dist.all_reduce(counts_BE, group=group.process_group)
+        means_B = self.lengths_B * (top_k / experts)
+        load_BE = (counts_BE / means_B[:, None]).to(scores_TE.dtype)
+        if self.options.capacity:
+            fits_TK = self._fits(keys_TK, scores_TE.gather(1, chosen_TK))
+            dropped = (~fits_TK & self.is_real_T1).sum()
+            self.loads[layer, experts + DROPPED] += dropped
+            keys_TK = keys_TK.masked_fill(~fits_TK, experts * self._batch)
+            order_S, ends = _grouped(keys_TK, experts * self._batch)
+        return _decision(chosen_TK, order_S, ends[self._batch - 1 :: self._batch], load_BE)
+
+    def _fits(self, keys_TK: Tensor, scores_TK: Tensor) -> Tensor:
+        """Return which pairs are within the capacity of their expert, in the whole sequences.
+
+        The pairs with the highest scores are. Of equal scores, the first positions are.
+        """
+        moe, options = self.moe, self.options
+        share = options.capacity * moe.top_k / moe.experts
+        capacity_B = torch.tensor([ceil(share * length) for length in self._lengths])
+        slots_TK = self._slots_T[:, None].expand_as(keys_TK)
+        keys, scores, slots = (
+            self._gather(each.flatten()) for each in (keys_TK, scores_TK, slots_TK)
+        )
+        order = slots.argsort(stable=True)
+        order = order[scores[order].argsort(descending=True, stable=True)]
+        order = order[keys[order].argsort(stable=True)]
+        ordered = keys[order]
+        first = torch.searchsorted(ordered, ordered)
+        fits = torch.empty_like(keys, dtype=torch.bool)
+        most = capacity_B.to(keys.device)[ordered % self._batch]
+        fits[order] = torch.arange(len(keys), device=keys.device) - first < most
+        own = 0
+        for group in reversed(self.groups):
+            own = own * group.size + group.rank
+        return fits.view(-1, *keys_TK.shape)[own]
+
+    def _gather(self, own: Tensor) -> Tensor:
+        for group in self.groups:
+            with group.peer_errors():
+                own = all_gather(own, group.size, group.process_group).flatten()
+        return own
+
+    def loss(
+        self, logits_TE: Tensor, scores_TE: Tensor, decision: Decision, layer: int, *, count: bool
+    ) -> Tensor:
+        """Return this worker's part of a layer's losses, a scalar.
+
+        - Balance loss of a sequence: sum over experts of f P (arXiv:2101.03961, equation 4). f is
+          the expert's share of the chosen experts, divided by the mean. P is its mean share of the
+          scores. 1 is perfect balance.
+        - z-loss: mean over tokens of logsumexp(logits)^2 (arXiv:2202.08906, equation 5).
+
+        The mean over the sequences of the step, times the coefficients, is added up over layers. A
+        sequence's tokens are those before its padding.
+
+        Args:
+            count: whether to add the values to `loads`.
+        """
+        assert decision.load_BE is not None
+        shares_TE = scores_TE
+        if self.moe.score == SIGMOID:
+            shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        weights_BT = (self.members_BT / self.lengths_B[:, None]).to(scores_TE.dtype)
+        weights_T = weights_BT.sum(0)
+        balance = (decision.load_BE * (weights_BT @ shares_TE)).sum()
+        z = (weights_T * logits_TE.logsumexp(-1).square()).sum()
+        if count:
+            with torch.no_grad():
+                entropy = -torch.special.xlogy(shares_TE, shares_TE).sum(-1) * weights_T
+                sums = torch.stack([balance, z, entropy.sum()]).detach()
+                self.loads[layer, self.moe.experts : self.moe.experts + len(sums)] += sums
+        options = self.options
+        return (options.balance_loss * balance + options.z_loss * z) / options.sequences
+
+
+def decide_alone(chosen_TK: Tensor, experts: int) -> Decision:
+    """Return the decision without `Routing`: the chosen experts compute all tokens."""
+    return _decision(chosen_TK, *_grouped(chosen_TK, experts))
+
+
+def _grouped(keys_TK: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """Return the order of pairs by key, and the number of pairs up to each key below ``keys``."""
+    ordered, order_S = keys_TK.flatten().sort(stable=True)
+    bounds = torch.arange(keys, device=keys_TK.device)
+    return order_S, torch.searchsorted(ordered, bounds, right=True)
+
+
+def _decision(
+    chosen_TK: Tensor, order_S: Tensor, ends_E: Tensor, load_BE: Tensor | None = None
+) -> Decision:
+    place_S = torch.empty_like(order_S)
+    place_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+    return Decision(chosen_TK, order_S, place_S, ends_E.to(torch.int32).contiguous(), load_BE)

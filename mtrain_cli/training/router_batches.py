@@ -1,0 +1,177 @@
+"""The routing of training: a description of each batch, and the loads of the experts in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.config.expert_checks import balance_loss
+from mtrain_cli.config.expert_settings import MoeConfig
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch import progress_record
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.experts import expert_layers
+from mtrain_cli.model.routing import (
+    BALANCE,
+    DROPPED,
+    ENTROPY,
+    PADDING,
+    RouterOptions,
+    Routing,
+    SharingGroup,
+    Z,
+)
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.tensor_group import TensorGroup
+from mtrain_cli.parallel.transport import explain_peer_loss
+
+
+@dataclass(frozen=True)
+class RouterBatches:
+    """Describes batches to the routers of a model with experts.
+
+    layers: number of layers of the model.
+    context: the workers that share a sequence.
+    tensor: the workers that share each layer; None if this worker computes whole layers.
+    """
+
+    moe: MoeConfig
+    layers: int
+    options: RouterOptions
+    context: ContextGroup
+    tensor: TensorGroup | None = None
+
+    @staticmethod
+    def make(
+        config: Config, context: ContextGroup, tensor: TensorGroup | None
+    ) -> RouterBatches | None:
+        """Return the routing of a run; None if its model has no experts."""
+        model, train = config.model, config.train
+        if not model.moe.experts:
+            return None
+        options = RouterOptions(
+            sequences=train.global_batch,
+            balance_loss=balance_loss(config),
+            z_loss=train.router_z_loss,
+            capacity=train.expert_capacity,
+        )
+        return RouterBatches(model.moe, model.num_layers, options, context, tensor)
+
+    def of(self, layout: Layout, lengths: Sequence[int], device: torch.device) -> Routing:
+        """Return the routing of a micro-batch.
+
+        Args:
+            layout: which rank holds which tokens.
+            lengths: number of tokens of each sequence, without padding.
+        """
+        positions = torch.from_numpy(layout.positions(self.context.rank)).long()
+        starts = torch.arange(len(lengths))[:, None] * layout.padded_seq
+        is_real = positions < torch.tensor(lengths)[:, None]
+        slots = torch.where(is_real, starts + positions, PADDING).to(device)
+        if self.tensor is not None:
+            slots = self.tensor.own(slots, PADDING)
+        padded = layout.padded_seq
+        return Routing(slots, lengths, padded, self.moe, self.layers, self.options, self._groups())
+
+    def _groups(self) -> list[SharingGroup]:
+        groups = []
+        if (tensor := self.tensor) is not None:
+            groups.append(
+                SharingGroup(tensor.rank, tensor.size, tensor.process_group, tensor.peer_errors)
+            )
+        context = self.context
+        if context.size > 1:
+            assert context.whole is not None
+            errors = partial(_peer_errors, context)
+            groups.append(SharingGroup(context.rank, context.size, context.whole, errors))
+        return groups
+
+
+def _peer_errors(context: ContextGroup) -> AbstractContextManager[None]:
+    others = ", ".join(str(r) for place, r in enumerate(context.ranks) if place != context.rank)
+    return explain_peer_loss(
+        "router",
+        f"waits for the loads of rank{'s' * (context.size > 2)} {others}",
+        f"the loads of rank{'s' * (context.size > 2)} {others} did not arrive",
+        progress_record.SEVERAL,
+    )
+
+
+@dataclass(frozen=True)
+class RoutingMetrics:
+    """The routing of an optimizer step.
+
+    counts: tokens that chose each expert, by layer with experts. Float64 [layers, E] on the host.
+    balance: mean over sequences and layers of the balance loss, without coefficient. 1 is perfect.
+    z: mean over sequences and layers of their mean logsumexp(logits)^2.
+    entropy: mean over sequences and layers of their mean entropy of the scores, in nats.
+    dropped: pairs of a token and an expert beyond the capacity, summed over layers.
+    """
+
+    counts: torch.Tensor
+    balance: float
+    z: float
+    entropy: float
+    dropped: int
+
+    @property
+    def load_by_layer(self) -> list[float]:
+        """The tokens of the expert with the most, divided by the mean, in each layer."""
+        return (self.counts.amax(1) / self.counts.mean(1)).tolist()
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the values of these fields of `StepMetrics`, by name."""
+        loads = self.load_by_layer
+        return {
+            "balance_loss": self.balance,
+            "router_z": self.z,
+            "expert_load": max(loads),
+            "expert_load_by_layer": loads,
+            "router_entropy": self.entropy,
+            "dropped": self.dropped,
+        }
+
+    def change_biases(self, decoder: Decoder, step: float) -> None:
+        """Change the biases of this worker's routers by these loads.
+
+        Args:
+            step: value of ``train.balance_bias``.
+        """
+        first = decoder.model_config.moe.dense_layers
+        for mlp in expert_layers(decoder.layers) if step else ():
+            mlp.change_bias(self.counts[mlp.layer - first], step)
+
+
+def routing_metrics(
+    routings: Sequence[Routing],
+    config: Config,
+    all_reduce: Callable[[torch.Tensor], object] = dist.all_reduce,
+) -> RoutingMetrics | None:
+    """Add up the loads of a step over micro-batches and workers. All workers call this.
+
+    Return None if there are none.
+
+    Args:
+        routings: routing of each micro-batch of this worker.
+    """
+    if not routings:
+        return None
+    total = torch.stack([routing.loads for routing in routings]).sum(0)
+    all_reduce(total)
+    model, options = config.model, routings[0].options
+    loads = total[model.moe.dense_layers :].cpu()
+    counts, sums = loads.split([model.moe.experts, loads.shape[1] - model.moe.experts], dim=1)
+    return RoutingMetrics(
+        counts=counts,
+        balance=float(sums[:, BALANCE].mean()) / options.sequences,
+        z=float(sums[:, Z].mean()) / options.sequences,
+        entropy=float(sums[:, ENTROPY].mean()) / options.sequences,
+        dropped=int(sums[:, DROPPED].sum()),
+    )

@@ -1,0 +1,106 @@
+"""A mixture of experts against its definition, and recomputation that never routes again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_models import choices, layer_by_definition, make_module, moe_model
+from tiny_models import loss_and_gradients, make_decoder
+
+from mtrain_cli.model.decoder import SwiGLU
+from mtrain_cli.model.experts import expert_layers, reset_biases
+
+SETTINGS = [
+    {},
+    {"normalize": False},
+    {"score": "sigmoid", "scale": 2.5},
+    {"score": "sigmoid", "normalize": False, "top_k": 3},
+    {"shared_size": 20},
+    {"top_k": 1},
+    {"top_k": 6},
+]
+
+
+def inputs(seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 11, 40, dtype=torch.float64, generator=generator)
+
+
+def module_of(settings: dict, seed: int = 0):
+    model = moe_model(moe=settings)
+    width = model.moe.shared_size
+    return make_module(model, SwiGLU(model.hidden_size, width) if width else None, seed)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("bias", [0.0, 0.2])
+def test_output_and_all_gradients_equal_a_loop_over_tokens(settings, bias):
+    module = module_of(settings)
+    module.selection_bias = torch.linspace(-bias, bias, 6).roll(2)
+    x, again = (inputs().requires_grad_() for _ in range(2))
+    grad = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
+    out = module(x)
+    out.backward(grad)
+    found = {"x": x.grad, **{n: p.grad.clone() for n, p in module.named_parameters()}}
+    module.zero_grad()
+    expected = layer_by_definition(module, again, choices(module, x.detach()))
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    expected.backward(grad)
+    wanted = {"x": again.grad, **{n: p.grad for n, p in module.named_parameters()}}
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_bias_changes_the_choice_but_not_the_scores():
+    module, x = module_of({"normalize": False, "top_k": 1}), inputs()
+    module.selection_bias = torch.tensor([0.0, 0, 0, 9, 0, 0])
+    assert (choices(module, x) == 3).all()
+    scores = (x @ module.gate.weight.T).softmax(-1)[..., 3:4]
+    gate, up = (x @ module.experts.gate_up[3].T).chunk(2, -1)
+    wanted = (torch.nn.functional.silu(gate) * up) @ module.experts.down[3].T * scores
+    torch.testing.assert_close(module(x), wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_all_tokens_on_one_expert_and_experts_without_tokens():
+    module, x = module_of({"top_k": 1}), inputs().requires_grad_()
+    module.selection_bias = torch.tensor([0.0, 9, 0, 0, 0, 0])
+    module(x).sum().backward()
+    by_expert = module.experts.gate_up.grad.abs().amax((1, 2))
+    assert by_expert[1] > 0
+    assert by_expert[[0, 2, 3, 4, 5]].max() == 0
+    assert module.experts.down.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_second_pass_of_a_checkpoint_keeps_the_choice_bitwise(dtype, monkeypatch):
+    model = moe_model(moe={"shared_size": 8, "dense_layers": 1})
+    calls = []
+    topk = torch.Tensor.topk
+    monkeypatch.setattr(
+        torch.Tensor, "topk", lambda *args, **kw: calls.append(1) or topk(*args, **kw)
+    )
+    found = {}
+    for checkpoint in ("none", "selective", "full"):
+        calls.clear()
+        decoder = make_decoder(model, checkpoint=checkpoint).to(dtype)
+        reset_biases(decoder)
+        found[checkpoint] = loss_and_gradients(decoder)
+        assert len(calls) == 2, "one choice for each of two layers with experts"
+    loss, gradients = found["none"]
+    for checkpoint in ("selective", "full"):
+        assert torch.equal(found[checkpoint][0], loss)
+        for name, gradient in gradients.items():
+            # Layers with one MLP have a backward pass of their own with checkpoints.
+            if name.startswith(("layers.1.mlp", "layers.2.mlp")):
+                assert torch.equal(found[checkpoint][1][name], gradient), (checkpoint, name)
+
+
+def test_the_bias_follows_the_loads():
+    module = module_of({})
+    module.change_bias(torch.tensor([10.0, 0, 4, 4, 3, 3]), 0.01)
+    torch.testing.assert_close(module.selection_bias, torch.tensor([-0.01, 0.01, 0, 0, 0.01, 0.01]))
+
+
+def test_layers_with_experts_are_found():
+    decoder = make_decoder(moe_model(moe={"dense_layers": 1}))
+    assert [mlp.layer for mlp in expert_layers(decoder.layers)] == [1, 2]
