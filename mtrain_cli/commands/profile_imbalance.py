@@ -105,7 +105,7 @@ def imbalance(
     for _, case in cases:
         if attention_only:
             require_whole_layers(case, "mtrain profile imbalance --attention-only")
-        require_whole_model(case, "mtrain profile imbalance")
+            require_whole_model(case, "mtrain profile imbalance --attention-only")
         require_exchange(case, environment)
         if not attention_only or case.data.mask_key is not None:
             require_data(case)

@@ -22,7 +22,6 @@ from mtrain_cli.commands.options import (
     writing,
 )
 from mtrain_cli.commands.profile import app, check_output
-from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -87,7 +86,6 @@ def links(
     check_output(cluster_out, _is_measured, "measured cluster", "--cluster-out")
     words = list(overrides or ())
     config = with_measurement_folder(compose(words), "links")
-    require_whole_model(config, "mtrain profile links")
     environment = resolve_environment(config)
     warn_of_unused_settings(words)
     message_sizes = _parse_sizes(_SIZES[environment.device] if sizes == "auto" else sizes)

@@ -59,7 +59,8 @@ def predict_steps(job: SimulateJob) -> None:
     outcomes, automatic = job.each(predict, lambda outcome: outcome.plan.exchange.label)
     predictions = [outcome.attention for outcome in outcomes]
     rows = [with_cost(row_of(outcome), job.tokens, job.price) for outcome in outcomes]
-    entries = files.prediction_entries(scenario.problem, predictions, rows)
+    pipelines = [outcome.step.pipeline for outcome in outcomes]
+    entries = files.prediction_entries(scenario.problem, predictions, rows, pipelines)
     content = files.document(job.cluster, scenario.calibration, **entries)
 
     def show(console: Console) -> None:
@@ -177,7 +178,10 @@ def _recommendation(job: SimulateJob, scenario: Scenario, result: Recommendation
     rows = [row_of(outcome) for outcome in result.ranked]
     entries: dict[str, Any] = {"workers": job.workers}
     if rows:
-        entries = files.prediction_entries(scenario.problem, [result.best.attention], rows[:1])
+        best = result.best
+        entries = files.prediction_entries(
+            scenario.problem, [best.attention], rows[:1], [best.step.pipeline]
+        )
     ranked = [
         with_cost({"configuration": label(outcome.plan), **row}, job.tokens, job.price)
         for outcome, row in zip(result.ranked, rows, strict=True)

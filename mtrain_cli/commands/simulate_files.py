@@ -18,8 +18,10 @@ from mtrain_cli.commands.simulate_args import SimulateJob
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
+from mtrain_cli.parallel.pipeline_player import TimedPipeline
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
+from mtrain_cli.records.pipeline_times import prediction_entry
 from mtrain_cli.simulation.calibration import Calibration, describe_source
 from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
@@ -94,10 +96,12 @@ def prediction_entries(
     problem: AttentionWorkload,
     predictions: Sequence[Prediction],
     steps: Sequence[Mapping[str, Any]] = (),
+    pipelines: Sequence[TimedPipeline | None] = (),
 ) -> dict[str, Any]:
     """Return the entries of summary.json that describe predictions.
 
     steps: rows of `sweep.row_of`, one per prediction, if whole steps were predicted.
+    pipelines: the pipelines of these steps.
     """
     predicted: list[dict[str, Any]] = [
         {
@@ -120,6 +124,9 @@ def prediction_entries(
     ]
     for entry, step in zip(predicted, steps, strict=False):
         entry["step"] = dict(step)
+    for entry, timed in zip(predicted, pipelines, strict=False):
+        if timed is not None:
+            entry["pipeline"] = prediction_entry(timed)
     return {
         "workers": predictions[0].setup.workers,
         "layers": list(problem.layers),

@@ -13,7 +13,6 @@ from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS, refuse, unsuppo
 NEED_WHOLE_MODEL = {
     "train.offload_activations": False,
     **NEED_WHOLE_LAYERS,
-    "profile.every": 0,
     "train.eval_tasks": (),
 }
 _DEFAULTS = {"schedule": "auto", "virtual_stages": 1, "stage_layers": "auto"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel import recording
 from mtrain_cli.parallel.mesh import connect_all
 from mtrain_cli.parallel.pipeline_player import SENDS_IN_FLIGHT
 from mtrain_cli.parallel.pipeline_schedule import (
+    ACTIVATIONS,
     FORWARD,
     RECEIVE,
     SEND,
@@ -25,6 +27,8 @@ from mtrain_cli.parallel.pipeline_schedule import (
     Channel,
     Pipeline,
 )
+from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
+from mtrain_cli.parallel.schedule import STAGE
 from mtrain_cli.parallel.transport import explain_peer_loss
 
 
@@ -130,8 +134,11 @@ class PipelineExecutor:
     the host does not block. With gloo the host itself waits.
     """
 
-    def __init__(self, group: PipelineGroup, pipeline: Pipeline) -> None:
-        self._group, self._pipeline = group, pipeline
+    def __init__(
+        self, group: PipelineGroup, pipeline: Pipeline, recorder: Recorder | None = None
+    ) -> None:
+        """recorder: records the passes, and the waits for messages; None records nothing."""
+        self._group, self._pipeline, self._recorder = group, pipeline, recorder
         # Results to send, messages on their way by `Action.message`, and sends by channel.
         self._results: dict[Action, Tensor] = {}
         self._arriving: dict[tuple[str, int, int], tuple[Action, Tensor, list[dist.Work]]] = {}
@@ -166,7 +173,8 @@ class PipelineExecutor:
         arrived = None if receive is None else self._arrived(receive)
         progress_record.note(f"{self._where(action)}, {action.kind}")
         compute = passes.forward if forward else passes.backward
-        result = compute(action.virtual_stage, action.micro_batch, arrived)
+        with self._recorded(recording.STAGE, action):
+            result = compute(action.virtual_stage, action.micro_batch, arrived)
         if send is not None:
             assert result is not None, action
             self._results[send] = result
@@ -198,7 +206,8 @@ class PipelineExecutor:
         """Wait for a message and return it."""
         action, tensor, works = self._arriving.pop(receive.message)
         peer = self._peer(action)
-        with self._peer_errors(action, f"waits for {action.payload} from rank {peer}", peer):
+        activity = f"waits for {action.payload} from rank {peer}"
+        with self._peer_errors(action, activity, peer), self._waiting(action, tensor):
             for work in works:
                 work.wait()
         return tensor
@@ -207,12 +216,31 @@ class PipelineExecutor:
         """Wait until at most ``most`` sends of a channel are on their way."""
         leaving = self._leaving[channel]
         while len(leaving) > most:
-            action, _, works = leaving.popleft()
+            action, tensor, works = leaving.popleft()
             peer = self._peer(action)
             activity = f"waits for rank {peer} to receive {action.payload}"
-            with self._peer_errors(action, activity, peer):
+            with self._peer_errors(action, activity, peer), self._waiting(action, tensor):
                 for work in works:
                     work.wait()
+
+    def _waiting(self, action: Action, tensor: Tensor) -> AbstractContextManager[None]:
+        """Return a context in which this stage waits for a message."""
+        peer = self._peer(action)
+        to, source = (peer, -1) if action.kind == SEND else (-1, peer)
+        tag = MessageTag(STAGE, action.payload, to=to, source=source, size=tensor.nbytes)
+        return self._recorded(WAIT, action, tag)
+
+    def _recorded(
+        self, kind: str, action: Action, message: MessageTag = NOTHING
+    ) -> AbstractContextManager[None]:
+        """Return a context that is recorded as one span of an action."""
+        if self._recorder is None:
+            return nullcontext()
+        forward = action.kind == FORWARD or action.payload == ACTIVATIONS
+        direction = recording.FORWARD if forward else recording.BACKWARD
+        return self._recorder.of_pipeline(
+            kind, action.micro_batch, direction, action.virtual_stage, message
+        )
 
     def _peer(self, action: Action) -> int:
         """Return the global rank at the other end of a message."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from mtrain_cli.parallel.pipeline_schedule import (
+    FORWARD,
     RECEIVE,
     SEND,
     Action,
@@ -56,6 +58,30 @@ class Played:
         """Share of the makespan in which a stage idles, as the mean over stages."""
         busy = sum(self.busy(stage) for stage in range(self.stages))
         return 1 - busy / (self.stages * self.makespan)
+
+
+@dataclass(frozen=True)
+class TimedPipeline:
+    """A schedule whose passes and messages take known times, in any unit.
+
+    forward, backward: time of one micro-batch's pass through each virtual stage.
+    hop: time of a message.
+    """
+
+    pipeline: Pipeline
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    hop: float = 0.0
+
+    @cached_property
+    def played(self) -> Played:
+        """The schedule of a training step with these times."""
+
+        def seconds(action: Action) -> float:
+            times = self.forward if action.kind == FORWARD else self.backward
+            return times[action.virtual_stage]
+
+        return play(self.pipeline, seconds, hop=self.hop)
 
 
 @dataclass

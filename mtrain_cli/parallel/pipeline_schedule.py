@@ -91,6 +91,11 @@ class Pipeline:
         return Pipeline(schedule, topology.pipeline_parallel, virtual_stages, micro_batches)
 
     @property
+    def bubble(self) -> float:
+        """Share of the time in which stages idle if virtual stages are equal and messages free."""
+        return (self.stages - 1) / (self.virtual_stages * self.micro_batches + self.stages - 1)
+
+    @property
     def last(self) -> int:
         """The last virtual stage."""
         return self.stages * self.virtual_stages - 1

@@ -28,11 +28,12 @@ Moment = torch.cuda.Event | float
 # overhead.
 INDEX, WAIT, ATTENTION, COLUMNS = "index", "wait", "attention", "columns"
 MERGE, ARRANGE, GAP = "merge", "arrange", "gap"
-# SEND, RECEIVE: messages, which overlap with the spans above. ITERATION and PASS (one pass of one
-# layer's attention) contain all other spans.
-SEND, RECEIVE, ITERATION, PASS = "send", "receive", "iteration", "pass"
+# SEND, RECEIVE: messages, which overlap with the spans above. ITERATION, STAGE (one pass of a
+# micro-batch through a virtual stage of a pipeline) and PASS (one pass of one layer's attention)
+# contain other spans.
+SEND, RECEIVE, ITERATION, PASS, STAGE = "send", "receive", "iteration", "pass", "stage"
 COMPUTING = (INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP)
-KINDS = (*COMPUTING, SEND, RECEIVE, ITERATION, PASS)
+KINDS = (*COMPUTING, SEND, RECEIVE, ITERATION, PASS, STAGE)
 # `recompute`: a second forward pass, for the backward pass of a layer under checkpointing. Spans of
 # an iteration have no direction.
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -69,7 +70,8 @@ class Span:
 
     kind: one of `KINDS`.
     micro: number of the micro-batch in the iteration.
-    layer, step: -1 if the span belongs to no layer or to no step.
+    layer, step: -1 if the span belongs to no layer or to no step. Spans of a pipeline have its
+        virtual stage as their step.
     direction: one of `DIRECTIONS`.
     start: start time in seconds on this rank's monotonic clock (`time.perf_counter`).
     seconds: length in seconds.
@@ -139,6 +141,26 @@ class Recorder:
         """Record the ``with`` block as one iteration."""
         with self._timed(ITERATION, -1, NOTHING):
             yield
+
+    @contextmanager
+    def of_pipeline(
+        self, kind: str, micro: int, direction: str, stage: int, message: MessageTag = NOTHING
+    ) -> Iterator[None]:
+        """Record the ``with`` block as a span of a pipeline: a pass, or a wait for a message.
+
+        Args:
+            kind: `STAGE` or `WAIT`.
+            micro: number of the micro-batch.
+            stage: number of the virtual stage.
+        """
+        self._micro = micro
+        before = self._layer, self._direction
+        self._layer, self._direction = -1, direction
+        try:
+            with self._timed(kind, stage, message):
+                yield
+        finally:
+            self._layer, self._direction = before
 
     @contextmanager
     def attention_pass(self, layer: int, direction: str) -> Iterator[None]:

@@ -44,6 +44,7 @@ KV, DKV, QUERIES, DQ, HEADS = "kv", "dkv", "queries", "dq", "heads"
 GRADIENTS = (DKV, DQ)
 # Link and payload of the messages of tensor parallelism, which are outside schedules.
 TENSOR, HIDDEN = "tensor", "hidden"
+STAGE = "stage"  # link of the messages between the stages of a pipeline, also outside schedules
 COLUMNS = "columns"  # single columns of an index, summed over all ranks outside the schedule
 SUM = "all_reduce"  # kind of the COLUMNS transfer
 # Kinds of the transfers that carry only the rows that the masks of a batch need, and of those that

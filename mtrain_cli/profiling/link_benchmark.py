@@ -29,6 +29,8 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.pipeline_group import PipelineGroup
+from mtrain_cli.parallel.pipeline_schedule import ACTIVATIONS
 from mtrain_cli.parallel.tensor_group import TensorGroup
 from mtrain_cli.profiling.kernel_benchmark import device_name, median_ms, versions
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
@@ -77,7 +79,7 @@ class LinkBenchmarkPlan(BenchmarkPlan):
 def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
     """Measure all operations on this worker. Return whether a stop was requested."""
     per_node = bench.environment.workers_per_node
-    # A ring passes through all workers. Tensor groups are measured besides.
+    # A ring passes through all workers. Tensor groups and stages are measured besides.
     group = bench.context_group(
         ParallelDims(cp=bench.environment.dims.workers),
         per_node=per_node,
@@ -86,6 +88,9 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
     operations = list(_operations(group, bench.device))
     if (tensor := bench.tensor_group()) is not None:
         operations += _tensor_operations(tensor, bench.device)
+    if (stages := bench.pipeline_group()) is not None:
+        messages = _StageMessages(stages, bench.device)
+        operations.append(_Operation(schedule.STAGE, link_fit.HOP, 2, messages.hop))
     times: list[link_fit.LinkTime] = []
     stopped = False
     bench.synchronize()
@@ -228,6 +233,35 @@ class _TensorMessages(_Messages):
     def __init__(self, group: TensorGroup, device: torch.device) -> None:
         self.group = self.other = group.process_group
         self.ranks, self.device = group.size, device
+
+
+class _StageMessages:
+    """Messages from each stage to the next, sent with the same calls as in `pipeline_group`.
+
+    All stages send at once. The last one only receives.
+    """
+
+    def __init__(self, group: PipelineGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+
+    def hop(self, size: int) -> tuple[Start, int]:
+        elements = max(_SMALLEST, size) // 4
+        leaving, arriving = (torch.ones(elements, device=self.device) for _ in range(2))
+        stage, ranks = self.group.stage, self.group.ranks
+        channels = {
+            (stage - 1, stage): (dist.irecv, arriving, stage - 1),
+            (stage, stage + 1): (dist.isend, leaving, stage + 1),
+        }
+        messages = [
+            dist.P2POp(operation, tensor, ranks[peer], channel)
+            for (sender, receiver), (operation, tensor, peer) in channels.items()
+            if (channel := self.group.channels.get((ACTIVATIONS, sender, receiver))) is not None
+        ]
+
+        def start() -> list[dist.Work]:
+            return [work for one in messages for work in dist.batch_isend_irecv([one])]
+
+        return start, leaving.nbytes
 
 
 def _measured(

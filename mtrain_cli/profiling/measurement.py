@@ -22,6 +22,8 @@ from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.pipeline_group import PipelineGroup, make_pipeline_group
+from mtrain_cli.parallel.pipeline_schedule import Pipeline
 from mtrain_cli.parallel.tensor_group import TensorGroup, make_tensor_group
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
@@ -122,6 +124,7 @@ class MeasurementCase:
             "workers": environment.dims.workers,
             "cp": environment.dims.cp,
             **({"tp": environment.dims.tp} if environment.dims.tp > 1 else {}),
+            **self._pipeline(environment.dims),
             "per_node": schedule.per_node,
             "heads": schedule.heads,
             "layers": model.num_layers,
@@ -133,6 +136,14 @@ class MeasurementCase:
             "column_width": column_width(config, choices.pattern, choices.layout, choices.exchange),
             "density": None,
         }
+
+    def _pipeline(self, dims: ParallelDims) -> dict[str, Any]:
+        """Return the fact ``pipeline`` of a case with a pipeline."""
+        if dims.pp == 1:
+            return {}
+        train = self.config.train
+        micro_batches = train.global_batch // (train.micro_batch * dims.dp)
+        return {"pipeline": asdict(Pipeline.of(self.config.topology, micro_batches))}
 
     @property
     def single_layers(self) -> list[int]:
@@ -207,6 +218,15 @@ class Bench:
         """Make the process group of this worker's tensor group; None for whole layers."""
         e = self.environment
         return make_tensor_group(e.rank, e.dims, self.device, self._timeout)
+
+    def pipeline_group(self) -> PipelineGroup | None:
+        """Make the communicators of this worker's pipeline; None for whole models."""
+        e = self.environment
+        if e.dims.pp == 1:
+            return None
+        # The channels of a pipeline are the same for every number of micro-batches.
+        pipeline = Pipeline.of(self.config.topology, e.dims.pp)
+        return make_pipeline_group(e.rank, e.dims, pipeline, self.device, self._timeout)
 
     def _exchange(self, choices: ResolvedRun) -> Exchange:
         chosen, key = choices.exchange, _kind(choices)

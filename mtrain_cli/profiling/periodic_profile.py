@@ -29,6 +29,7 @@ _SAME = (
     *("layout", "exchange", "pattern", "kernel", "model", "seq", "micro_batch", "workers", "cp"),
     *("per_node", "heads", "steps"),
 )
+_SAME_IF_ANY = ("layer_kinds", "tp", "pipeline")  # these too, which not every case has
 
 
 class TrainingProfile(Callback):
@@ -234,7 +235,7 @@ def _numbered(
             n
             for n, other in enumerate(earlier)
             if all(other[name] == facts[name] for name in _SAME)
-            and other.get("layer_kinds") == facts.get("layer_kinds")
+            and all(other.get(name) == facts.get(name) for name in _SAME_IF_ANY)
         ]
         if same:
             number, label = same[-1], earlier[same[-1]]["label"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.attention.index import BlockBitmap, Index
+from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.recorded_work import Estimated, own_work
 from mtrain_cli.records import record_files
@@ -242,6 +242,9 @@ class ProfileWriter:
         """
         e = self.bench.environment
         first_group = not any(e.dims.coordinate(dim, e.rank) for dim in ("dp", "tp"))
+        if e.dims.pp > 1:
+            yield from self._indices_of_stages(cases, first_group)
+            return
         for case in cases:
             pattern = case.config.sparsity.pattern
             indices = self._last[case.number][0].indices
@@ -254,17 +257,46 @@ class ProfileWriter:
                         if part is not None:
                             yield pattern, layer, part
 
-    def _gathered(self, mine: Index | None) -> Sequence[Index | None]:
-        """Return the bitmaps of all workers on the first worker, and [] on other workers."""
-        assert mine is None or isinstance(mine, BlockBitmap)
-        sent = mine and (mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy())
+    def _indices_of_stages(
+        self, cases: Sequence[MeasurementCase], first_group: bool
+    ) -> Iterator[tuple[str, int, Index | None]]:
+        """Yield as `_parts_of_indices`. The stage of a layer has its index.
+
+        first_group: whether this worker is in the first context group of its stage.
+        """
+        for case in cases:
+            pattern, indices = case.config.sparsity.pattern, self._last[case.number][0].indices
+            for layer in self._layers(case):
+                if indices is None:
+                    yield pattern, layer, None
+                    continue
+                parts = self._gathered(indices.get(layer) if first_group else None)
+                # An index without parts is the same on all workers of a context group.
+                for part in parts if parts and _in_parts(parts[0]) else parts[:1]:
+                    yield pattern, layer, part
+
+    def _gathered(self, mine: Index | None) -> Sequence[Index]:
+        """Return the indices of all workers on the first worker, and [] on other workers."""
+        sent = None
+        if isinstance(mine, BlockBitmap):
+            sent = mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy(), -1
+        elif isinstance(mine, VerticalSlash):
+            tensors = mine.slashes.numpy(), mine.columns.numpy()
+            sent = mine.block, mine.blocks, *tensors, mine.max_slashes
         workers = self.bench.environment.dims.workers
         everyone: list[Any] | None = [None] * workers if self.first else None
         dist.gather_object(sent, everyone, group=self.bench.host_group)
-        return [
-            BlockBitmap(block, blocks, torch.from_numpy(bits), torch.from_numpy(rows))
-            for block, blocks, bits, rows in filter(None, everyone or ())
-        ]
+        return [_received(*index) for index in everyone or () if index is not None]
+
+
+def _received(
+    block: int, blocks: int, first: np.ndarray, second: np.ndarray, most: int
+) -> BlockBitmap | VerticalSlash:
+    """Return an index that another worker sent. most: its ``max_slashes``; -1 for a bitmap."""
+    tensors = torch.from_numpy(first), torch.from_numpy(second)
+    if most < 0:
+        return BlockBitmap(block, blocks, *tensors)
+    return VerticalSlash(block, blocks, *tensors, most)
 
 
 def _in_parts(index: Index) -> bool:

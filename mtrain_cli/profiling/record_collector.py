@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.parallel import recording
+from mtrain_cli.parallel.schedule import STAGE
 from mtrain_cli.records.record_files import PAYLOADS, ROW, WORDS
 from mtrain_cli.simulation.work_counts import StepWork
 
@@ -145,7 +146,8 @@ def own_rows(
             row["number"], row["to"], row["source"] = message.number, message.to, message.source
             row["first"], row["peers"] = min(message.peers, default=-1), len(message.peers)
             row["bytes"] = message.size
-            row["peer"] = message.to if span.kind == recording.SEND else message.source
+            leaves = span.kind == recording.SEND or message.source < 0
+            row["peer"] = message.to if leaves else message.source
         elif span.kind in (recording.ATTENTION, recording.COLUMNS):
             # Several kernel calls may share one count of work: for example, the single columns
             # before and those after the steps. Count that work once.
@@ -174,6 +176,7 @@ def merge_ranks(tables: Sequence[np.ndarray]) -> np.ndarray:
     if not len(table):
         return np.empty(0, ROW)
     _find_late(table)
+    _find_late_hops(table)
     table["start_us"] -= table["start_us"].min()
     merged = np.zeros(len(table), ROW)
     for name in ROW.names or ():
@@ -231,6 +234,25 @@ def _find_late(table: np.ndarray) -> None:
     mine = waiting.merge(last, on=among, suffixes=("", "_last"))
     others = np.where(mine.rank_last == mine["rank"], -1, mine.rank_last)
     _note(table, mine, mine.start_us_last.to_numpy(), others)
+
+
+def _find_late_hops(table: np.ndarray) -> None:
+    """Set late_us of waits for a stage of a pipeline: the part before its pass has ended.
+
+    A stage sends the result of a pass at once.
+    """
+    phase, forward = table["phase"], table["direction"] == _DIRECTION[recording.FORWARD]
+    passes = table[phase == _KIND[recording.STAGE]]
+    ends = {
+        (row["rank"], row["micro"], row["step"], row["direction"]): row["start_us"] + row["dur_us"]
+        for row in passes
+    }
+    waits = (phase == _KIND[recording.WAIT]) & (table["link"] == _LINK[STAGE])
+    for at in np.flatnonzero(waits & (table["source"] >= 0)):
+        row = table[at]
+        sender = row["step"] + (-1 if forward[at] else 1)
+        ended = ends.get((row["source"], row["micro"], sender, row["direction"]), row["start_us"])
+        table["late_us"][at] = np.clip(ended - row["start_us"], 0, row["dur_us"])
 
 
 def _note(table: np.ndarray, waits: pandas.DataFrame, posted: np.ndarray, peer: np.ndarray) -> None:

@@ -221,7 +221,7 @@ def _document(
             "seq": config.seq,
             "global_batch": config.train.global_batch,
             "cp": e.dims.cp,
-            **({"tp": e.dims.tp} if e.dims.tp > 1 else {}),
+            **{dim: size for dim in ("tp", "pp") if (size := e.dims.sizes[dim]) > 1},
             "layout": choices.layout.name,
             "exchange": choices.exchange.label,
             "pattern": config.sparsity.pattern,

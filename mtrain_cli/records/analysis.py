@@ -13,6 +13,7 @@ import numpy as np
 from mtrain_cli.config.mask_settings import LAYER_KINDS
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
 from mtrain_cli.records.imbalance import degrees, ratios
+from mtrain_cli.records.pipeline_times import PipelineTimes
 from mtrain_cli.records.record_files import LINKS, RecordedFolder
 from mtrain_cli.records.record_sums import (
     BUSY,
@@ -197,6 +198,7 @@ class CaseAnalysis:
     causes: causes of waits, the costliest first.
     kinds: the same analysis of each kind of layers, if layers have different masks.
     tensor: waits for messages of tensor groups per iteration; None without tensor parallelism.
+    pipeline: the passes of a pipeline per iteration; None without a pipeline.
     """
 
     number: int
@@ -223,6 +225,7 @@ class CaseAnalysis:
     causes: list[WaitCause] = field(default_factory=list)
     kinds: tuple[CaseAnalysis, ...] = ()
     tensor: TensorWaits | None = None
+    pipeline: PipelineTimes | None = None
 
     @property
     def with_kinds(self) -> tuple[CaseAnalysis, ...]:
@@ -294,6 +297,7 @@ class CaseAnalysis:
             "causes": [{**vars(cause), "ms": _json(cause.ms)} for cause in self.causes],
             **({"kinds": [kind.to_json() for kind in self.kinds]} if self.kinds else {}),
             **({"tensor_ms": _json(vars(self.tensor))} if self.tensor is not None else {}),
+            **({"pipeline": _json(self.pipeline.to_json())} if self.pipeline is not None else {}),
         }
 
 
@@ -356,6 +360,7 @@ class _CaseTotals:
         self.durations: list[np.ndarray] = []  # one [directions] per iteration
         self.wholes: list[float] = []
         self.tensor = TensorWaits.none(shape.ranks) if shape.tensor > 1 else None
+        self.pipeline: list[PipelineTimes] = []
         self.numbers: list[int] = []
         self.values: list[list[np.ndarray]] = [[] for _ in shape.directions]
         self.longest = np.zeros(directions)
@@ -371,6 +376,8 @@ class _CaseTotals:
         self.waits.add(iteration)
         if self.tensor is not None and iteration.tensor is not None:
             self.tensor = self.tensor.sum(iteration.tensor)
+        if iteration.pipeline is not None:
+            self.pipeline.append(iteration.pipeline)
         self.bins[..., : len(BUSY)] += np.moveaxis(
             iteration.spent[: len(BUSY)].sum((2, 5), dtype=np.float64), 0, -1
         )
@@ -470,7 +477,8 @@ class _CaseTotals:
         if shape.kind:
             facts = facts | (facts.get("kinds") or {}).get(shape.kind, {})
             label = f"{label}, {shape.kind} layers"
-        groups = shape.groups // shape.tensor  # that train on different sequences
+        stages = 1 if shape.pipeline is None else shape.pipeline.stages
+        groups = shape.groups // (shape.tensor * stages)  # that train on different sequences
         sequences = int(facts.get("micro_batch") or 1) * len(shape.micros) * groups
         tensor = None if self.tensor is None else self.tensor.mean(count)
         tokens = int(facts.get("seq") or 0) * sequences
@@ -496,6 +504,7 @@ class _CaseTotals:
             partial=len(self.numbers) < wanted or bool(shape.missing),
             causes=causes_of(self.waits, tensor),
             tensor=tensor,
+            pipeline=PipelineTimes.mean(self.pipeline) if self.pipeline else None,
         )
 
     def _by_rank(self, table: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ import numpy as np
 from mtrain_cli.config.atomic_files import replace_text, replacing
 from mtrain_cli.config.documents import read_json, reason
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.parallel import pipeline_schedule
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.parallel.schedule import (
     CONTEXT,
@@ -30,6 +31,7 @@ from mtrain_cli.parallel.schedule import (
     KV,
     OUTER,
     QUERIES,
+    STAGE,
     TENSOR,
 )
 
@@ -44,13 +46,14 @@ SWEEP = "sweep.jsonl"  # `simulate` with a sweep: one line per simulation
 STEP, KERNELS = "step", "kernels.csv"  # `profile step`: kind in the summary, and its file
 SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # `profile sparsity`: kind, and its file
 LINKS = ("", CONTEXT, INNER, OUTER, HEADS)  # of the messages of attention
-PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index", HIDDEN)
+_OF_PIPELINE = pipeline_schedule.ACTIVATIONS, pipeline_schedule.GRADIENTS
+PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index", HIDDEN, *_OF_PIPELINE)
 # The text columns and their possible words. Files store the words. Arrays in memory store codes:
 # indices into these tuples.
 WORDS: dict[str, tuple[str, ...]] = {
     "direction": DIRECTIONS,
     "phase": KINDS,
-    "link": (*LINKS, TENSOR),
+    "link": (*LINKS, TENSOR, STAGE),
     "payload": PAYLOADS,
 }
 
@@ -61,7 +64,8 @@ ROW = np.dtype(
         ("micro", np.int16),  # micro-batch of the training step, from 0
         ("layer", np.int16),
         ("direction", np.int8),
-        ("step", np.int16),  # step of the schedule, from 0; -1 before all steps
+        # step of the schedule, from 0; -1 before all steps. stage, and its waits: virtual stage
+        ("step", np.int16),
         ("rank", np.int16),
         ("phase", np.int8),
         # Each comment below first names the phases whose rows have a value. Other rows have 0 or

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.parallel.pipeline_schedule import Pipeline
 from mtrain_cli.parallel.recording import (
     ARRANGE,
     ATTENTION,
@@ -23,6 +24,7 @@ from mtrain_cli.parallel.recording import (
     WAIT,
 )
 from mtrain_cli.parallel.schedule import GRADIENTS
+from mtrain_cli.records.pipeline_times import PipelineTimes, StepSums, pipeline_of
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, SUMMARY, RecordedFolder
 from mtrain_cli.records.tensor_waits import TensorWaits
 
@@ -51,6 +53,7 @@ class RecordedShape:
     steps: number of steps of the schedule, for each direction with rows.
     tensor: tensor-parallel degree. Consecutive ranks are a tensor group, so the ranks of a context
         group are ``tensor`` apart.
+    pipeline: the pipeline of the case; None without a pipeline. Ranks of a stage are consecutive.
     kind: the kind of layers (`LAYER_KINDS`), if the shape covers only the layers of one kind.
     """
 
@@ -65,6 +68,7 @@ class RecordedShape:
     steps: dict[str, int]
     kind: str = ""
     tensor: int = 1
+    pipeline: Pipeline | None = None
 
     def of_kind(self, kind: str) -> RecordedShape | None:
         """Return the shape of one kind of layers; None if the case has no rows of such layers.
@@ -133,6 +137,7 @@ class Iteration:
     length: duration of the pass, in the shape of ``start``; NaN if not recorded.
     whole: duration of the iteration, [group, worker]; NaN if not recorded.
     tensor: waits for messages of tensor groups; None without such messages.
+    pipeline: the passes of a pipeline; None without a pipeline.
     """
 
     number: int
@@ -145,6 +150,7 @@ class Iteration:
     length: np.ndarray
     whole: np.ndarray
     tensor: TensorWaits | None = None
+    pipeline: PipelineTimes | None = None
 
 
 def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tuple[int, int], int]]:
@@ -169,7 +175,8 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
                 numbers.update(_unique(mine[name]))
             last.update({(case, iteration): number for iteration in _unique(mine["iteration"])})
             counts = steps.setdefault(case, {})
-            for direction, of_direction in _split(mine, "direction"):
+            of_layers = select(mine, mine["layer"] >= 0)
+            for direction, of_direction in _split(of_layers, "direction"):
                 most = int(of_direction["step"].max()) + 1
                 counts[direction] = max(most, counts.get(direction, 0))
     cases = recorded.summary.get("cases") or []
@@ -215,6 +222,7 @@ def _shape(
         present=present.reshape(-1, workers),
         steps=counted,
         tensor=tensor,
+        pipeline=pipeline_of(facts.get("pipeline")),
     )
 
 
@@ -261,6 +269,7 @@ class _RecordSums:
         self.link = np.zeros((len(shape.directions), len(LINKS), shape.ranks, shape.slots))
         self.whole = np.full(shape.ranks, np.nan)
         self.tensor = TensorWaits.none(shape.ranks) if shape.tensor > 1 else None
+        self.pipeline = None if shape.pipeline is None else StepSums(shape.pipeline, shape.ranks)
         codes = [DIRECTIONS.index(name) for name in shape.directions]
         self.direction = _places(codes, len(DIRECTIONS))
         self.layer = _places(shape.layers, max(shape.layers, default=0) + 1)
@@ -268,6 +277,8 @@ class _RecordSums:
         self.place = _places([KINDS.index(kind) for kind in BUSY], len(KINDS))
 
     def add(self, rows: dict[str, np.ndarray]) -> None:
+        if self.pipeline is not None:
+            self.pipeline.add(rows)
         if self.tensor is not None:
             self.tensor.add(rows)
             # Ranks of a context group are then consecutive.
@@ -324,6 +335,7 @@ class _RecordSums:
             self.length.reshape(shape),
             self.whole.reshape(shape[2:]),
             self.tensor,
+            None if self.pipeline is None else self.pipeline.result(),
         )
 
 

@@ -12,6 +12,7 @@ from mtrain_cli.records.record_sums import EXPOSED, LATE
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.attention_figures import attention_figures
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
+from mtrain_cli.reporting.pipeline_page import pipeline_figure
 from mtrain_cli.reporting.profile_figures import sparsity_figures, step_figures
 from mtrain_cli.reporting.program_figure import program_figure
 from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
@@ -37,6 +38,7 @@ def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
     drawn += sparsity_figures([source for source in sources if source.sparsity])
     drawn += attention_figures([(s.name, s.attention) for s in sources if s.attention])
     drawn += [
+        pipeline_figure(sources),
         breakdown_figure(cases),
         heat_map_figure(cases),
         timeline_figure(cases),

@@ -18,6 +18,7 @@ from mtrain_cli.reporting import attention_tables, elements, mask_svg, tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.evaluation_tables import evaluation_tables
 from mtrain_cli.reporting.figures import figures
+from mtrain_cli.reporting.pipeline_page import HEADS, NOTE, pipeline_cells
 from mtrain_cli.reporting.report_source import RESOLVED, ReportSource, labelled_cases
 from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
@@ -43,6 +44,7 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         _evaluations(sources),
         *map(_attention, sources),
         *map(_steps, sources),
+        _pipelines(sources),
         _summary(sources),
         _compared(sources),
         _causes(sources),
@@ -284,6 +286,12 @@ def _steps(source: ReportSource) -> str:
         "settings and the same number of GPUs."
     )
     return elements.section("Predicted steps", elements.table(heads, rows, words, states), note)
+
+
+def _pipelines(sources: Sequence[ReportSource]) -> str:
+    """Return the table of measured and predicted pipelines."""
+    table = elements.table(HEADS, pipeline_cells(sources), words=(0, 1))
+    return elements.section("Pipeline", table, f"{NOTE[:1].upper()}{NOTE[1:]}.")
 
 
 def _compared(sources: Sequence[ReportSource]) -> str:

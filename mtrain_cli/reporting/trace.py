@@ -22,7 +22,16 @@ import pandas
 
 from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.grouping import grouped
-from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND
+from mtrain_cli.parallel.recording import (
+    COMPUTING,
+    GAP,
+    ITERATION,
+    KINDS,
+    PASS,
+    RECEIVE,
+    SEND,
+    STAGE,
+)
 from mtrain_cli.records.record_files import ROW, as_frame
 
 MOST_ROWS = 400_000  # A browser can open this many. A larger trace has only some of the layers.
@@ -98,8 +107,8 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
     for (rank, tid), name in sorted(names.items()):
         yield _meta(rank, tid, "thread_name", name)
         yield _meta(rank, tid, "thread_sort_index", tid, "sort_index")
-    order = {ITERATION: 0, PASS: 1}
-    rows = rows.assign(depth=[order.get(phase, 2) for phase in rows.phase]).sort_values(
+    order = {ITERATION: 0, STAGE: 1, PASS: 2}
+    rows = rows.assign(depth=[order.get(phase, 3) for phase in rows.phase]).sort_values(
         ["rank", "tid", "start_us", "depth"]
     )
     for row in rows.itertuples():
@@ -138,12 +147,14 @@ def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
 def _category(phase: str) -> str:
     if phase in (SEND, RECEIVE):
         return "message"
-    return "span" if phase in (ITERATION, PASS) else "compute"
+    return "span" if phase in (ITERATION, STAGE, PASS) else "compute"
 
 
 def _name(row: Any) -> str:
     if row.phase == PASS:
         return f"layer {row.layer} {row.direction}"
+    if row.phase == STAGE:
+        return f"stage {row.step} {row.direction}, micro-batch {row.micro}"
     if row.phase in (SEND, RECEIVE):
         return f"{row.phase} {row.payload}"
     return f"wait {row.link}".strip() if row.phase == "wait" else str(row.phase)

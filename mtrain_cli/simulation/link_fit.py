@@ -166,13 +166,17 @@ class MeasuredMachine:
 
 
 def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
-    """Fit each operation of each link class, and all `COLLECTIVES` together as ``collectives``."""
+    """Fit each operation of each link class, and all `COLLECTIVES` together as ``collectives``.
+
+    Stages of a pipeline have no collectives.
+    """
     by_link: dict[str, dict[str, LinkFit]] = {}
     for link in dict.fromkeys(t.link for t in times):
         link_times = [t for t in times if t.link == link]
         for what in dict.fromkeys(t.what for t in link_times):
             by_link.setdefault(link, {})[what] = fit_link([t for t in link_times if t.what == what])
-        by_link[link]["collectives"] = fit_link([t for t in link_times if t.what in COLLECTIVES])
+        if collectives := [t for t in link_times if t.what in COLLECTIVES]:
+            by_link[link]["collectives"] = fit_link(collectives)
     return by_link
 
 

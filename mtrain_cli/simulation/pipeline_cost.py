@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.parallel.pipeline_player import Played, play
-from mtrain_cli.parallel.pipeline_schedule import FORWARD, Action
+from mtrain_cli.parallel.pipeline_player import TimedPipeline
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.training.pipeline_plan import PipelinePlan
 from mtrain_cli.training.run_plan import RunPlan
@@ -30,8 +29,8 @@ class StageTime:
     loss: float
 
 
-def played_step(plan: RunPlan, stages: Sequence[StageTime], hop: float) -> Played:
-    """Play the step of a plan with these times.
+def timed_step(plan: RunPlan, stages: Sequence[StageTime], hop: float) -> TimedPipeline:
+    """Return the pipeline of a plan with the times of its passes.
 
     All layers are equal, so a virtual stage takes a share of its stage's time.
 
@@ -43,15 +42,17 @@ def played_step(plan: RunPlan, stages: Sequence[StageTime], hop: float) -> Playe
     in_forward = 1.0 if plan.config.train.loss_gradients == "forward" else _LOSS_IN_FORWARD
     last, layers = planned.pipeline.last, planned.layers
 
-    def cost(action: Action) -> float:
-        number, forward = action.virtual_stage, action.kind == FORWARD
+    def cost(number: int, *, forward: bool) -> float:
         stage = number % planned.pipeline.stages
         own, of_stage = stages[stage], sum(layers[stage :: planned.pipeline.stages])
         passing = (own.forward if forward else own.backward) * layers[number] / of_stage
         loss = own.loss * (in_forward if forward else 1 - in_forward) * (number == last)
         return (passing + loss) / planned.pipeline.micro_batches
 
-    return play(planned.pipeline, cost, hop=hop)
+    forward, backward = (
+        tuple(cost(number, forward=way) for number in range(last + 1)) for way in (True, False)
+    )
+    return TimedPipeline(planned.pipeline, forward, backward, hop)
 
 
 def hop_us(cluster: Cluster, costs: Costs, plan: RunPlan, pipeline: PipelinePlan) -> float:

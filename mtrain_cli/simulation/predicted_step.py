@@ -19,13 +19,14 @@ from dataclasses import dataclass
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.parallel.pipeline_player import TimedPipeline
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
-from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, played_step
+from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
@@ -71,6 +72,7 @@ class PredictedStep:
     sent: number of bytes of weights and gradients that one worker receives.
     over_host: number of bytes that move between one worker and its host.
     hidden_states: number of bytes that one worker receives from its tensor group.
+    pipeline: the schedule with the times of its passes in microseconds; None without a pipeline.
     """
 
     plan: RunPlan
@@ -84,6 +86,7 @@ class PredictedStep:
     sent: float
     over_host: float
     hidden_states: float = 0.0
+    pipeline: TimedPipeline | None = None
 
     @property
     def exposed(self) -> float:
@@ -198,6 +201,7 @@ def predict_step(
         sent=likely.sent,
         over_host=likely.over_host,
         hidden_states=likely.hidden_states,
+        pipeline=likely.pipeline,
     )
 
 
@@ -209,15 +213,17 @@ def _estimate(
     if plan.pipeline is None:
         return _StepEstimate(*arguments, ModelPart.whole(plan.config.model))
     stages = [_StepEstimate(*arguments, p) for p in model_parts(plan.config, plan.micro_batches)]
-    played = played_step(
+    pipeline = timed_step(
         plan,
         [StageTime(**stage.passes) for stage in stages],
         hop_us(cluster, costs, plan, plan.pipeline),
     )
+    played = pipeline.played
     busiest = max(range(plan.dims.pp), key=played.busy)
     found = stages[busiest]
     found.us[PIPELINE] = played.makespan - played.busy(busiest)
     found.flop = sum(stage.flop for stage in stages) / len(stages)
+    found.pipeline = pipeline
     return found
 
 
@@ -250,6 +256,7 @@ class _StepEstimate:
             del self.us[PIPELINE]
         self.hidden = self.flop = self.sent = self.over_host = self.hidden_states = 0.0
         self.backward = 0.0  # microseconds of one micro-batch's layers
+        self.pipeline: TimedPipeline | None = None
         self.times = 1
         for one in non_attention_cost.rounds(plan.config.train.shard, plan.micro_batches):
             self.times = one.times

@@ -34,7 +34,8 @@ def micro_batch_tables(
     """Return the work of the first micro-batch of an iteration in the first context group.
 
     Documents differ between micro-batches. Replays know those of one. With tensor parallelism, the
-    ranks of the first context group are the first ones of each tensor group.
+    ranks of the first context group are the first ones of each tensor group. With a pipeline, each
+    layer counts in the first context group of its stage.
 
     Args:
         layers: numbers of the layers to count, by number of the case.
@@ -51,6 +52,7 @@ def micro_batch_tables(
         for name, of_pass in case.passes.items()
     }
     tensor = {case.number: int(case.facts.get("tp") or 1) for case in cases}
+    of_a_stage = {case.number: case.workers * case.groups // _stages(case) for case in cases}
     found = set[int]()
     for batch in recorded.batches(_NEEDED):
         counts = (batch["iteration"] == iteration) & (batch["micro"] == 0)
@@ -58,7 +60,8 @@ def micro_batch_tables(
         for (number, direction), both in sums.items():
             mine = counts & (batch["case"] == number) & (batch["direction"] == direction)
             mine &= np.isin(batch["layer"], list(layers[number]))
-            worker, coordinate = np.divmod(batch["rank"], tensor[number])
+            rank = batch["rank"] % of_a_stage[number]
+            worker, coordinate = np.divmod(rank, tensor[number])
             mine &= (worker < both.shape[1]) & (coordinate == 0)
             if mine.any():
                 found.add(number)
@@ -72,6 +75,10 @@ def micro_batch_tables(
             pairs, blocks = both / len(layers[number])
             tables[number][DIRECTIONS[direction]] = _whole(pairs[:, 1:], pairs[:, 0], blocks[:, 1:])
     return tables
+
+
+def _stages(case: CaseAnalysis) -> int:
+    return 1 if case.pipeline is None else case.pipeline.pipeline.stages
 
 
 def _whole(pairs: np.ndarray, column_pairs: np.ndarray, blocks: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from mtrain_cli.parallel.pipeline_group import (
 )
 from mtrain_cli.parallel.pipeline_player import play
 from mtrain_cli.parallel.pipeline_schedule import Pipeline
+from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.stage_cut import stage_layers
 
 if TYPE_CHECKING:
@@ -58,7 +60,12 @@ class PipelineStage:
         return lambda parameter: copies(parameter) * (2 if parameter is shared else 1)
 
     def forward_backward(
-        self, decoder: Decoder, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
+        self,
+        decoder: Decoder,
+        batches: Sequence[Batch],
+        attends: Sequence[Attend],
+        valid: int,
+        recorder: Recorder | None = None,
     ) -> Tensor:
         """Accumulate the gradients of a step. Return this worker's part of the mean loss.
 
@@ -67,13 +74,14 @@ class PipelineStage:
         Args:
             attends: the attention of each micro-batch.
             valid: number of labels in the whole step that count toward the loss.
+            recorder: records the step; None records nothing.
         """
         assert isinstance(decoder, StageDecoder)
         passes = _TrainingPasses(self, decoder, batches, attends, 1.0 / max(1, valid))
-        PipelineExecutor(self.group, self.pipeline).run(
-            self.pipeline.actions(self.group.stage), passes
-        )
-        self._sum_tied_gradients(decoder)
+        executor = PipelineExecutor(self.group, self.pipeline, recorder)
+        with nullcontext() if recorder is None else recorder.iteration():
+            executor.run(self.pipeline.actions(self.group.stage), passes)
+            self._sum_tied_gradients(decoder)
         return passes.loss
 
     def token_losses(

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.pipeline_player import Played, play
-from mtrain_cli.parallel.pipeline_schedule import FORWARD, Action, Pipeline
+from mtrain_cli.parallel.pipeline_player import Played, TimedPipeline
+from mtrain_cli.parallel.pipeline_schedule import Pipeline
 from mtrain_cli.training.flops import own_tiles
 from mtrain_cli.training.stage_cut import head_cost, layer_costs, stage_layers
 
@@ -62,12 +62,9 @@ class PipelinePlan:
     def played(self) -> Played:
         """The schedule with these costs and free messages. The unit of time is a FLOP per token."""
         recomputes = self.config.train.activation_checkpoint != "none"
-        backward = _RECOMPUTED if recomputes else _BACKWARD
-
-        def cost(action: Action) -> float:
-            return self.costs[action.virtual_stage] * (1 if action.kind == FORWARD else backward)
-
-        return play(self.pipeline, cost)
+        times = _RECOMPUTED if recomputes else _BACKWARD
+        backward = tuple(times * cost for cost in self.costs)
+        return TimedPipeline(self.pipeline, tuple(self.costs), backward).played
 
     @property
     def received(self) -> int:

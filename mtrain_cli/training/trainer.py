@@ -457,7 +457,7 @@ class Trainer:
         if self.stage is None:
             loss = self._forward_backward(batches, attends, valid)
         else:
-            loss = self.stage.forward_backward(self.decoder, batches, attends, valid)
+            loss = self.stage.forward_backward(self.decoder, batches, attends, valid, self.recorder)
         if self.tensor is not None:
             parameter_shards.sum_copied_gradients(self.decoder.parameters(), self.tensor)
         return loss

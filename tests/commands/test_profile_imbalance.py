@@ -544,3 +544,21 @@ def test_attention_alone_needs_whole_layers(tmp_path):
     result = run(tmp_path, "--attention-only topology.tensor_parallel=2", *SMALL)
     assert result.returncode == 2
     assert "topology.tensor_parallel=2" in result.stderr
+
+
+def test_stages_of_a_pipeline_are_profiled_and_replayed(tmp_path):
+    """Four ranks: two stages of two. The replay counts the pairs of each stage's layers."""
+    words = ["topology.workers=4 topology.pipeline_parallel=2 topology.exchange=ring --steps 1"]
+    words += ["train.global_batch=2"]
+    result = run(tmp_path, *words, "--pattern dense,vertical_slash", *SMALL, *SPARSE, "run.name=pp")
+    assert result.returncode == 0, result.stderr
+    recorded = open_records(tmp_path / "measurements/pp")
+    assert recorded.summary["cases"][0]["density"] == pytest.approx(1)
+    for found in recorded.summary["results"]:
+        assert (found["workers"], found["groups"]) == (2, 2)
+        assert found["pipeline"]["formula"] == pytest.approx(1 / 3, rel=1e-4)
+        assert len(found["pipeline"]["work_ms"]) == 2
+    validated = mtrain(tmp_path, "simulate", "validate", "measurements/pp", "--json", "--no-files")
+    assert validated.returncode == 0, validated.stderr
+    agreement = json.loads(validated.stdout)["agreement"]
+    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0

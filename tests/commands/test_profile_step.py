@@ -485,3 +485,23 @@ def test_a_tensor_parallel_step_counts_its_messages_as_links(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert (summary["settings"]["cp"], summary["settings"]["tp"]) == (1, 2)
     assert all(rank["parts"]["links"] > 0 for rank in summary["ranks"])
+
+
+def test_a_step_of_a_pipeline_counts_hops_as_links(tmp_path):
+    """The loss is on the last stage only, and losses are those of one worker."""
+    alone = "seq=256 topology.device=cpu topology.block_size=32 model.num_layers=2 --no-trace"
+    alone += " train.global_batch=2"
+    losses = []
+    for name, words in {
+        "one": "topology.workers=1",
+        "two": "topology.workers=2 topology.pipeline_parallel=2",
+    }.items():
+        result = run(tmp_path, alone, words, f"run.name={name}")
+        assert result.returncode == 0, result.stderr
+        summary = json.loads((tmp_path / "measurements" / name / "summary.json").read_text())
+        losses.append(summary["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert summary["settings"]["pp"] == 2
+    first, last = (rank["parts"] for rank in summary["ranks"])
+    assert first["loss"] == 0 < last["loss"]
+    assert min(first["links"], last["links"]) > 0

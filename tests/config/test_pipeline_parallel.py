@@ -95,10 +95,6 @@ TWO = "topology.pipeline_parallel=2"
             "train.offload_activations=false",
         ),
         (
-            [TWO, "profile.every=5"],
-            "topology.pipeline_parallel=2: does not support profile.every=5; give profile.every=0",
-        ),
-        (
             [TWO, "optim.offload=true"],
             "topology.pipeline_parallel=2: does not support optim.offload=true; give "
             "optim.offload=false",
@@ -136,9 +132,7 @@ def test_other_commands_refuse_it_by_name():
 @pytest.mark.parametrize(
     "command",
     [
-        "profile step",
-        "profile imbalance",
-        "profile links",
+        "profile imbalance --attention-only",
         "profile non-attention",
         "profile sparsity",
         "simulate recommend",

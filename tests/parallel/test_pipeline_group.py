@@ -15,6 +15,7 @@ from torch import Tensor
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.pipeline_group import PipelineExecutor, make_pipeline_group
 from mtrain_cli.parallel.pipeline_schedule import Pipeline
+from mtrain_cli.parallel.recording import Recorder, Span
 from mtrain_cli.parallel.transport import ExchangeError
 
 CPU = torch.device("cpu")
@@ -123,3 +124,55 @@ def test_a_stage_that_hangs_is_named_with_stage_and_micro_batch():
         "pipeline, stage 1, micro-batch 1: activations did not arrive from rank 0 ("
     ), text
     assert time.monotonic() - began < 20
+
+
+class Wide(Arithmetic):
+    """Like `Arithmetic`, but every pass of the last stage takes at least 20 ms."""
+
+    def forward(self, virtual_stage: int, micro_batch: int, received: Tensor | None) -> Tensor:
+        time.sleep(0.02 * (virtual_stage == self.last))
+        return super().forward(virtual_stage, micro_batch, received)
+
+
+def recorded(rank: int, world: int) -> list[Span]:
+    dims, pipeline = ParallelDims.of(world, pp=world, cp=1), Pipeline("interleaved", 2, 2, 2)
+    group = make_pipeline_group(rank, dims, pipeline, CPU)
+    recorder = Recorder(CPU)
+    executor = PipelineExecutor(group, pipeline, recorder)
+    executor.run(pipeline.actions(rank), Wide(pipeline.last))  # nothing has started: no spans
+    recorder.start()
+    executor.run(pipeline.actions(rank), Wide(pipeline.last))
+    return recorder.read()
+
+
+def test_a_recorder_gets_every_pass_and_every_wait():
+    pipeline = Pipeline("interleaved", 2, 2, 2)
+    for rank, spans in enumerate(gloo.run(2, recorded)):
+        assert {(span.kind, span.layer) for span in spans} == {("stage", -1), ("wait", -1)}
+        passes = [span for span in spans if span.kind == "stage"]
+        assert [(s.direction, s.step, s.micro) for s in passes] == [
+            (action.kind, action.virtual_stage, action.micro_batch)
+            for action in pipeline.computations(rank)
+        ]
+        waits = [span for span in spans if span.kind == "wait"]
+        messages = [a for a in pipeline.actions(rank) if a.payload]
+        assert sorted((s.direction, s.message.payload, s.step, s.micro) for s in waits) == sorted(
+            (
+                "forward" if a.payload == "activations" else "backward",
+                a.payload,
+                a.virtual_stage,
+                a.micro_batch,
+            )
+            for a in messages
+        )
+        for span in waits:
+            assert (span.message.link, span.message.size) == ("stage", 3 * 4)
+            assert {span.message.to, span.message.source} == {1 - rank, -1}
+        if rank == 0:  # it waits for the gradients of the last virtual stage, on rank 1
+            (first,) = (
+                span
+                for span in waits
+                if (span.message.source, span.direction, span.step, span.micro)
+                == (1, "backward", 2, 0)
+            )
+            assert first.seconds > 0.005

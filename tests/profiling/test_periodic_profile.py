@@ -206,3 +206,59 @@ def test_a_tensor_parallel_training_records_its_groups(tmp_path):
     (tmp_path / "plain").mkdir()
     plain = train(tmp_path / "plain", *WORDS, *words, "profile.every=0")
     assert [step["loss"] for step in with_profile] == [step["loss"] for step in plain]
+
+
+@pytest.mark.parametrize("pattern", ["vertical_slash", "moba"])
+def test_a_pipeline_parallel_training_records_its_stages(tmp_path, pattern):
+    """Four workers: two stages of two. Each layer's index is that of its own stage."""
+    of_run = [word for word in WORDS if not word.startswith(("topology.workers", "sparsity"))]
+    of_pattern = [word for word in WORDS if word.startswith("sparsity.")]
+    words = [
+        *of_run, "topology.workers=4", "topology.pipeline_parallel=2", "sparsity.dense_steps=0",
+        *([f"sparsity={pattern}", "sparsity.chunk=128"] if pattern == "moba" else
+          ["sparsity=vertical_slash", *of_pattern]),
+        "train.steps=2", "train.global_batch=3", "profile.every=2", "run.name=one",
+    ]  # fmt: skip
+    with_profile = train(tmp_path, *words)
+    recorded = open_records(tmp_path / "runs/one/profile")
+    assert recorded.complete
+    frame = recorded.frame()
+    (facts,) = recorded.summary["cases"]
+    assert (facts["workers"], facts["cp"]) == (4, 2)
+    assert facts["pipeline"] == {
+        "schedule": "1f1b", "stages": 2, "virtual_stages": 1, "micro_batches": 3
+    }  # fmt: skip
+    assert facts["density"] == pytest.approx(with_profile[-1]["density"], rel=1e-6)
+    stages = frame[frame.phase == "stage"]
+    assert set(stages.step[stages["rank"] < 2]) == {0}
+    assert set(stages.step[stages["rank"] >= 2]) == {1}
+    assert len(stages) == 4 * 2 * 3
+    # A pass of attention lies within the pass of its stage, with the same micro-batch.
+    for one in frame[(frame.phase == "pass") & (frame["rank"] == 2)].itertuples():
+        way = "backward" if one.direction == "recompute" else one.direction
+        (of,) = stages[
+            (stages["rank"] == 2) & (stages.micro == one.micro) & (stages.direction == way)
+        ].itertuples()
+        assert one.layer == 1
+        assert of.start_us <= one.start_us
+        assert one.start_us + one.dur_us <= of.start_us + of.dur_us + 1
+    waits = frame[(frame.phase == "wait") & (frame.link == "stage") & (frame.payload != "")]
+    assert set(waits.payload) == {"activations", "gradients"}
+    assert set(zip(waits["rank"], waits.peer, strict=True)) == {(0, 2), (2, 0), (1, 3), (3, 1)}
+    assert set(waits.bytes) == {256 * 128 * 4}
+    (case,) = analyse(recorded)
+    times = case.pipeline
+    assert times is not None
+    assert 0.05 < times.bubble < 0.9
+    # Work and idle time of the stages are their whole time.
+    assert times.work.mean() == pytest.approx((1 - times.bubble) * times.makespan, rel=0.05)
+    assert times.late.sum() > 0
+    assert case.tokens == 3 * 500
+    indices = load_indices(recorded.folder / "index.npz")
+    assert indices.layers(pattern) == (0, 1)
+    (tmp_path / "plain").mkdir()
+    plain = train(tmp_path / "plain", *words, "profile.every=0")
+    assert [step["loss"] for step in with_profile] == [step["loss"] for step in plain]
+    shown = mtrain(tmp_path, "report", "runs/one")
+    assert shown.returncode == 0, shown.stderr
+    assert "1f1b, 2 stages, 3" in " ".join(shown.stdout.split())

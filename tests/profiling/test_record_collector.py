@@ -193,3 +193,30 @@ def test_clocks_of_other_machines_are_measured():
     offset, uncertainty, truth = found[2]
     assert 0 < uncertainty < 0.5
     assert abs(offset - truth) <= uncertainty
+
+
+def test_a_wait_for_a_stage_is_late_until_its_pass_ends():
+    """Rank 1 waits from 0 to 6 for the forward pass of rank 0, which ends at 5."""
+
+    def passed(start: float, end: float, stage: int, direction: str) -> Span:
+        return span("stage", start, end, NOTHING, stage, direction)
+
+    def arrives(source: int, payload: str) -> MessageTag:
+        return MessageTag("stage", payload, source=source, size=100)
+
+    left = MessageTag("stage", "gradients", to=0, size=100)
+    found = waits(
+        [
+            passed(1, 5, 0, "forward"),
+            span("wait", 5, 13, arrives(1, "gradients"), 0, "backward"),
+            passed(13, 14, 0, "backward"),
+        ],
+        [
+            span("wait", 0, 6, arrives(0, "activations"), 1, "forward"),
+            passed(6, 8, 1, "forward"),
+            passed(8, 12, 1, "backward"),
+            span("wait", 12, 13, left, 1, "backward"),
+        ],
+    )
+    # The last wait is for a receiver, which never computes too long.
+    assert found == [(1, 7.0), (0, 5.0), (0, 0.0)]

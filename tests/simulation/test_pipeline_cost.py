@@ -7,7 +7,7 @@ import pytest
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, played_step
+from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -45,9 +45,9 @@ def test_equal_stages_take_the_time_of_the_formula(words, parts):
     assert plan.pipeline is not None
     assert plan.pipeline.layers == (8 // 2 // parts,) * 2 * parts
     stages = [StageTime(forward=8.0, backward=16.0, loss=0.0)] * 2
-    assert played_step(plan, stages, 0.0).makespan == pytest.approx((8 + 1 / parts) * 3)
+    assert timed_step(plan, stages, 0.0).played.makespan == pytest.approx((8 + 1 / parts) * 3)
     with_loss = [stages[0], StageTime(forward=8.0, backward=16.0, loss=8.0)]
-    played = played_step(plan, with_loss, 0.0)
+    played = timed_step(plan, with_loss, 0.0).played
     assert played.busy(0) == pytest.approx(24)
     assert played.busy(1) == pytest.approx(32)
 
@@ -56,7 +56,7 @@ def test_the_loss_is_in_the_pass_that_forms_its_gradients():
     stages = [StageTime(8.0, 8.0, 0.0), StageTime(8.0, 8.0, 80.0)]
     for word, first in (("forward", 1 + 10), ("recompute", 1 + 2.5)):
         plan = planned(*TWO, f"train.loss_gradients={word}")
-        spans = [span for span in played_step(plan, stages, 0.0).spans if span.stage == 1]
+        spans = [span for span in timed_step(plan, stages, 0.0).played.spans if span.stage == 1]
         assert spans[0].end - spans[0].begin == pytest.approx(first)
 
 

@@ -1,0 +1,220 @@
+"""How the stages of a pipeline spend a step: from records, or from a predicted schedule.
+
+`profiles/definitions.md` defines every number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.parallel.pipeline_player import Played, Span, TimedPipeline
+from mtrain_cli.parallel.pipeline_schedule import (
+    BACKWARD,
+    FORWARD,
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    Action,
+    Pipeline,
+)
+from mtrain_cli.parallel.recording import DIRECTIONS, KINDS, STAGE, WAIT
+from mtrain_cli.parallel.schedule import STAGE as STAGE_LINK
+from mtrain_cli.records.record_files import WORDS
+
+MOST_ACTIONS = 1 << 16  # of a pipeline in a file
+_PASS, _WAIT, _LINK = KINDS.index(STAGE), KINDS.index(WAIT), WORDS["link"].index(STAGE_LINK)
+_KINDS = (FORWARD, BACKWARD)
+_CODES = [DIRECTIONS.index(kind) for kind in _KINDS]
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """The times of one step, in milliseconds. Means over iterations and over pipelines.
+
+    timed: the schedule with the mean times of its passes. Measured hops count as free.
+    work: time of all passes of a stage, [stages].
+    makespan: time from the first pass of any stage to the end of the last pass.
+    bubble: share of the makespan in which a stage computes nothing, as the mean over stages.
+    late: waits for other stages that still compute, [stages]; None in a prediction.
+    hops: waits for messages under way, [stages]; None in a prediction.
+    """
+
+    timed: TimedPipeline
+    work: np.ndarray
+    makespan: float
+    bubble: float
+    late: np.ndarray | None = None
+    hops: np.ndarray | None = None
+
+    @staticmethod
+    def of(timed: TimedPipeline) -> PipelineTimes:
+        """Return the times of a predicted step. timed: times in milliseconds."""
+        played = timed.played
+        work = np.array([played.busy(stage) for stage in range(played.stages)])
+        return PipelineTimes(timed, work, played.makespan, played.bubble)
+
+    @staticmethod
+    def mean(of_iterations: Sequence[PipelineTimes]) -> PipelineTimes:
+        """Return the mean of the iterations of one pipeline."""
+
+        def mean(name: str) -> Any:
+            return np.mean([getattr(times, name) for times in of_iterations], 0)
+
+        forward, backward = (
+            tuple(np.mean([getattr(times.timed, name) for times in of_iterations], 0).tolist())
+            for name in _KINDS
+        )
+        return PipelineTimes(
+            TimedPipeline(of_iterations[0].timed.pipeline, forward, backward),
+            mean("work"),
+            float(mean("makespan")),
+            float(mean("bubble")),
+            mean("late"),
+            mean("hops"),
+        )
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.timed.pipeline
+
+    @property
+    def imbalance(self) -> float:
+        """Imbalance degree of the stages: the work of the busiest, divided by the mean."""
+        return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry ``pipeline`` of the case's results."""
+        more = {"late_ms": self.late, "hops_ms": self.hops}
+        return {
+            "formula": self.pipeline.bubble,
+            "bubble": self.bubble,
+            "played_bubble": self.timed.played.bubble,
+            "imbalance": self.imbalance,
+            "makespan_ms": self.makespan,
+            "work_ms": self.work.tolist(),
+            **{name: ms.tolist() for name, ms in more.items() if ms is not None},
+            **{f"{kind}_ms": list(getattr(self.timed, kind)) for kind in _KINDS},
+        }
+
+
+class StepSums:
+    """Collects the rows of one iteration. Rank r is on stage ``r // (ranks / stages)``."""
+
+    def __init__(self, pipeline: Pipeline, ranks: int) -> None:
+        self.pipeline = pipeline
+        of_a_stage = max(1, ranks // pipeline.stages)
+        self._shape = (pipeline.stages, of_a_stage)
+        size = of_a_stage * pipeline.stages
+        self._begin, self._end = np.full(size, np.inf), np.full(size, -np.inf)
+        self._busy, self._late, self._hops = np.zeros((3, size))
+        self._passes, self._counts = np.zeros((2, len(_KINDS), pipeline.last + 1))
+
+    def add(self, rows: Mapping[str, np.ndarray]) -> None:
+        rank, ms = rows["rank"], rows["dur_us"].astype(np.float64) / 1e3
+        passes = (rows["phase"] == _PASS) & (rows["step"] <= self.pipeline.last)
+        start = rows["start_us"][passes] / 1e3
+        np.minimum.at(self._begin, rank[passes], start)
+        np.maximum.at(self._end, rank[passes], start + ms[passes])
+        np.add.at(self._busy, rank[passes], ms[passes])
+        at = (rows["direction"][passes] == _CODES[1]).astype(int), rows["step"][passes]
+        np.add.at(self._passes, at, ms[passes])
+        np.add.at(self._counts, at, 1)
+        waits = (rows["phase"] == _WAIT) & (rows["link"] == _LINK)
+        late = np.clip(rows["late_us"][waits] / 1e3, 0, ms[waits])
+        np.add.at(self._late, rank[waits], late)
+        np.add.at(self._hops, rank[waits], ms[waits] - late)
+
+    def result(self) -> PipelineTimes | None:
+        """Return the times; None if a stage has no rows."""
+        begin, end = self._begin.reshape(self._shape), self._end.reshape(self._shape)
+        whole = np.isfinite(begin).all(0)
+        if not whole.any() or not self._counts.all():
+            return None
+        makespan = (end.max(0) - begin.min(0))[whole]
+        busy, late, hops = (
+            table.reshape(self._shape)[:, whole] for table in (self._busy, self._late, self._hops)
+        )
+        forward, backward = self._passes / self._counts
+        return PipelineTimes(
+            TimedPipeline(self.pipeline, tuple(forward.tolist()), tuple(backward.tolist())),
+            busy.mean(1),
+            float(makespan.mean()),
+            float((1 - busy.mean(0) / makespan).mean()),
+            late.mean(1),
+            hops.mean(1),
+        )
+
+
+def recorded_step(pipeline: Pipeline, rows: Mapping[str, np.ndarray], of_a_stage: int) -> Played:
+    """Return the passes in the pipeline of rank 0, in milliseconds from the first pass.
+
+    Args:
+        rows: rows of one iteration.
+        of_a_stage: number of ranks of a stage.
+    """
+    passes = (rows["phase"] == _PASS) & (rows["rank"] % of_a_stage == 0)
+    passes &= np.isin(rows["direction"], _CODES)
+    columns = ("rank", "direction", "step", "micro", "start_us", "dur_us")
+    mine = [rows[name][passes] for name in columns]
+    zero = float(mine[4].min()) if len(mine[4]) else 0.0
+    spans = []
+    for rank, direction, stage, micro, start, length in zip(*mine, strict=True):
+        action = Action(_KINDS[_CODES.index(int(direction))], int(stage), int(micro))
+        begin = float(start - zero) / 1e3
+        spans.append(Span(int(rank) // of_a_stage, action, begin, begin + float(length) / 1e3))
+    return Played(pipeline.stages, tuple(sorted(spans, key=lambda span: span.begin)))
+
+
+def pipeline_of(document: Any) -> Pipeline | None:
+    """Return the pipeline of a case, from its fact ``pipeline``; None if it is absent or damaged.
+
+    The fact has the fields of `Pipeline`.
+    """
+    names = ("stages", "virtual_stages", "micro_batches")
+    if not isinstance(document, dict) or not all(
+        isinstance(document.get(name), int) and document[name] >= 1 for name in names
+    ):
+        return None
+    schedule, (stages, parts, count) = document.get("schedule"), (document[n] for n in names)
+    if schedule not in (GPIPE, ONE_F_ONE_B, INTERLEAVED) or stages * parts * count > MOST_ACTIONS:
+        return None
+    fits = count % stages == 0 if schedule == INTERLEAVED else parts == 1
+    return Pipeline(schedule, stages, parts, count) if fits else None
+
+
+def predicted_pipeline(document: Any) -> PipelineTimes | None:
+    """Return the times of a prediction, from its entry ``pipeline`` in summary.json.
+
+    Return None if it is absent or damaged.
+    """
+    pipeline = pipeline_of(document)
+    if pipeline is None:
+        return None
+    passes = [document.get(f"{kind}_ms") for kind in _KINDS]
+    hop = document.get("hop_ms")
+    for times in (*passes, [hop] * (pipeline.last + 1)):
+        if not isinstance(times, list) or len(times) != pipeline.last + 1:
+            return None
+        if not all(isinstance(ms, int | float) and 0 <= ms < float("inf") for ms in times):
+            return None
+    forward, backward = (tuple(map(float, times)) for times in passes)
+    if not any((*forward, *backward)):
+        return None
+    return PipelineTimes.of(TimedPipeline(pipeline, forward, backward, float(hop)))
+
+
+def prediction_entry(timed: TimedPipeline) -> dict[str, Any]:
+    """Return the entry that `predicted_pipeline` reads. timed: times in microseconds."""
+    pipeline = timed.pipeline
+    return {
+        "schedule": pipeline.schedule,
+        "stages": pipeline.stages,
+        "virtual_stages": pipeline.virtual_stages,
+        "micro_batches": pipeline.micro_batches,
+        **{f"{kind}_ms": [us / 1e3 for us in getattr(timed, kind)] for kind in _KINDS},
+        "hop_ms": timed.hop / 1e3,
+    }

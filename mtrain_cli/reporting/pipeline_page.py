@@ -1,0 +1,240 @@
+"""Show how the stages of a pipeline spend a step: a table, and the time line of each stage.
+
+Measured and predicted pipelines have the same rows and the same figure. A prediction plays the
+schedule, and a profile has the recorded passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from mtrain_cli.parallel.pipeline_player import Played
+from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, Pipeline
+from mtrain_cli.records.pipeline_times import PipelineTimes, predicted_pipeline, recorded_step
+from mtrain_cli.records.record_sums import select
+from mtrain_cli.reporting import plots
+from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.tables import fixed, ms
+from mtrain_cli.reporting.terminal_width import new_table
+
+HEADS = (
+    *("case", "schedule", "ms", "idle", "played", "formula", "stage imbalance"),
+    *("work of each stage, ms", "late ms", "hops ms"),
+)
+SPARE_OF_PIPELINES = ("hops ms", "late ms", "played")  # columns that a narrow terminal drops
+NOTE = (
+    "ms: from the first pass to the end of the last; idle: share of this time without a pass, mean "
+    "over stages; played: idle share of the schedule with the mean times of its passes and free "
+    "messages; formula: (p - 1) / (v m + p - 1); stage imbalance: work of the busiest stage "
+    "divided by the mean; late: waits for other stages that still compute; hops: waits for "
+    "messages under way; both per step, of the stage that waits most"
+)
+BARS = 6_000  # most passes in all time lines of a page together
+_PANELS = 6  # most time lines
+_LABELS = 40  # most passes of a stage whose micro-batch numbers fit in their bars
+_COLOURS = {
+    FORWARD: ("#2f6fb5", "#7fb2e5", "#1d4673", "#a9cbee"),
+    BACKWARD: ("#d97706", "#f7c873", "#8a4b04", "#fbe2b3"),
+}
+_COLUMNS = ("case", "iteration", "micro", "direction", "step", "rank", "phase")
+_TIMES = ("start_us", "dur_us")
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """One pipeline of a report.
+
+    label: run and case.
+    source, case: where its records are; case is None for a prediction.
+    """
+
+    label: str
+    times: PipelineTimes
+    source: ReportSource
+    case: Any = None
+
+
+def _found(sources: Sequence[ReportSource]) -> list[_Shown]:
+    """Return all pipelines: those of recorded cases, then those of predictions."""
+
+    def label(source: ReportSource, text: object) -> str:
+        return f"{source.name}: {text}" if len(sources) > 1 else str(text)
+
+    measured = [
+        _Shown(label(source, case.label), case.pipeline, source, case)
+        for source in sources
+        for case in source.cases
+        if case.pipeline is not None
+    ]
+    predicted = [
+        _Shown(label(source, f"{entry.get('label')}, predicted"), times, source)
+        for source in sources
+        for entry in source.summary.get("predicted") or ()
+        if isinstance(entry, dict) and (times := predicted_pipeline(entry.get("pipeline")))
+    ]
+    return [*measured, *predicted]
+
+
+def describe(pipeline: Pipeline) -> str:
+    """Return a schedule in a few words."""
+    virtual = f" x {pipeline.virtual_stages} virtual" * (pipeline.virtual_stages > 1)
+    count = pipeline.micro_batches
+    micro = f"{count} micro-batch{'es' * (count != 1)}"
+    return f"{pipeline.schedule}, {pipeline.stages}{virtual} stages, {micro}"
+
+
+def pipeline_cells(sources: Sequence[ReportSource]) -> list[list[str]]:
+    """Return a row per pipeline with the cells of `HEADS`."""
+    rows = []
+    for shown in _found(sources):
+        times = shown.times
+        waits = (
+            "-" if table is None else ms(float(table.max())) for table in (times.late, times.hops)
+        )
+        rows.append(
+            [
+                shown.label,
+                describe(times.pipeline),
+                ms(times.makespan),
+                f"{times.bubble:.1%}",
+                f"{times.timed.played.bubble:.1%}",
+                f"{times.pipeline.bubble:.1%}",
+                fixed(times.imbalance, 2),
+                _listed(times.work),
+                *waits,
+            ]
+        )
+    return rows
+
+
+def _listed(work: np.ndarray) -> str:
+    """Return the work of each stage; of many stages, the first, the least and the most."""
+    if len(work) > 8:
+        return f"{ms(float(work[0]))}, ..., from {ms(float(work.min()))} to {ms(float(work.max()))}"
+    return ", ".join(ms(float(each)) for each in work)
+
+
+def pipeline_table(sources: Sequence[ReportSource]) -> Table | None:
+    """Return the table of all pipelines; None without any."""
+    rows = pipeline_cells(sources)
+    if not rows:
+        return None
+    table = new_table(HEADS, words=2, title="Pipeline, one step", caption=NOTE)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def pipeline_rows(sources: Sequence[ReportSource]) -> list[dict[str, Any]]:
+    """Return the rows of pipeline.csv: one per pipeline and stage."""
+    return [
+        {
+            "pipeline": shown.label,
+            "schedule": times.pipeline.schedule,
+            "stages": times.pipeline.stages,
+            "virtual_stages": times.pipeline.virtual_stages,
+            "micro_batches": times.pipeline.micro_batches,
+            "makespan_ms": times.makespan,
+            "bubble": times.bubble,
+            "formula": times.pipeline.bubble,
+            "imbalance": times.imbalance,
+            "stage": stage,
+            "work_ms": float(times.work[stage]),
+            "late_ms": None if times.late is None else float(times.late[stage]),
+            "hops_ms": None if times.hops is None else float(times.hops[stage]),
+        }
+        for shown in _found(sources)
+        for times in (shown.times,)
+        for stage in range(times.pipeline.stages)
+    ]
+
+
+def pipeline_figure(sources: Sequence[ReportSource]) -> plots.Figure:
+    """Draw the passes of each stage: as recorded, as played with their means, and as predicted."""
+    found = _found(sources)
+    views: list[plots.FigureView] = []
+    left = BARS
+    for shown in found:
+        pipeline = shown.times.pipeline
+        count = 2 * pipeline.micro_batches * (pipeline.last + 1)
+        lines = [(shown.label, shown.times.timed.played)]
+        if shown.case is not None:
+            means = f"{shown.label}, played with the mean times"
+            lines = [(f"{shown.label}, recorded", _recorded(shown)), (means, lines[0][1])]
+        if count * len(lines) > left or len(views) + len(lines) > _PANELS:
+            break
+        left -= count * len(lines)
+        views += [_view(label, played, pipeline) for label, played in lines if played.spans]
+    note = "A bar is one pass of a micro-batch, with its number."
+    iterations = dict.fromkeys(shown.case.typical for shown in found if shown.case is not None)
+    if len(iterations) == 1:
+        note += f" Recorded: iteration {next(iter(iterations))}, in the pipeline of rank 0."
+    title = "Time line of a pipeline's stages"
+    return plots.Figure("pipeline", title, (), views, note, together=True)
+
+
+def _recorded(shown: _Shown) -> Played:
+    """Return the recorded passes of the typical iteration, in the pipeline of rank 0."""
+    assert shown.source.recorded is not None
+    columns = (*_COLUMNS, *_TIMES)
+    parts = []
+    for batch in shown.source.recorded.batches(columns):
+        mine = (batch["case"] == shown.case.number) & (batch["iteration"] == shown.case.typical)
+        if mine.any():
+            parts.append(select(batch, mine))
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in columns}
+    ranks = shown.case.workers * shown.case.groups
+    return recorded_step(shown.times.pipeline, rows, ranks // shown.times.pipeline.stages)
+
+
+def _view(label: str, played: Played, pipeline: Pipeline) -> plots.FigureView:
+    """Return the time line of one step: a line per stage, a bar per pass."""
+    data = []
+    labelled = 2 * pipeline.micro_batches * pipeline.virtual_stages <= _LABELS
+    for kind, colours in _COLOURS.items():
+        for part in range(pipeline.virtual_stages):
+            mine = [
+                span
+                for span in played.spans
+                if span.action.kind == kind and span.action.virtual_stage // pipeline.stages == part
+            ]
+            numbers = [span.action.micro_batch for span in mine]
+            virtual = ", virtual stage %{customdata[1]}" * (pipeline.virtual_stages > 1)
+            name = kind if pipeline.virtual_stages == 1 else f"{kind}, part {part + 1}"
+            trace = plots.bar(
+                plots.numbers([span.end - span.begin for span in mine]),
+                [span.stage for span in mine],
+                colours[part % len(colours)],
+                f"{kind}, micro-batch %{{customdata[0]}}{virtual}: %{{x:.4g}} ms",
+                name=name,
+                base=plots.numbers([span.begin for span in mine], 6),
+                width=0.7,
+                customdata=[
+                    [number, span.action.virtual_stage]
+                    for number, span in zip(numbers, mine, strict=True)
+                ],
+            )
+            if labelled:
+                text = [str(number) for number in numbers]
+                trace |= {"text": text, "textposition": "inside", "insidetextanchor": "middle"}
+            data.append(trace)
+    stages = range(pipeline.stages)
+    y = {
+        "tickvals": list(stages),
+        "ticktext": [f"stage {stage}" for stage in stages],
+        "autorange": "reversed",
+    }
+    shape = plots.layout(
+        130 + 34 * pipeline.stages,
+        plots.from_zero("ms since the first pass"),
+        y,
+        barmode="overlay",
+        bargap=0,
+    )
+    return plots.FigureView((escape(label),), data, shape)

@@ -1,0 +1,138 @@
+"""A report shows measured and predicted pipelines in one table and one figure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from records.test_pipeline_times import TIMED, rows_of_stages, wait
+from synthetic_records import Play, facts_of, ring, rows_of, write
+
+from mtrain_cli.console import Console
+from mtrain_cli.parallel.pipeline_player import TimedPipeline
+from mtrain_cli.parallel.pipeline_schedule import Pipeline
+from mtrain_cli.records.pipeline_times import prediction_entry
+from mtrain_cli.reporting import pipeline_page
+from mtrain_cli.reporting.figures import figures
+from mtrain_cli.reporting.html import write_page
+from mtrain_cli.reporting.pipeline_page import (
+    describe,
+    pipeline_cells,
+    pipeline_figure,
+    pipeline_table,
+)
+from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.reporting.sheets import sheets
+from mtrain_cli.reporting.terminal import show_sources
+
+
+def measured(folder: Path, timed: TimedPipeline = TIMED, label: str = "one") -> ReportSource:
+    """Write a profile of two stages of two ranks."""
+    facts = facts_of(ring(2), groups=2, label=label, pipeline=asdict(timed.pipeline))
+    rows = [rows_of(Play(ring(2)), groups=2), rows_of_stages(timed, 2), wait(2, 3, 2)]
+    return open_source(write(folder, [np.concatenate(rows)], [facts]))
+
+
+def simulated(folder: Path, timed: TimedPipeline = TIMED, label: str = "two") -> ReportSource:
+    """Write a prediction. timed: times in microseconds."""
+    entry = {"label": label, "pipeline": prediction_entry(timed)}
+    facts = facts_of(ring(2), label=label)
+    return open_source(
+        write(folder, [rows_of(Play(ring(2)))], [facts], kind="simulation", predicted=[entry])
+    )
+
+
+def test_the_table_compares_measured_idle_time_with_formula_and_prediction(tmp_path):
+    found = pipeline_cells([measured(tmp_path / "a"), simulated(tmp_path / "b")])
+    bubble = f"{TIMED.played.bubble:.1%}"
+    schedule = "interleaved, 2 x 2 virtual stages, 4 micro-batches"
+    assert found[0][:7] == ["a: one", schedule, "39", bubble, bubble, "11.1%", "1.20"]
+    assert found[0][7:] == ["24, 36", "1", "0.5"]
+    assert found[1][:2] == ["b: two, predicted", schedule]
+    assert found[1][3:7] == [bubble, bubble, "11.1%", "1.20"]
+    assert found[1][8:] == ["-", "-"]
+
+
+def test_the_same_figure_shows_recorded_played_and_predicted_passes(tmp_path):
+    drawn = pipeline_figure([measured(tmp_path / "a"), simulated(tmp_path / "b")])
+    assert drawn.together
+    recorded, played, predicted = drawn.views
+    assert recorded.labels == ("a: one, recorded",)
+    assert played.labels == ("a: one, played with the mean times",)
+    assert predicted.labels == ("b: two, predicted",)
+    for view, factor in ((recorded, 1.0), (played, 1.0), (predicted, 1e-3)):
+        bars = {
+            (trace["name"].partition(",")[0], place[1], place[0]): (stage, begin, length)
+            for trace in view.data
+            for place, stage, begin, length in zip(
+                trace["customdata"], trace["y"], trace["base"], trace["x"], strict=True
+            )
+        }
+        assert len(bars) == len(TIMED.played.spans) == 2 * 4 * 4
+        for span in TIMED.played.spans:
+            action = span.action
+            stage, begin, length = bars[action.kind, action.virtual_stage, action.micro_batch]
+            assert stage == span.stage
+            assert begin == pytest.approx(factor * span.begin, rel=1e-3, abs=1e-3 * factor)
+            assert length == pytest.approx(factor * (span.end - span.begin), rel=1e-3)
+        for trace in view.data:
+            assert trace["text"] == [str(micro_batch) for micro_batch, _ in trace["customdata"]]
+        assert view.layout["yaxis"]["ticktext"] == ["stage 0", "stage 1"]
+    assert "iteration 0" in drawn.note
+
+
+def test_a_report_without_a_pipeline_shows_nothing(tmp_path):
+    source = open_source(write(tmp_path, [rows_of(Play(ring(2)))], [facts_of(ring(2))]))
+    assert pipeline_table([source]) is None
+    assert pipeline_cells([source]) == []
+    assert "pipeline" not in {figure.name for figure in figures([source])}
+    assert "pipeline" not in {sheet.name for sheet in sheets([source])}
+
+
+def test_too_many_passes_are_not_drawn(tmp_path, monkeypatch):
+    sources = [measured(tmp_path / "a"), simulated(tmp_path / "b")]
+    monkeypatch.setattr(pipeline_page, "BARS", 2 * 32 + 31)
+    assert len(pipeline_figure(sources).views) == 2
+    monkeypatch.setattr(pipeline_page, "BARS", 63)
+    assert pipeline_figure(sources).views == []
+
+
+def test_a_prediction_of_a_foreign_file_is_left_out(tmp_path):
+    simulated(tmp_path / "b")
+    summary = json.loads((tmp_path / "b/summary.json").read_text())
+    summary["predicted"] = [1, None, {"label": 1, "pipeline": {"stages": "2"}}]
+    (tmp_path / "b/summary.json").write_text(json.dumps(summary))
+    assert pipeline_cells([open_source(tmp_path / "b")]) == []
+
+
+def test_page_terminal_and_csv_show_the_pipeline_with_escaped_names(tmp_path):
+    source = measured(tmp_path / "a", label="<b>one</b>")
+    text = write_page(tmp_path / "report.html", [source]).read_text()
+    assert "<h2>Pipeline</h2>" in text
+    assert "&lt;b&gt;one&lt;/b&gt;" in text
+    assert "<b>one" not in text
+    (figure,) = (f for f in figures([source]) if f.name == "pipeline")
+    assert all("<b>" not in view.labels[0] for view in figure.views)
+    with (tmp_path / "out").open("w") as file:
+        show_sources(Console(file=file, width=200), [source])
+    shown = (tmp_path / "out").read_text()
+    assert "Pipeline, one step" in shown
+    assert "interleaved, 2 x 2 virtual stages, 4 micro-batches" in shown
+    (sheet,) = (sheet for sheet in sheets([source]) if sheet.name == "pipeline")
+    assert [row["stage"] for row in sheet.rows] == [0, 1]
+    assert [row["work_ms"] for row in sheet.rows] == pytest.approx([24, 36])
+    assert [row["late_ms"] for row in sheet.rows] == pytest.approx([0, 1])
+    assert [row["hops_ms"] for row in sheet.rows] == pytest.approx([0, 0.5])
+
+
+def test_one_micro_batch_is_singular():
+    assert describe(Pipeline("gpipe", 2, 1, 1)) == "gpipe, 2 stages, 1 micro-batch"
+
+
+def test_many_stages_are_listed_by_their_range(tmp_path):
+    timed = TimedPipeline(Pipeline("1f1b", 9, 1, 1), tuple(range(1, 10)), tuple(range(1, 10)))
+    (row,) = pipeline_cells([simulated(tmp_path, timed)])
+    assert row[7] == "0.002, ..., from 0.002 to 0.018"
