@@ -33,6 +33,7 @@ def needles(
     out: Annotated[Path, argument("OUT")],
     length: Annotated[str, option("N")] = "8k",
     pairs: Annotated[int, bounded(1, MOST_PAIRS)] = 64,
+    questions: Annotated[int, bounded(1, MOST_PAIRS)] = 1,
     documents: Annotated[int, bounded(1, MOST_DOCUMENTS)] = 256,
     seed: Annotated[int, bounded(0, MOST_DOCUMENTS)] = 1,
     chains: Annotated[str, option("SHARE")] = "25%",
@@ -42,8 +43,9 @@ def needles(
     """Write documents that hide numbers and ask for them later, for data=text.
 
     Each document has exactly --length tokens: lines of Python such as magic["calm-otter"] = 4817263
-    among lines of a corpus, and later assert magic["calm-otter"] == 4817263. Half of the questions
-    stand in the last 2k tokens, half anywhere after their number.
+    among lines of a corpus, and later assert magic["calm-otter"] == 4817263. The last question
+    about every other number stands in the last 2k tokens; all others stand anywhere after their
+    number.
 
     [bold]Examples[/bold]
 
@@ -51,15 +53,18 @@ def needles(
           Write 256 documents of 8,192 bytes
       [cyan]mtrain train data=text data.path=data 'data.mix={books: 0.8, needles: 0.2}'[/cyan]
           Draw a fifth of all training sequences from data/needles, the others from data/books
+      [cyan]mtrain data needles data/first --length 256 --pairs 1 --questions 5 --chains 0[/cyan]
+          Write short documents from which a small model learns to copy a number
 
     Args:
         out: Folder for needles.jsonl; must not hold one.
         length: Tokens of each document, such as 8k. Use it as seq, so that each sequence is one
             document.
-        pairs: Needles in each document, with one question each.
+        pairs: Needles in each document.
+        questions: Questions about each needle. Small models learn sooner from several.
         documents: Number of documents.
         seed: Determines names, numbers and places.
-        chains: Share of the questions about a name that stands for another name.
+        chains: Share of the needles that the questions call by another name.
         haystack: Corpus between the needles: a file or folder of text, or 'stdlib' for Python's own
             sources. It repeats if it is too short.
         tokenizer: Tokenizer that counts tokens: that of the training run.
@@ -69,7 +74,7 @@ def needles(
     from mtrain_cli.data.needles import NeedleSettings, needle_documents
     from mtrain_cli.data.tokenizers import open_tokenizer
 
-    settings = NeedleSettings(_tokens(length), pairs, parse_chains(chains), seed)
+    settings = NeedleSettings(_tokens(length), pairs, parse_chains(chains), seed, questions)
     opened = open_tokenizer(tokenizer, "--tokenizer")
     made = needle_documents(_corpus(haystack), opened, settings, documents)
     path = out.expanduser() / _FILE
@@ -83,7 +88,7 @@ def needles(
     size = format_size(settings.length)
     console.print(
         f"Wrote {path}: {with_count(documents, 'document')} of {settings.length:,} tokens of "
-        f"{opened.name}, {with_count(pairs, 'question')} each"
+        f"{opened.name}, {with_count(pairs * questions, 'question')} each"
     )
     given = {"data.path": out, "seq": size, "data.tokenizer": tokenizer}
     words = " ".join(shlex.quote(f"{key}={value}") for key, value in given.items())

@@ -178,17 +178,25 @@ def _json_lines(file: str, text: str) -> list[str | list[int]]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        found: Any = row.get("prompt", row.get("ids")) if isinstance(row, dict) else None
-        is_ids = isinstance(found, list) and all(type(one) is int for one in found)
-        if not isinstance(found, str) and not is_ids:
+        given = (row.get("prompt"), row.get("ids")) if isinstance(row, dict) else (None, None)
+        found = _prompt_or_ids(*given)
+        if found is None:
             raise ConfigError(
                 f"--prompt-file {file}: line {number} is not a JSON object with "
-                '"prompt": "text" or "ids": [1, 2]'
+                'either "prompt": "text" or "ids": [1, 2]'
             )
         prompts.append(found)
     if not prompts:
         raise ConfigError(f"--prompt-file {file}: has no prompt")
     return prompts
+
+
+def _prompt_or_ids(prompt: Any, ids: Any) -> str | list[int] | None:
+    """Return the value that is given; None if both or none are, or one has the wrong type."""
+    if isinstance(prompt, str) and ids is None:
+        return prompt
+    is_ids = isinstance(ids, list) and all(type(one) is int for one in ids)
+    return ids if is_ids and prompt is None else None
 
 
 def _encode(prompts: list[str | list[int]], codec: TextCodec) -> list[list[int]]:

@@ -9,6 +9,8 @@ Lines of a corpus surround three kinds of lines:
 An ``assert`` is a question: a model that has read its beginning knows the number only from an
 earlier line, the needle. A line with two names is a link, which some questions must follow.
 Each document has the same number of tokens, so each training sequence of that length is one.
+With one question about each needle, most of the text cannot be predicted, and small models need
+many tokens before they retrieve a number. With several questions about few needles they need fewer.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ pig pony puma quail ram raven
 """
 # 4,096 names such as calm-otter.
 NAMES = tuple(f"{first}-{second}" for first in _ADJECTIVES.split() for second in _ANIMALS.split())
-TAIL = 2048  # tokens at the end that hold half of the questions; a quarter of short documents
+TAIL = 2048  # tokens at the end with the last questions of half of the needles; see `tail`
 _LONGEST_LINE = 160  # characters of a line from the corpus
 _OWN_LINES = ("magic[", "assert magic[")
 
@@ -46,19 +48,21 @@ class NeedleSettings:
     """What the documents hold.
 
     length: tokens of a document, with its end token.
-    pairs: needles, with one question each.
-    chains: share of the questions that need a link, from 0 to 1.
+    pairs: needles.
+    chains: share of the needles whose questions need a link, from 0 to 1.
     seed: determines names, numbers and places.
+    questions: questions about each needle.
     """
 
     length: int
     pairs: int
     chains: float
     seed: int
+    questions: int = 1
 
     @property
     def tail(self) -> int:
-        """Tokens at the end of a document that hold half of the questions."""
+        """Tokens at the end of a document with the last question about every other needle."""
         return min(TAIL, self.length // 4)
 
 
@@ -70,7 +74,7 @@ class NeedleQuestion:
     start: offset of the number in the question.
     needle: offset of the number in the needle.
     links: links between the needle and the question.
-    in_tail: whether the question is one of those near the end.
+    in_tail: whether the question is placed near the end.
     """
 
     answer: str
@@ -98,9 +102,15 @@ class NeedleDocument:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The lines of one needle: needle, perhaps a link, and question."""
+    """One needle.
+
+    lines: needle, perhaps a link, and questions, in the order of the text.
+    links: number of links.
+    in_tail: whether the last question is placed near the end.
+    """
 
     lines: tuple[str, ...]
+    links: int
     answer: str
     in_tail: bool
 
@@ -149,8 +159,9 @@ class _Builder:
                 other = next(names)
                 lines.append(f'magic["{other}"] = magic["{name}"]\n')
                 name = other
-            lines.append(f'assert magic["{name}"] == {answer}\n')
-            pairs.append(_Pair(tuple(lines), answer, in_tail=number % 2 == 0))
+            links = len(lines) - 1
+            lines += [f'assert magic["{name}"] == {answer}\n'] * settings.questions
+            pairs.append(_Pair(tuple(lines), links, answer, in_tail=number % 2 == 0))
         return pairs
 
     def _places(self, pairs: Sequence[_Pair]) -> tuple[list[tuple[int, str]], int]:
@@ -167,7 +178,8 @@ class _Builder:
             raise ConfigError(
                 f"--pairs {settings.pairs}: {settings.length:,} tokens of {self._tokenizer.name} "
                 f"have no room for them: they take {sum(tokens.values()):,}, and the questions at "
-                f"the end {last:,} of {settings.tail:,}. Give fewer pairs or a larger length."
+                f"the end {last:,} of {settings.tail:,}. Give fewer pairs, fewer questions or a "
+                "larger length."
             )
         free = [pair for pair in pairs if not pair.in_tail]
         placed = [entry for pair in free for entry in self._scatter(pair.lines, 0, space)]
@@ -248,16 +260,16 @@ class _Builder:
 
 def _locate(text: str, pairs: Sequence[_Pair]) -> list[NeedleQuestion]:
     """Return the questions of a text, in its order."""
-    found = [
-        NeedleQuestion(
-            pair.answer,
-            start=text.index(pair.lines[-1]) + len(pair.lines[-1]) - len(pair.answer) - 1,
-            needle=text.index(pair.lines[0]) + len(pair.lines[0]) - len(pair.answer) - 1,
-            links=len(pair.lines) - 2,
-            in_tail=pair.in_tail,
-        )
-        for pair in pairs
-    ]
+    found = []
+    for pair in pairs:
+        needle, questions = pair.lines[0], pair.lines[1 + pair.links :]
+        place = text.index(needle) + len(needle) - len(pair.answer) - 1
+        end = 0
+        for number, question in enumerate(questions, 1):
+            end = text.index(question, end) + len(question)
+            in_tail = pair.in_tail and number == len(questions)
+            start = end - len(pair.answer) - 1
+            found.append(NeedleQuestion(pair.answer, start, place, pair.links, in_tail))
     return sorted(found, key=lambda question: question.start)
 
 

@@ -68,13 +68,17 @@ def read_samples(path: Path) -> Iterator[Sample]:
     """Yield the samples of a .jsonl file of RULER, or of another file with ``outputs``.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not a sample.
+        ConfigError: the file cannot be read, has no samples, or a line is not a sample.
     """
     missing = f"{path}: no such file. Give a .jsonl file of samples."
     with explain_read_errors(f"{path}:", missing), path.open("rb") as file:
+        empty = True
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _parse(line, f"{path} line {number}", number - 1)
+                empty = False
+        if empty:
+            raise ConfigError(f"{path}: has no samples; give lines with the keys input and outputs")
 
 
 def _parse(line: bytes, location: str, index: int) -> Sample:

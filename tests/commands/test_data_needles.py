@@ -29,13 +29,14 @@ def test_the_next_command_reads_one_document_a_sequence(text: Path, tmp_path: Pa
     out = tmp_path / "my needles"
     result = _run(
         out, "--length", "2k", "--pairs", "8", "--documents", "9", "--chains", "0.5",
-        "--haystack", text,
+        "--haystack", text, "--questions", "2",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert "of bytes, 16 questions each\n" in result.stdout
     assert result.stdout.startswith(f"Wrote {out}/needles.jsonl: 9 documents of 2,048 tokens of")
     records = [json.loads(line) for line in (out / "needles.jsonl").read_text().splitlines()]
-    assert [len(record["questions"]) for record in records] == [8] * 9
-    assert sum(question["links"] for record in records for question in record["questions"]) == 36
+    assert [len(record["questions"]) for record in records] == [16] * 9
+    assert sum(question["links"] for record in records for question in record["questions"]) == 72
     command = shlex.split(result.stdout.splitlines()[-1])
     assert command[:3] == ["mtrain", "train", "data=text"]
     dataset = open_dataset(compose(command[2:]))

@@ -28,6 +28,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1, 2, 3]}\r\n{"ids": [5]}\r\n')
     (folder / "outside.jsonl").write_text('{"ids": [1, 97]}\n')
     (folder / "empty.jsonl").write_text("\n")
+    (folder / "both.jsonl").write_text('{"prompt": "one", "ids": [1]}\n')
     (folder / "runs").mkdir()
     (folder / "runs/mine").mkdir()
     (folder / "runs/mine/resolved.yaml").touch()
@@ -104,7 +105,7 @@ def test_two_workers_print_what_one_prints(folder):
     assert (shared.returncode, shared.stdout) == (0, one.stdout), shared.stderr
     assert {path.name for path in folder.iterdir()} == {
         "run", "hf", "runs", "ids.jsonl", "texts.jsonl", "long.txt", "latin1.txt", "wrong.jsonl",
-        "outside.jsonl", "empty.jsonl", "marked.jsonl",
+        "outside.jsonl", "empty.jsonl", "marked.jsonl", "both.jsonl",
     }  # fmt: skip
 
 
@@ -119,6 +120,7 @@ def test_two_workers_print_what_one_prints(folder):
         ("run --prompt-file runs", "--prompt-file runs: cannot be read (Is a directory)"),
         ("run --prompt-file latin1.txt", "--prompt-file latin1.txt: is not UTF-8 text (byte 3)"),
         ("run --prompt-file wrong.jsonl", "--prompt-file wrong.jsonl: line 2 is not a JSON object"),
+        ("run --prompt-file both.jsonl", "--prompt-file both.jsonl: line 1 is not a JSON object"),
         ("run --prompt-file empty.jsonl", "--prompt-file empty.jsonl: has no prompt"),
         ("run --prompt a --max-new 5000", "the prompt has 1 tokens; with --max-new 5,000 it"),
         ("hf --prompt-file outside.jsonl", "the prompt has the id 97 at token 2"),

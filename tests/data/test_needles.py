@@ -61,13 +61,15 @@ def _check(document: NeedleDocument, settings: NeedleSettings, tokenizer: Tokeni
     text = document.text
     answers = [(q.start, q.answer, q.links) for q in document.questions]
     assert _answers(text) == answers
-    assert len(answers) == settings.pairs
-    assert sum(q.links for q in document.questions) == round(settings.chains * settings.pairs)
+    assert len(answers) == settings.pairs * settings.questions
+    assert len({start for start, _, _ in answers}) == len(answers)
+    links = round(settings.chains * settings.pairs) * settings.questions
+    assert sum(q.links for q in document.questions) == links
     for question in document.questions:
         assert text.startswith(question.answer, question.start)
         assert text.startswith(question.answer, question.needle)
         assert question.needle < question.start
-        assert text.count(question.answer) == 2
+        assert text.count(question.answer) == 1 + settings.questions
     pieces = tokenizer.encode(list(split_text([text])))
     assert sum(map(len, pieces)) + 1 == document.length == settings.length
     tail = [question for question in document.questions if question.in_tail]
@@ -83,9 +85,12 @@ def _check(document: NeedleDocument, settings: NeedleSettings, tokenizer: Tokeni
     pairs=st.integers(1, 20),
     chains=st.floats(0, 1),
     seed=st.integers(0, 2**40),
+    questions=st.integers(1, 3),
 )
-def test_a_reader_answers_every_question(length: int, pairs: int, chains: float, seed: int) -> None:
-    settings_ = NeedleSettings(length, pairs, chains, seed)
+def test_a_reader_answers_every_question(
+    length: int, pairs: int, chains: float, seed: int, questions: int
+) -> None:
+    settings_ = NeedleSettings(length, pairs, chains, seed, questions)
     for document in needle_documents(_corpus(_TEXT), ByteTokenizer(), settings_, 2):
         _check(document, settings_, ByteTokenizer())
 
@@ -121,6 +126,14 @@ def test_questions_far_from_the_end_stand_anywhere_behind_their_needle() -> None
     assert min(gaps) < 0.05
     assert max(gaps) > 0.8
     assert 0.2 < sum(gaps) / len(gaps) < 0.5
+
+
+def test_a_short_document_can_repeat_one_question() -> None:
+    """The first documents for a small model: the answers are more than a tenth of the text."""
+    settings_ = NeedleSettings(256, 1, 0, 1, questions=5)
+    for document in needle_documents(_corpus("pass\n"), ByteTokenizer(), settings_, 20):
+        _check(document, settings_, ByteTokenizer())
+        assert [question.in_tail for question in document.questions] == [False] * 4 + [True]
 
 
 def test_lines_that_could_disturb_are_left_out() -> None:

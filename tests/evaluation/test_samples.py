@@ -78,3 +78,10 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.jsonl: no such file\. Give a .jsonl file"):
         list(read_samples(tmp_path / "none.jsonl"))
+
+
+def test_a_file_without_samples_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n \n")
+    with pytest.raises(ConfigError, match="has no samples; give lines with the keys input"):
+        list(read_samples(path))
