@@ -149,3 +149,22 @@ def test_mistakes_are_one_line(typed, problem):
 def test_runs_and_folders_complete():
     assert completion.complete_models("runs/m") == [("runs/mine", "")]
     assert ("hf/", "") in completion.complete_models("h")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_checkpoint_of_a_pipeline_generates_as_a_whole_model(tmp_path, tied):
+    """Generation from the run equals that from its exported Hugging Face folder."""
+    shape = f"seq=512 model.num_layers=2 model.tie_word_embeddings={str(tied).lower()}"
+    trained = mtrain(
+        tmp_path, "train", *shape.split(), "topology.device=cpu", "topology.workers=2",
+        "topology.pipeline_parallel=2", "train.steps=2", "train.global_batch=2", "run.name=one",
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    exported = mtrain(tmp_path, "checkpoint", "export", "runs/one", "out", "--dtype", "float32")
+    assert exported.returncode == 0, exported.stderr
+    words = ["--prompt", "The quick brown", "--max-new", "8", "--json", CPU, "train.dtype=float32"]
+    found = [mtrain(tmp_path, "generate", model, *words) for model in ("runs/one", "out")]
+    assert [result.returncode for result in found] == [0, 0], found[0].stderr + found[1].stderr
+    texts = [json.loads(result.stdout.splitlines()[0])["text"] for result in found]
+    assert texts[0] == texts[1]
