@@ -24,8 +24,8 @@ def values(word: str, config_dir: Path | None = None) -> list[str]:
 
 def test_an_empty_word_offers_groups_and_top_level_keys():
     groups = (
-        *("data", "mask", "model", "optim", "profile", "recipe", "run", "sparsity", "topology"),
-        "train",
+        *("data", "eval", "mask", "model", "optim", "profile", "recipe", "run", "sparsity"),
+        *("topology", "train"),
     )
     assert values("") == [f"{name}=" for name in (*groups, "seq", "seed")]
 

@@ -193,6 +193,7 @@ def step_peak(
             batches: Any = [
                 SimpleNamespace(
                     attend=each,
+                    routing=None,
                     **{
                         name: tensor.clone()
                         for name, tensor in zip(
