@@ -112,14 +112,15 @@ class MemoryMoment:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes of each part, in the order of the fields."""
-        return {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"
-        }
+        return {name: getattr(self, name) for name in _PARTS}
 
     @cached_property
     def allocated(self) -> int:
         """Sum of all parts. The sum at the peak estimates torch.cuda.max_memory_allocated."""
-        return sum(self.parts.values())
+        return sum(getattr(self, name) for name in _PARTS)
+
+
+_PARTS = tuple(field.name for field in fields(MemoryMoment) if field.name != "name")
 
 
 @dataclass(frozen=True, kw_only=True)
