@@ -275,7 +275,7 @@ class _StepMemory:
             in_backward: memory of the layer in its backward pass. None at any other moment.
         """
         layer, exchange, freed = in_backward or (0, self.attention.pool, 0)
-        others = [] if layers is None else list(self.part.others)
+        others = () if layers is None else self.part.others
         kept = self.kept(layers or 0) + sum(map(self._kept_by, others)) - freed
         index = self.kept_index(layers or 0) + sum(self._index_of(len(each)) for each in others)
         in_flight = 0 if layers is None else sum(self.part.in_flight)
@@ -389,8 +389,8 @@ class _StepMemory:
 
     def _products_of(self, layers: range) -> int:
         """Return how many bytes of MLP products these layers keep."""
-        with_products = sum(number >= self.layer.first_with_products for number in layers)
-        return self.layer.products * with_products
+        first = max(layers.start, self.layer.first_with_products)
+        return self.layer.products * max(0, layers.stop - first)
 
     def on_device(self, layers: int) -> int:
         """Return how many of the first `layers` layers have their activations on the device."""
