@@ -230,9 +230,9 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
 
 
 def _fill(parameter: Tensor, read: Callable[[Region], Iterable[tuple[Region, Tensor]]]) -> None:
-    sharded = isinstance(parameter, DTensor)
-    region = own_region(parameter) if sharded else whole(tuple(parameter.shape))
-    local = parameter.to_local() if sharded else parameter
+    local, region = parameter, whole(tuple(parameter.shape))
+    if isinstance(parameter, DTensor):
+        local, region = parameter.to_local(), own_region(parameter)
     if all(one.start < one.stop for one in region):
         for place, tensor in read(region):
             local[place].copy_(tensor)

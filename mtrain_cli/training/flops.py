@@ -360,11 +360,6 @@ def recomputed_matmul(
     return found
 
 
-def layer_recomputed(model: ModelConfig, *, experts: bool, recomputed: bool, tiled: bool) -> int:
-    """Return the part of `recomputed_matmul` in a layer that does not keep its MLP products."""
-    return sum(_recomputed(model, experts, recomputed=recomputed, tiled=tiled))
-
-
 def _recomputed(
     model: ModelConfig, experts: bool, *, recomputed: bool, tiled: bool
 ) -> tuple[int, int]:
