@@ -25,6 +25,7 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
+from mtrain_cli.config.dense_layers import require_sparse_layers
 from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.tensor_parallel import require_whole_layers
@@ -103,6 +104,7 @@ def imbalance(
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     for _, case in cases:
+        require_sparse_layers(case, "mtrain profile imbalance")
         if attention_only:
             require_whole_layers(case, "mtrain profile imbalance --attention-only")
             require_whole_model(case, "mtrain profile imbalance --attention-only")

@@ -87,7 +87,7 @@ def sparsity(
         maps: Draw the whole attention matrix of some heads, and its gradient.
         cells: Largest number of cells along a side of a map, 512 by default.
         rope: Compare the mean score at each distance with the prediction of rotary embedding, and
-            divide the variance of scores into slashes and columns. The time grows as seq squared.
+            divide the variance of scores into slashes and columns.
         checkpoints: Measure the checkpoints of a run instead of training, all on the same
             sequences, and compare their largest keys, slashes and columns. Takes a folder, or a
             name under runs/.
@@ -123,10 +123,14 @@ def sparsity(
     replaced = check_output(out, _is_sparsity_file, "sparsity profile")
     console = Console(highlight=False, soft_wrap=True)
     # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.evaluation.cost import format_flop
     from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer
     from mtrain_cli.reporting.attention_tables import show_attention
     from mtrain_cli.sparsity.pattern import display_name
 
+    if request:
+        flop = format_flop(request.flop(config, rows))
+        console.print(f"attention analysis: about {flop} per sequence and measured step")
     analyzer = AttentionAnalyzer(request)
     measured = _Measured(config, patterns, rows, analyzer, console)
     if source is None:

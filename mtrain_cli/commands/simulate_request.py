@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtrain_cli.config.dense_layers import require_sparse_layers
 from mtrain_cli.config.mask_settings import FULL_LAYERS
 from mtrain_cli.config.pattern_settings import PatternSettings
 from mtrain_cli.config.schema import Config, ConfigError
@@ -144,6 +145,7 @@ class SimulateRequest:
                     "simulate sweep workers=2,4,8`"
                 )
         config = compose(["topology.workers=auto", "topology.gpus_per_node=auto", *words])
+        require_sparse_layers(config, "mtrain simulate")
         named = config.topology.cluster  # a file has its absolute path
         if named not in ("auto", self.cluster, str(Path(self.cluster).expanduser().absolute())):
             raise ConfigError(

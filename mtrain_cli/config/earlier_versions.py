@@ -88,4 +88,5 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
     layers = {"mask.full_first": 0} if flat.get("mask.kind") == "sliding_window" else {}
-    return {**LATER, **gate, **layers, **renamed(flat)}
+    sparse = {"sparsity.dense_layers": 0} if flat.get("sparsity.dense_steps") is not None else {}
+    return {**LATER, **gate, **layers, "sparsity.dense_layers": None, **sparse, **renamed(flat)}

@@ -53,10 +53,15 @@ class PatternSettings:
 
     block: int | None = None
     dense_steps: int = 0
+    dense_layers: int = 0
 
     @property
     def pattern(self) -> str:
         return self.name
+
+    def dense_of(self, layers: int) -> frozenset[int]:
+        """Return the numbers of the dense layers of a model with this number of layers."""
+        return frozenset(range(layers)[max(0, layers - (self.dense_layers or 0)) :])
 
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:
@@ -115,12 +120,16 @@ class SparseSettings(PatternSettings):
 
     block: tokens per block; a pattern chooses pairs in units of blocks
     dense_steps: number of steps of dense attention at the start of training
+    dense_layers: number of layers at the end of the model with dense attention
     """
 
     block: int = option(
         Range("must be 16, 32, 64 or 128", lambda value: value in BLOCKS), tokens=True
     )
     dense_steps: int = option(NOT_NEGATIVE.up_to(*STEPS), default=0, kw_only=True)
+    dense_layers: int = option(
+        NOT_NEGATIVE.up_to(10_000, "the maximum of model.num_layers"), default=0, kw_only=True
+    )
 
 
 @dataclass(frozen=True)

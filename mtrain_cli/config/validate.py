@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config import eval_tasks, expert_checks, keys, pipeline_parallel, tensor_parallel
+from mtrain_cli.config import (
+    dense_layers,
+    eval_tasks,
+    expert_checks,
+    keys,
+    pipeline_parallel,
+    tensor_parallel,
+)
 from mtrain_cli.config.cluster import file_of
 from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
@@ -59,6 +66,7 @@ def problems(config: Config) -> list[str]:
         *(config.sparsity.problems(config.seq) if _is_complete(config.sparsity) else ()),
         *config.mask.problems(config.seq, config.sparsity.pattern),
         *_mixed_layers(config),
+        *dense_layers.problems(config),
         *_batch(config.train, config.topology),
         *_data(config.data, config.model),
         *_columns(config),

@@ -112,6 +112,8 @@ class Scorer:
             self.device,
             mask=rule if documents is None else replace(rule, document_mask=True),
             pattern=choices.pattern,
+            dense_layers=config.sparsity.dense_of(config.model.num_layers),
+            dense_kernel=None if choices.dense_kernel is None else choices.dense_kernel[0],
             layers=self.config.model.num_layers,
             balancer=choices.balancer,
             tensor=self.tensor,

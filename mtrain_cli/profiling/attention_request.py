@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from mtrain_cli.config.schema import Config, ConfigError
@@ -31,6 +32,26 @@ class AttentionRequest:
     def with_counts(self, seq: int) -> AttentionRequest:
         """Return the request with default numbers of keys, below ``seq``, if it has none."""
         return self if self.top_k else replace(self, top_k=tuple(k for k in COUNTS if k < seq))
+
+    def flop(self, config: Config, rows: int) -> float:
+        """Return about how many FLOP the analysis of one sequence takes, with causal attention.
+
+        Args:
+            rows: sampled queries per layer.
+        """
+        seq, model = config.seq, config.model
+        heads, dim = model.num_layers * model.num_heads, model.head_dim
+        # Scores and their gradients, 2 * dim each, for half of all pairs.
+        flop = len(self.maps) * 2.0 * seq * seq * dim
+        if self.top_k:
+            flop += heads * 2.0 * rows * seq * dim
+        if self.rope:
+            # Sums of squares: one outer product and two quadratic forms per token, and its scores
+            # with a chunk of 512. Correlation: about two Fourier transforms of twice the length.
+            squares = 6.0 * dim * dim + 4.0 * 512 * dim
+            transform = 2 * 5.0 * dim * math.log2(2 * seq)
+            flop += heads * seq * (squares + transform)
+        return flop
 
     def require_fit(self, config: Config) -> None:
         """Check the request against a configuration.

@@ -7,14 +7,14 @@ head attends in slashes; if they depend only on the key, it attends in columns.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from mtrain_cli.attention.partials import accumulation_dtype
-
-_SCORE_BYTES = 1 << 29  # of one matrix of scores
+_SPECTRUM_BYTES = 1 << 29  # of the transforms of some dimensions
+_CHUNK, _KEYS = 512, 8192  # queries and keys whose scores are computed together
 _PASSES, _PRECISION = 500, 1e-9  # of the least-squares fit; typically 20 passes
 
 
@@ -89,38 +89,92 @@ class VarianceShares:
 
 @torch.no_grad()
 def score_sums(q: torch.Tensor, k: torch.Tensor, first: torch.Tensor) -> ScoreSums:
-    """Sum the scores q.k / sqrt(head_dim), some rows at a time. The time grows as tokens squared.
+    """Sum the scores q.k / sqrt(head_dim) exactly, without the matrix of scores.
+
+    A sum over the queries of a key needs only the sum of these queries, a sum of squares only their
+    sum of outer products, and the sums by distance are a correlation, which a Fourier transform
+    computes. So the time grows as tokens * log(tokens). All is computed in float64.
 
     Args:
         q, k: [tokens, heads, head_dim] and [tokens, kv_heads, head_dim], one sequence.
-        first: int [tokens], position of the first key that each query sees.
+        first: int [tokens], position of the first key that each query sees. The mask must consist
+            of documents, with the same window or none.
     """
     tokens, heads, dim = q.shape
-    group, dtype, device = heads // k.shape[1], accumulation_dtype(q.dtype), q.device
-    distances = torch.zeros(heads, tokens, dtype=torch.float64, device=device)
+    kv_heads = k.shape[1]
+    at = torch.arange(tokens, device=q.device)
+    end = torch.searchsorted(first.to(at), at, right=True)  # of the queries that see each key
+    starts = [*(at[first == at]).tolist(), tokens]
+    documents = list(itertools.pairwise(starts))
+    for begin, stop in documents:
+        window = int(end[begin]) - begin
+        assert bool((end[begin:stop] == (at[begin:stop] + window).clamp(max=stop)).all())
+    distances = torch.zeros(heads, tokens, dtype=torch.float64, device=q.device)
     keys, squares = torch.zeros_like(distances), torch.zeros_like(distances[:, 0])
-    backward = torch.arange(tokens - 1, -1, -1, device=device)
-    step = min(tokens, max(1, _SCORE_BYTES // (2 * dtype.itemsize * tokens)))  # queries at a time
-    buffer = torch.zeros(step * (tokens + step), dtype=dtype, device=device)
-    for begin in range(0, tokens, step):
-        rows = torch.arange(begin, min(begin + step, tokens), device=device)
-        seen, count = begin + len(rows), len(rows)
-        # Keys in descending order, so that pairs with equal distance lie on antidiagonals. Each row
-        # ends with zeros, which the antidiagonals of other rows cross.
-        width = seen + count - 1
-        table = buffer[: count * width].zero_().view(count, width)
-        shown = backward[tokens - seen :]
-        hidden = (shown < first[rows, None]) | (shown > rows[:, None])
-        for head in range(heads):
-            reversed_keys = k[:seen, head // group].flip(0).to(dtype)
-            torch.mm(q[rows, head].to(dtype) * dim**-0.5, reversed_keys.T, out=table[:, :seen])
-            scores = table[:, :seen].masked_fill_(hidden, 0.0)
-            keys[head, :seen] += scores.sum(0).flip(0).double()
-            squares[head] += scores.square().sum(1).double().sum()
-            # Column t of the view holds the scores at distance t - (count - 1).
-            skewed = table.as_strided((count, width), (width - 1, 1))
-            distances[head, :seen] += skewed.sum(0)[count - 1 :].double()
+    for kv_head in range(kv_heads):
+        own = slice(kv_head * heads // kv_heads, (kv_head + 1) * heads // kv_heads)
+        q_GNH = q[:, own].transpose(0, 1).double() * dim**-0.5
+        k_NH = k[:, kv_head].double()
+        for begin, stop in documents:
+            window = int(end[begin]) - begin
+            found = _correlation(q_GNH[:, begin:stop], k_NH[begin:stop])
+            distances[own, :window] += found[:, :window]
+        earlier = torch.nn.functional.pad(q_GNH.cumsum(1), (0, 0, 1, 0))
+        keys[own] = ((earlier[:, end] - earlier[:, :-1]) * k_NH).sum(-1)
+        squares[own] = _sum_of_squares(q_GNH, k_NH, end)
     return ScoreSums(distances, keys, squares)
+
+
+def _correlation(q_GNH: torch.Tensor, k_NH: torch.Tensor) -> torch.Tensor:
+    """Sum the products of queries and keys by their distance, [heads, tokens]."""
+    heads, tokens, dim = q_GNH.shape
+    size = 1 << (2 * tokens - 1).bit_length()  # so that no distance wraps around
+    spectrum = torch.zeros(heads, size // 2 + 1, dtype=torch.complex128, device=q_GNH.device)
+    width = max(1, _SPECTRUM_BYTES // (16 * (heads + 1) * len(spectrum[0])))
+    for own in torch.arange(dim).split(width):
+        q_GHN, k_HN = (x[..., own].transpose(-1, -2) for x in (q_GNH, k_NH))
+        spectrum += (torch.fft.rfft(q_GHN, size) * torch.fft.rfft(k_HN, size).conj()).sum(1)
+    return torch.fft.irfft(spectrum, size)[:, :tokens]
+
+
+def _sum_of_squares(q_GNH: torch.Tensor, k_NH: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """Sum (q.k)^2 over the queries from each key's position to before its ``end``, [heads].
+
+    The sum over all queries before a chunk is k.S.k, with S the sum of the outer products of these
+    queries. Only scores with the queries of a chunk are computed one by one.
+    """
+    heads, tokens, dim = q_GNH.shape
+    at = torch.arange(tokens, device=end.device)
+    outer_GHH, total = q_GNH.new_zeros(heads, dim, dim), q_GNH.new_zeros(heads)
+    chunks = [*range(0, tokens, _CHUNK), tokens]
+    ending = torch.searchsorted(end, torch.tensor(chunks).to(end), right=True).tolist()
+    for number, (begin, stop) in enumerate(itertools.pairwise(chunks)):
+        rows_GQH, places = q_GNH[:, begin:stop], at[begin:stop]
+        for first in range(ending[number], ending[number + 1], _KEYS):
+            own = slice(first, min(first + _KEYS, ending[number + 1]))
+            total += _squares_before(end[own], k_NH[own], rows_GQH, places, outer_GHH)
+        total -= _squares_before(places, k_NH[begin:stop], rows_GQH, places, outer_GHH)
+        outer_GHH += rows_GQH.transpose(1, 2) @ rows_GQH
+    return total
+
+
+def _squares_before(
+    until_K: torch.Tensor,
+    k_KH: torch.Tensor,
+    rows_GQH: torch.Tensor,
+    places_Q: torch.Tensor,
+    outer_GHH: torch.Tensor,
+) -> torch.Tensor:
+    """Sum (q.k)^2 over some keys and the queries before ``until_K``, [heads].
+
+    Args:
+        until_K: positions in a chunk, or its end.
+        rows_GQH, places_Q: queries of the chunk and their positions.
+        outer_GHH: sum of the outer products of all earlier queries.
+    """
+    scores = (rows_GQH @ k_KH.T).square_()
+    scores *= places_Q[:, None] < until_K
+    return ((k_KH @ outer_GHH) * k_KH).sum((1, 2)) + scores.sum((1, 2))
 
 
 def variance_shares(sums: ScoreSums, pairs: SeenPairs) -> VarianceShares:

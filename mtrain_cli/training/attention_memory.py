@@ -38,6 +38,7 @@ class AttentionMemory:
 
     index: sizes of the dynamic index. None for dense attention.
     sizes: sizes of a worker's shards.
+    dense_layers: number of layers without index in a sparse run.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class AttentionMemory:
         self.model, self.layout = config.model, layout
         self.exchange, self.kernel = exchange, kernel
         self.intervals = most_intervals(config)
+        self.dense_layers = config.sparsity.dense_layers or 0
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
         self._masks = config.mask, config.data.document_mask, config.train.micro_batch
@@ -93,7 +95,8 @@ class AttentionMemory:
         heads, layout = self.exchange.heads, self.layout
         whole = layout.workers == heads or layout.name in (Contiguous.name, Zigzag.name)
         rectangles = whole and not documents and mask.kind in ("causal", "full")
-        if self.kernel != "flash4" or self.index is not None or rectangles:
+        indexed = self.index is not None and not self.dense_layers
+        if self.kernel != "flash4" or indexed or rectangles:
             return 0
         kinds = (mask.of_window_layers, CAUSAL) if mask.is_mixed else (mask,)
         seen: int | Fraction = layout.padded_seq

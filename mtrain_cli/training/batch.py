@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.model.routing import Routing
 from mtrain_cli.parallel.activation_offload import ActivationOffload
@@ -61,8 +60,8 @@ class HostBatch:
     earlier: int64 [batch, tokens of this worker]: number of earlier tokens in each token's context,
         that is its document or the sequence (`MaskRule.starts`).
     plan: what this worker's attention computes.
-    full_plan: the same for the layers that see all earlier tokens instead of a window; None if all
-        layers are alike.
+    full_plan: the same for the layers that see all earlier tokens instead of a window, or that are
+        dense in a sparse run; None if all layers are alike.
     valid: number of labels that count toward the loss, in the whole sequences.
     lengths: number of tokens of each sequence, without padding. Empty if the model has no experts.
     maker: the `BatchMaker` that made this batch.
@@ -86,9 +85,9 @@ class Batch:
     tokens, positions, labels: int64 [batch, tokens of this worker], in layout order. The positions
         are for the rotary embedding. With tensor parallelism, tokens and labels are [1, own tokens]
         (`TensorGroup.own`), and positions has the tokens of all workers of the tensor group.
-    attend: attention over the whole sequences, shared by all layers, or by all with
-        a sliding window if others see all earlier tokens.
-    mixed: attention of all layers if they have different masks; None if they are alike.
+    attend: attention over the whole sequences, shared by all layers, or by all with a sliding
+        window or an index if others have none.
+    mixed: attention of all layers if two kinds of them differ; None if they are alike.
     routing: the sequences of the tokens, for routers; None if the model has no experts.
     valid: number of labels that count toward the loss, in the whole sequences.
     """
@@ -126,21 +125,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class MixedAttention:
-    """Attention in which some layers see a window, and the others all earlier tokens.
+    """Attention of two kinds: some layers are full, the others see a window or are sparse.
 
-    mask: says which layers are full.
+    window: attention of the layers that are not full.
+    full_layers: numbers of the layers that are full.
     layers: number of layers of the model.
     """
 
     window: ContextAttention
     full: ContextAttention
-    mask: MaskConfig
+    full_layers: frozenset[int]
     layers: int
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
     ) -> torch.Tensor:
-        attend = self.full if self.mask.is_full(layer) else self.window
+        attend = self.full if layer in self.full_layers else self.window
         return attend(q, k, v, layer)
 
     def for_next_batch(self) -> MixedAttention:
@@ -148,18 +148,13 @@ class MixedAttention:
         return replace(self, window=self.window.for_next_batch(), full=self.full.for_next_batch())
 
     def with_kept_indices(self) -> MixedAttention:
-        """Return this attention: it is dense, so it has no index to keep."""
-        return self
+        """As `ContextAttention.with_kept_indices`."""
+        return replace(self, window=self.window.with_kept_indices())
 
     @property
     def full_share(self) -> float:
         """Share of the layers that are full."""
         return len(self.full_layers) / self.layers
-
-    @property
-    def full_layers(self) -> frozenset[int]:
-        """Numbers of the layers that are full."""
-        return frozenset(filter(self.mask.is_full, range(self.layers)))
 
 
 class BatchMaker:
@@ -176,6 +171,8 @@ class BatchMaker:
         *,
         mask: MaskRule,
         pattern: Pattern | None = None,
+        dense_layers: frozenset[int] = frozenset(),
+        dense_kernel: Kernel | None = None,
         keep: float = 0.0,
         offload: ActivationOffload | None = None,
         layers: int = 0,
@@ -188,6 +185,8 @@ class BatchMaker:
         Args:
             mask: function that makes the mask of a sequence from its documents.
             pattern: method that estimates a dynamic index. None for dense attention.
+            dense_layers: numbers of the layers without index. Needs a pattern.
+            dense_kernel: kernel of these layers; None for ``kernel``.
             keep: share of this worker's queries whose attention output is saved for backward; see
                 `Plan.make`.
             offload: moves saved tensors to the host; see `ContextAttention`.
@@ -198,18 +197,17 @@ class BatchMaker:
         """
         self.layers, self.router = layers, router
         self.full: BatchMaker | None = None
+        self.full_layers = dense_layers
         self.kind = ""
         if mask.mask.is_mixed:
             self.kind = "window"
-            self.full = BatchMaker(
-                exchange,
-                kernel,
-                device,
-                mask=MaskRule(mask.document_mask),
-                keep=keep,
-                offload=offload,
-            )
+            self.full_layers = frozenset(filter(mask.mask.is_full, range(layers)))
+            rule = MaskRule(mask.document_mask)
+            self.full = BatchMaker(exchange, kernel, device, mask=rule, keep=keep, offload=offload)
             self.full.kind = "full"
+        elif dense_layers:
+            dense = dense_kernel or kernel
+            self.full = BatchMaker(exchange, dense, device, mask=mask, keep=keep, offload=offload)
         self.exchange = exchange
         self.kernel = kernel
         self.device = device
@@ -230,7 +228,9 @@ class BatchMaker:
         """Prepare a batch. Thread-safe: uses neither the device nor other workers."""
         masks = self._masks(samples)
         full_masks = self.full._masks(samples) if self.full else None
-        layout = self._layout(masks, full_masks)
+        # Dense layers of a sparse run have the same masks, which a layout needs only once.
+        other_masks = full_masks if self.pattern is None else None
+        layout = self._layout(masks, other_masks)
         held = layout.positions(self.exchange.group.rank)
         targets = [unseen_labels(s.labels, mask) for s, mask in zip(samples, masks, strict=True)]
         padded = layout.padded_seq
@@ -268,9 +268,12 @@ class BatchMaker:
             tokens, labels = self.tensor.own(tokens, 0), self.tensor.own(labels, IGNORED)
         attend, mixed = self._attention(plan), None
         if self.full is not None:
-            assert host.full_plan is not None, "only sparse runs change to another maker"
-            full = self.full._attention(host.full_plan)
-            mixed = MixedAttention(attend, full, self.mask.mask, self.layers)
+            full_plan = host.full_plan
+            if full_plan is None or host.maker is not self:
+                assert self.pattern is not None, "only sparse runs change to another maker"
+                full_plan = self.full._plan(host.plan.masks, host.layout)
+            full = self.full._attention(full_plan)
+            mixed = MixedAttention(attend, full, self.full_layers, self.layers)
         routing = None
         if self.router is not None:
             routing = self.router.of(host.layout, host.lengths, self.device)

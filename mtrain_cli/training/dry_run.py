@@ -239,13 +239,20 @@ def exchange_rows(plan: RunPlan, *, read_data: bool = False) -> list[tuple[str, 
 
 
 def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return a row on the kernel, and a row on the kernel of dense first steps if there are any."""
+    """Return a row on the kernel, and a row on that of dense first steps and layers if any."""
     rows = [("kernel", f"{plan.kernel}: {plan.kernel_reason}")]
     if plan.dense_kernel is not None:
         name, reason = plan.dense_kernel
-        dense_steps = plan.config.sparsity.dense_steps
-        rows.append(("", f"{name} for the first {dense_steps} steps, which are dense: {reason}"))
+        rows.append(("", f"{name} for {_dense_parts(plan.config)}, which are dense: {reason}"))
     return rows
+
+
+def _dense_parts(config: Config) -> str:
+    """Return ``the first 10 steps and the last 2 layers``: what is dense in a sparse run."""
+    sparsity = config.sparsity
+    counts = (f"the first {sparsity.dense_steps} steps", f"the last {sparsity.dense_layers} layers")
+    given = (sparsity.dense_steps, sparsity.dense_layers)
+    return " and ".join(text for text, number in zip(counts, given, strict=True) if number)
 
 
 def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str, str]]:
@@ -475,9 +482,8 @@ def describe_sparsity(plan: RunPlan) -> str:
     pattern = make_pattern(plan.config.sparsity, plan.config.seed)
     if pattern is None:
         return "dense: every pair that the mask allows"
-    dense = plan.config.sparsity.dense_steps
-    first = f"; the first {dense} steps dense" if dense else ""
-    return f"{display_name(pattern)}: {pattern.describe()}{first}"
+    dense = _dense_parts(plan.config)
+    return f"{display_name(pattern)}: {pattern.describe()}{f'; {dense} dense' if dense else ''}"
 
 
 def describe_layout(plan: RunPlan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,7 @@ class IndexMetrics:
     """Metrics of a step's indices, averaged over heads and sequences.
 
     density_by_layer: computed pairs / pairs of a causal mask without documents.
-    slashes, columns: number of slashes and of columns per head, averaged over layers.
+    slashes, columns: number of slashes and of columns per head, averaged over sparse layers.
     seconds: time that this worker spent estimating indices.
     """
 
@@ -30,6 +30,13 @@ class IndexMetrics:
     @property
     def density(self) -> float:
         return sum(self.density_by_layer) / len(self.density_by_layer)
+
+    def with_dense_layers(self, number: int, density: float) -> IndexMetrics:
+        """Return the metrics of a model with more layers, which are dense.
+
+        density: of a dense layer.
+        """
+        return replace(self, density_by_layer=self.density_by_layer + (density,) * number)
 
 
 def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
@@ -53,7 +60,7 @@ def local_index_sums(records: list[IndexRecord], layers: int, device: torch.devi
 
     Args:
         records: index records of one pattern, not empty.
-        layers: number of layers of the model.
+        layers: number of layers that have an index, the first of the model.
     """
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
     # Integer sums are exact in any order.

@@ -407,8 +407,11 @@ class _StepMemory:
         index = self.attention.index
         if index is None:
             return 0
+        # Dense layers, the last ones, have no index.
+        sparse = len(self.part.current) - self.attention.dense_layers
+        layers = min(layers, sparse)
         # Slashes and columns stay until all layers are counted (`DynamicIndex.count`).
-        indices = index.kept * (layers if index.bitmap else len(self.part.current))
+        indices = index.kept * (layers if index.bitmap else sparse)
         columns = self.on_device(layers) * self.layer.gathered_columns
         return indices + layers * index.derived(self.attention.kernel) + columns
 

@@ -31,7 +31,7 @@ class ResolvedRun:
     kernel_reason: why `kernel` was chosen.
     compile: whether to compile the layers.
     pattern: method that estimates a dynamic index. None for dense attention.
-    dense_kernel: kernel for the dense first steps of a sparse run, and the reason for the choice.
+    dense_kernel: kernel for the dense first steps and dense layers of a sparse run, and the reason.
         None if the run has no such steps.
     """
 
@@ -186,10 +186,10 @@ def require_cpu_kernel(config: Config) -> None:
 def choose_kernels(
     config: Config, request: KernelRequest, pattern: Pattern | None
 ) -> tuple[tuple[Kernel, str], tuple[Kernel, str] | None]:
-    """Return the kernel of a run, and the kernel of the dense first steps of a sparse run.
+    """Return the kernel of a run, and the kernel of dense first steps or layers of a sparse run.
 
-    Each kernel comes with the reason for its choice. The second result is None if the run has no
-    dense first steps.
+    Each kernel comes with the reason for its choice. The second result is None if the run has
+    neither.
 
     request: what the run needs from a kernel for dense attention.
 
@@ -203,17 +203,17 @@ def choose_kernels(
 
 
 def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
-    """Return the kernel for the dense first steps of a sparse run, and the reason for the choice.
+    """Return the kernel for dense first steps or dense layers of a sparse run, and the reason.
 
-    Return None if the run has no such steps.
+    Return None if the run has no such steps or layers.
 
     Args:
         request: what the run needs for dense attention.
 
     Raises:
-        ConfigError: no kernel supports these steps.
+        ConfigError: no kernel supports these steps or layers.
     """
-    if not config.sparsity.dense_steps:
+    if not config.sparsity.dense_steps and not config.sparsity.dense_layers:
         return None
     return choose(dense_kernel_asked(config), request)
 

@@ -68,7 +68,7 @@ class RunPlan:
     dtype: name of the compute dtype.
     gpu: name of the GPUs. None on a CPU, or if the GPUs are unknown.
     capacity: memory of one GPU in bytes. None if unknown.
-    dense_kernel: name of the kernel for the dense first steps of a sparse run, and the reason for
+    dense_kernel: name of the kernel for dense first steps or layers of a sparse run, and reason for
         the choice. None if the run has no such steps.
     machine: which machine the plan is for, and why.
     elsewhere: whether the plan is for absent GPUs.
@@ -401,7 +401,7 @@ def _plan_elsewhere(config: Config, why: str) -> RunPlan:
     memory = resolution.given_memory(config) or memory
     plan = _plan_gpus(config, gpu, capability, memory, host, None)
     dense_kernel = None
-    if config.sparsity.dense_steps:
+    if config.sparsity.dense_steps or config.sparsity.dense_layers:
         asked, dtype = resolution.dense_kernel_asked(config), getattr(torch, plan.dtype)
         dense_kernel = _kernel_elsewhere(plan.config, dtype, asked, None, capability, plan.gpu_name)
     machine = f"assumed {plan.gpu_name} GPUs{of}: {why}"

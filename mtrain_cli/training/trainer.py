@@ -106,8 +106,14 @@ class Trainer:
             tensor=self.tensor,
             router=RouterBatches.make(config, self.exchange.group, self.tensor),
         )
-        self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
+        self.batch_maker = make(
+            self.choices.kernel,
+            self.device,
+            pattern=self.choices.pattern,
+            dense_layers=config.sparsity.dense_of(config.model.num_layers),
+            dense_kernel=None if dense is None else dense[0],
+        )
         self.dense_batch_maker = make(dense[0], self.device) if dense is not None else None
         self._make_data()
         self.decoder, self.states = self._make_decoder()
@@ -266,7 +272,7 @@ class Trainer:
         batch, seq = self.config.train.global_batch, self.config.seq
         self.tokens += batch * seq
         self._freeze_garbage(sparse=bool(records))
-        index = self._index_metrics(reports, records)
+        index = self._index_metrics(reports, records, pairs)
         return StepResult(
             loss=mean_loss,
             grad_norm=grad_norm,
@@ -318,7 +324,8 @@ class Trainer:
         timing = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         local = torch.cat([finite_check, timing])
         if records:
-            sums = local_index_sums(records, self.config.model.num_layers, self.device)
+            layers = self.config.model.num_layers - self.config.sparsity.dense_layers
+            sums = local_index_sums(records, layers, self.device)
             local = torch.cat([local, sums])
         progress_record.note(
             "waits for the loss and gradient norm of all ranks", progress_record.SEVERAL
@@ -335,13 +342,19 @@ class Trainer:
             self.states.step(scale)
 
     def _index_metrics(
-        self, reports: Sequence[StepReport], records: list[IndexRecord]
+        self, reports: Sequence[StepReport], records: list[IndexRecord], pairs: int
     ) -> IndexMetrics | None:
-        """Combine the index sums of all ranks. Return None for a dense step."""
+        """Combine the index sums of all ranks. Return None for a dense step.
+
+        pairs: allowed pairs per head, of all sequences.
+        """
         if not records:
             return None
         sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
-        return index_metrics(sums, records, self.config.seq)
+        return index_metrics(sums, records, self.config.seq).with_dense_layers(
+            self.config.sparsity.dense_layers,
+            pairs / (self.config.train.global_batch * causal_pairs(self.config.seq)),
+        )
 
     def _freeze_garbage(self, *, sparse: bool) -> None:
         """Freeze garbage collection after the first dense step and after the first sparse step.

@@ -184,6 +184,7 @@ def test_under_a_window_no_query_sees_beyond_it(tmp_path):
     out = tmp_path / "measured"
     result = run("sparsity", SHAPE, words, f"--steps 1 --top-k 16,32 --rope run.dir={out}")
     assert result.exit_code == 0, result.output
+    assert "attention analysis: about " in result.output
     found = read_attention_files(out)
     queries = {row.k: row.queries for row in found.top_keys}
     assert queries[16]

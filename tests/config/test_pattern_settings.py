@@ -128,8 +128,8 @@ def test_heads_share_an_index_only_with_kv_group(word, shared):
         ),
         (
             "sparsity.pattern=moba",
-            "sparsity.pattern=moba: needs sparsity.block, sparsity.dense_steps, sparsity.chunk, "
-            "sparsity.top_k, sparsity.gate; "
+            "sparsity.pattern=moba: needs sparsity.block, sparsity.dense_steps, "
+            "sparsity.dense_layers, sparsity.chunk, sparsity.top_k, sparsity.gate; "
             "give sparsity=moba, which sets them, instead of sparsity.pattern",
         ),
         (

@@ -34,3 +34,16 @@ def test_default_counts_are_below_the_sequence():
     assert AttentionRequest(top_k=(7,)).with_counts(1024).top_k == (7,)
     assert not AttentionRequest()
     assert AttentionRequest(rope=True)
+
+
+def test_the_work_of_a_map_grows_as_the_square_and_that_of_rope_does_not():
+    short, long = compose(["seq=1k"]), compose(["seq=64k"])
+    assert AttentionRequest().flop(short, 8) == 0
+    maps = AttentionRequest(maps=((0, 0),))
+    assert maps.flop(short, 8) == 2 * 1024**2 * short.model.head_dim
+    assert maps.flop(long, 8) == 64**2 * maps.flop(short, 8)
+    heads = short.model.num_layers * short.model.num_heads
+    one = AttentionRequest(top_k=(4,)).flop(short, 8)
+    assert one == 2 * heads * 8 * 1024 * short.model.head_dim
+    rope = AttentionRequest(rope=True)
+    assert 64 < rope.flop(long, 8) / rope.flop(short, 8) < 80

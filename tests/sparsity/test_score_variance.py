@@ -13,9 +13,13 @@ from mtrain_cli.sparsity.score_variance import ScoreSums, SeenPairs, score_sums,
 TOKENS, HEADS, DIM = 60, 4, 8
 
 
-def mask_of(lengths: list[int]) -> SequenceMask:
+def mask_of(lengths: list[int], window: int | None = None) -> SequenceMask:
     documents = np.repeat(np.arange(len(lengths)), lengths)
-    return SequenceMask.from_documents(documents, sum(lengths))
+    mask = SequenceMask.from_documents(documents, sum(lengths))
+    if window is None:
+        return mask
+    nearest = np.arange(mask.length) - window + 1
+    return SequenceMask(np.maximum(mask.low, nearest), mask.high, mask.length)
 
 
 def bounds(mask: SequenceMask) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,18 +38,21 @@ def least_squares(scores: np.ndarray, *labels: np.ndarray) -> float:
     """The share of the variance that a sum of one value per label of each kind explains."""
     columns = [np.eye(label.max() + 1)[label] for label in labels]
     fit = np.concatenate(columns, 1)
-    left = scores - fit @ np.linalg.lstsq(fit, scores, rcond=None)[0]
+    left = scores - fit @ (np.linalg.pinv(fit.T @ fit, hermitian=True) @ (fit.T @ scores))
     return 1 - left @ left / ((scores - scores.mean()) ** 2).sum()
 
 
 @pytest.mark.parametrize("lengths", [[60], [20, 1, 39]])
-@pytest.mark.parametrize("rows", [7, 60])
-def test_sums_and_shares_equal_the_whole_matrix(lengths, rows, monkeypatch):
-    monkeypatch.setattr(subject, "_SCORE_BYTES", 2 * 8 * TOKENS * rows)
+@pytest.mark.parametrize("window", [None, 1, 13])
+@pytest.mark.parametrize("chunk", [7, 60])
+def test_sums_and_shares_equal_the_whole_matrix(lengths, window, chunk, monkeypatch):
+    monkeypatch.setattr(subject, "_CHUNK", chunk)
+    monkeypatch.setattr(subject, "_KEYS", chunk + 1)
+    monkeypatch.setattr(subject, "_SPECTRUM_BYTES", 3 * 16 * 3 * (TOKENS + 5))
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(TOKENS, HEADS, DIM, dtype=torch.float64, generator=generator)
     k = torch.randn(TOKENS, 2, DIM, dtype=torch.float64, generator=generator)
-    first, last = bounds(mask_of(lengths))
+    first, last = bounds(mask_of(lengths, window))
     sums, pairs = score_sums(q, k, first), SeenPairs(last)
     scores, seen = whole(q, k, first)
     kept = scores * seen
@@ -57,7 +64,7 @@ def test_sums_and_shares_equal_the_whole_matrix(lengths, rows, monkeypatch):
     assert pairs.by_distance.tolist() == [int(seen.diagonal(-d).sum()) for d in range(TOKENS)]
     shares = variance_shares(sums, pairs)
     query, key = (t.numpy() for t in seen.nonzero(as_tuple=True))
-    for head in range(HEADS):
+    for head in (0, HEADS - 1) if chunk == 7 and window != 1 else ():
         values = scores[head][seen].numpy()
         expected = [
             least_squares(values, query - key),
@@ -105,11 +112,25 @@ def test_scores_that_do_not_vary_have_no_shares():
     assert shares.slash.isnan().all()
 
 
-def test_half_precision_scores_are_summed_in_float32():
+def test_half_precision_scores_are_summed_in_float64():
     generator = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, TOKENS, 1, DIM, generator=generator).bfloat16()
     first, _ = bounds(mask_of([TOKENS]))
     found, exact = (score_sums(a, b, first) for a, b in ((q, k), (q.double(), k.double())))
     assert isinstance(found, ScoreSums)
     for name in ("distances", "keys", "squares"):
-        torch.testing.assert_close(getattr(found, name), getattr(exact, name), rtol=1e-4, atol=1e-4)
+        assert torch.equal(getattr(found, name), getattr(exact, name))
+
+
+def test_a_mask_of_another_form_is_refused():
+    """Its distances are no correlation of whole documents."""
+    q, k = torch.randn(2, 4, 1, 2)
+    with pytest.raises(AssertionError):
+        score_sums(q, k, torch.tensor([0, 0, 1, 1]))
+
+
+def test_long_sequences_take_time_in_proportion():
+    """The matrix of scores of this sequence would have 4 billion entries."""
+    q, k = torch.randn(2, 1 << 16, 1, 2)
+    sums = score_sums(q, k, torch.zeros(1 << 16))
+    assert float(sums.distances.sum()) == pytest.approx(float(sums.keys.sum()), rel=1e-9)

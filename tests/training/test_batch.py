@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import torch
 from attention.mask_definitions import question
 
+from mtrain_cli.attention import definition
+from mtrain_cli.attention.definition import per_query_head
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.mask_settings import MaskConfig
@@ -54,6 +57,28 @@ def test_batches_share_the_causal_mask_but_not_the_index():
     assert [(attend.index.records, attend.index.kept) for attend in (second, third)] == [
         ([], {})
     ] * 2
+
+
+def test_dense_layers_equal_dense_attention_and_the_others_the_pattern():
+    """Also if the batch was prepared for the dense first steps of the run."""
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
+    make = partial(BatchMaker, exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(True))
+    mixed = make(pattern=pattern, dense_layers=frozenset({2}), layers=3)
+    tokens = np.arange(SEQ, dtype=np.int32)
+    samples = [Sample(tokens, tokens, np.zeros(SEQ, np.int32))]
+    q, k, v = (torch.randn(1, SEQ, heads, 8) for heads in (4, 2, 2))
+    (mask,), places = mixed(samples).masks, np.arange(SEQ)
+    seen = torch.from_numpy(mask.spans(places, places).seen())
+    index = pattern.draw(1, 1, 4, SEQ).allowed(torch.arange(SEQ), torch.arange(SEQ))
+    assert not bool((index & seen == seen).all())
+    for batch in (mixed(samples), mixed.to_device(make().on_host(samples))):
+        for layer, allowed in ((1, index & seen), (2, seen[None, None])):
+            expected, _ = definition.forward(*per_query_head(q, k, v), allowed, 8**-0.5)
+            out = batch.attention(q, k, v, layer).transpose(1, 2)
+            assert torch.allclose(out.double(), expected, atol=1e-5)
+        assert [record.layer for record in batch.attend.index.records] == [1]
+        assert batch.pairs == mask.pairs
 
 
 def test_the_plan_is_made_with_the_host_batch(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.training.dry_run import kernel_rows
+from mtrain_cli.training.dry_run import describe_sparsity, kernel_rows
 from mtrain_cli.training.run_plan import make_plan
 
 ELSEWHERE = [
@@ -21,6 +21,26 @@ def test_the_kernel_of_dense_steps_is_shown_with_its_reason():
     assert sparse[1].startswith("triton: as configured")
     assert dense[1].startswith("flash4 for the first 3 steps, which are dense: ")
     assert len(kernel_rows(make_plan(compose([*ELSEWHERE, "sparsity.dense_steps=0"])))) == 1
+
+
+def test_the_kernel_of_dense_layers_is_shown_with_its_reason():
+    words = ["train.kernel=triton", "sparsity.dense_layers=2"]
+    plan = make_plan(compose([*ELSEWHERE, *words]))
+    (_, (_, dense)) = kernel_rows(plan)
+    expected = "flash4 for the first 3 steps and the last 2 layers, which are dense: "
+    assert dense.startswith(expected)
+    assert describe_sparsity(plan).endswith("; the first 3 steps and the last 2 layers dense")
+    only = make_plan(compose([*ELSEWHERE, *words, "sparsity.dense_steps=0"]))
+    assert kernel_rows(only)[1][1].startswith("flash4 for the last 2 layers, which are dense: ")
+
+
+def test_dense_layers_keep_no_index():
+    layers = compose(ELSEWHERE).model.num_layers
+    plans = [
+        make_plan(compose([*ELSEWHERE, f"sparsity.dense_layers={n}"])) for n in (0, layers // 2)
+    ]
+    whole, half = (max(m.parts["index"] for m in plan.memory.moments) for plan in plans)
+    assert 0 < half < 0.6 * whole
 
 
 def test_dense_steps_that_must_be_repeatable_run_on_triton():

@@ -152,6 +152,22 @@ def test_the_first_steps_may_be_dense():
     assert results[0]["density"] > 0.9 > results[1]["density"]
 
 
+def test_the_last_layers_may_be_dense():
+    words = [*VERTICAL_SLASH, "sparsity.dense_layers=1"]
+    (alone,) = gloo.run(1, steps, words, 2)
+    (sparse,) = gloo.run(1, steps, VERTICAL_SLASH, 1)
+    documents = ["data.document_mask=false"]
+    (whole,) = gloo.run(1, steps, [*words, *documents], 1)
+    first, last = alone[0]["density_by_layer"]
+    assert first == sparse[0]["density_by_layer"][0] < last
+    assert alone[0]["density"] == pytest.approx((first + last) / 2)
+    assert whole[0]["density_by_layer"][1] == 1
+    for results in gloo.run(2, steps, words, 2, 2):
+        for a, b in zip(results, alone, strict=True):
+            for name in ("loss", "grad_norm", "density"):
+                assert a[name] == pytest.approx(b[name], rel=1e-5), name
+
+
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 def test_recomputation_does_not_change_the_losses(checkpoint):
     (results,) = gloo.run(

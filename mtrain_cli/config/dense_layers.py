@@ -1,0 +1,36 @@
+"""Settings that `sparsity.dense_layers` allows, and the commands that do not support it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain_cli.config.schema import Config, ConfigError
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield a line for each setting that contradicts ``sparsity.dense_layers``."""
+    dense, layers = config.sparsity.dense_layers or 0, config.model.num_layers
+    if dense < 1 or layers < 1:
+        return
+    given = f"sparsity.dense_layers={dense}"
+    if dense >= layers:
+        yield (
+            f"{given}: leaves no sparse layer of model.num_layers={layers}; give at most "
+            f"{layers - 1}, or sparsity=dense"
+        )
+    if config.topology.pipeline_parallel > 1:
+        yield f"{given}: is not supported with topology.pipeline_parallel; give 0"
+    if config.profile.every > 0:
+        yield f"{given}: is not supported with profile.every={config.profile.every}; give 0"
+
+
+def require_sparse_layers(config: Config, command: str) -> None:
+    """Raise ConfigError if a command that takes all layers to be alike is to use dense layers.
+
+    Args:
+        command: the command, such as ``mtrain simulate``.
+    """
+    if dense := config.sparsity.dense_layers:
+        raise ConfigError(
+            f"sparsity.dense_layers={dense}: not supported by `{command}`; leave this setting out"
+        )
