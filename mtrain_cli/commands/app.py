@@ -41,6 +41,8 @@ from mtrain_cli.commands import (
     report,
     simulate,
     status,
+    study,
+    study_learning,
     train,
 )
 from mtrain_cli.commands.options import describe, described_parameters
@@ -53,6 +55,7 @@ ORDER = (
     "train",
     "generate",
     "eval",
+    "study",
     "status",
     "profile",
     "simulate",
@@ -272,6 +275,8 @@ def mtrain(
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="eval")
+assert study_learning.app is study.app
+app.add_typer(study.app, name="study")
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.
 _PROFILES = (
