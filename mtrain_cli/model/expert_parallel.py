@@ -10,7 +10,8 @@ received pairs of a chunk, in the order in which they arrive or ordered by exper
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,9 +103,7 @@ def plan_chunks(decision: Decision, sharing: ExpertSharing) -> tuple[Chunk, ...]
     count = sharing.number_of_chunks(tokens)
     bounds = [tokens * n // count for n in range(count + 1)]
     numbers = torch.arange(experts, device=chosen_TK.device)
-    ordered = [
-        expert_TK[a:b].flatten().sort(stable=True) for a, b in zip(bounds, bounds[1:], strict=False)
-    ]
+    ordered = [expert_TK[a:b].flatten().sort(stable=True) for a, b in itertools.pairwise(bounds)]
     ends_XE = torch.stack(
         [torch.searchsorted(by_expert, numbers, right=True) for by_expert, _ in ordered]
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class ExpertGroup:
         """
         arriving = rows.new_empty(sum(receive), *rows.shape[1:])
         others = sum(receive) - receive[self.rank]
-        self.received[0] += others * rows[:1].numel() * rows.element_size() if len(rows) else 0
+        self.received[0] += others * prod(rows.shape[1:]) * rows.element_size()
         with self.peer_errors(), nvtx_ranges.span("post", "", _LINK, -1):
             work = dist.all_to_all_single(
                 arriving,

@@ -60,22 +60,33 @@ def expert_traffic(
 
 
 def expert_degree(config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int) -> int:
-    """Return the expert-parallel degree of a run.
+    """Return the expert-parallel degree of a run (`require_experts_fit`).
 
     `auto` takes the degree that moves the fewest bytes, among those that stay in a node.
-
-    Raises:
-        ConfigError: the degree does not fit the workers or the sizes of the experts.
     """
     given = config.topology.expert_parallel
     if not config.model.moe.experts:
         return 1
-    if isinstance(given, str):
-        return chosen_traffic(config, dims, layout, dtype_bytes).degree
-    if (problem := degree_problem(config, dims, given)) is not None:
+    if isinstance(given, int):
+        return given
+    return chosen_traffic(config, dims, layout, dtype_bytes).degree
+
+
+def require_experts_fit(config: Config, dims: ParallelDims, dtype_bytes: int, device: str) -> None:
+    """Check the experts against the workers and the device.
+
+    Raises:
+        ConfigError: the degree does not fit the workers or the sizes of the experts, or a GPU
+            cannot compute experts of these sizes.
+    """
+    given = config.topology.expert_parallel
+    if not config.model.moe.experts:
+        return
+    if isinstance(given, int) and (problem := degree_problem(config, dims, given)) is not None:
         allowed = ", ".join(map(str, allowed_degrees(config, dims)))
         raise ConfigError(f"topology.expert_parallel={given}: {problem}; allowed: auto, {allowed}")
-    return given
+    if device == "cuda" and (problem := grouped_problem(config, dtype_bytes)) is not None:
+        raise ConfigError(problem)
 
 
 def chosen_traffic(

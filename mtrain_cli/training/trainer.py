@@ -38,10 +38,10 @@ from mtrain_cli.parallel.collectives import all_gather, share
 from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.expert_group import ExpertGroup, make_expert_group, make_expert_mesh
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.recording import Recorder
-from mtrain_cli.parallel.expert_group import ExpertGroup, make_expert_group, make_expert_mesh
 from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.training import garbage_collection
@@ -50,7 +50,7 @@ from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.checked_plan import checked_plan
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
-from mtrain_cli.training.expert_traffic import expert_degree
+from mtrain_cli.training.expert_traffic import expert_degree, require_experts_fit
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import (
     IndexMetrics,
@@ -152,8 +152,9 @@ class Trainer:
         return make_chosen_exchange(choice, self.choices.layout, group)
 
     def _make_expert_group(self, timeout: timedelta) -> ExpertGroup | None:
-        dims = self.environment.dims
-        degree = expert_degree(self.config, dims, self.choices.layout, self.choices.dtype.itemsize)
+        dims, itemsize = self.environment.dims, self.choices.dtype.itemsize
+        require_experts_fit(self.config, dims, itemsize, self.device.type)
+        degree = expert_degree(self.config, dims, self.choices.layout, itemsize)
         return make_expert_group(self.environment.rank, dims, degree, self.device, timeout)
 
     def _make_data(self) -> None:
