@@ -16,7 +16,7 @@ HANGS = 0  # instead of a signal
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank, just before it posts a hop of an exchange or of a pipeline.
+    """A fault of one rank, just before it posts a hop of an exchange or of a pipeline, or rows for experts.
 
     On CPUs the fault waits until the other ranks have gone as far as they can.
 
@@ -48,6 +48,7 @@ def train(config, run_dir, environment, resume):
     import torch.distributed as dist
 
     from mtrain_cli.launch import progress_record
+    from mtrain_cli.parallel.expert_group import ExpertGroup
     from mtrain_cli.parallel.transport import Transport
     from mtrain_cli.training import loop
     from mtrain_cli.training.trainer import Trainer
@@ -56,6 +57,7 @@ def train(config, run_dir, environment, resume):
     (run_dir.path / f"pid-{environment.rank}").write_text(str(os.getpid()))
     at = [0]
     step, start_hop, message = Trainer.train_step, Transport.start_hop, dist.P2POp
+    start_rows = ExpertGroup.start
 
     def counted(self, stop):
         at[0] = self.step + 1
@@ -70,6 +72,10 @@ def train(config, run_dir, environment, resume):
         if here is not None and here.doing.startswith("pipeline"):
             fail_if_due(*here.doing.split(": "))
         return message(*arguments)
+
+    def faulty_rows(self, *arguments):
+        fail_if_due("expert parallelism", "sends rows")
+        return start_rows(self, *arguments)
 
     def fail_if_due(what, exchange_step):
         before = len(list(run_dir.path.glob("fault*")))
@@ -90,6 +96,7 @@ def train(config, run_dir, environment, resume):
             os.kill(os.getpid(), signal.Signals(fault.signum))
 
     Trainer.train_step, Transport.start_hop, dist.P2POp = counted, faulty, faulty_message
+    ExpertGroup.start = faulty_rows
     return loop.train(config, run_dir, environment, resume)
 
 
