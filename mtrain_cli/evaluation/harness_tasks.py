@@ -17,7 +17,7 @@ import numpy as np
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.suggest import no_such
+from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.evaluation.harness_requests import Answers, Plan
 from mtrain_cli.inference.text import TextCodec
 
@@ -53,19 +53,7 @@ class HarnessTasks:
         Raises:
             ConfigError: lm-eval is missing, there is no such task, or its data cannot be read.
         """
-        manager = _manager(folder)
-        for name in names:
-            if name not in manager.all_tasks:
-                raise ConfigError(no_such("--tasks", name, "task of lm-eval", manager.all_tasks))
-        joined = ",".join(names)
-        try:
-            with _quiet():
-                loaded = manager.load(list(names))
-        except Exception as error:  # tasks are code of many authors
-            raise ConfigError(
-                f"--tasks {joined}: lm-eval cannot load this ({_reason(error)}). It reads the data "
-                "from the Hugging Face Hub, or from its cache"
-            ) from None
+        loaded = _load(names, folder)
         for name, task in loaded["tasks"].items():
             for is_so, why in (
                 (getattr(task, "UNSAFE_CODE", False), "runs code that the model writes"),
@@ -128,18 +116,37 @@ class HarnessTasks:
             raise ConfigError(f"--tasks {name}: no requests ({_reason(error)})") from None
 
 
-def _manager(folder: str | None) -> Any:
+def _load(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
+    """Return what lm-eval's TaskManager loads."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise ConfigError(
             f"mtrain eval lm-eval: needs the package lm-eval: {install_command('lm-eval')}"
         ) from None
+    if folder is not None:
+        # Reading the files of all tasks of lm-eval takes seconds.
+        with contextlib.suppress(Exception), _quiet():
+            return TaskManager(include_path=folder, include_defaults=False).load(list(names))
     try:
         with _quiet():
-            return TaskManager(include_path=folder)
+            manager = TaskManager(include_path=folder)
     except Exception as error:
         raise ConfigError(f"--include-path {folder}: {_reason(error)}") from None
+    for name in names:
+        if name not in manager.all_tasks:
+            raise ConfigError(
+                f"--tasks {name}: no such task of lm-eval{did_you_mean(name, manager.all_tasks)}; "
+                "`lm-eval ls tasks` lists them"
+            )
+    try:
+        with _quiet():
+            return manager.load(list(names))
+    except Exception as error:  # tasks are code of many authors
+        raise ConfigError(
+            f"--tasks {','.join(names)}: lm-eval cannot load this ({_reason(error)}). It reads the "
+            "data from the Hugging Face Hub, or from its cache"
+        ) from None
 
 
 def _reason(error: BaseException) -> str:

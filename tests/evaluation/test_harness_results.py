@@ -25,7 +25,8 @@ FOUND: dict[str, Any] = {
     "results": {
         "sums": {"name": "sums", "alias": "sums", "sample_len": 4, "acc,none": 0.75,
                  "acc_stderr,none": "N/A"},
-        "more": {"sample_len": 2, "acc,none": 0.5, "exact_match,strict": 0.0, "exact_match,flex": 1.0},
+        "more": {"sample_len": 2, "acc,none": 0.5, "exact_match,strict": 0.0,
+                 "exact_match,flex": 1.0},
         "text": {"sample_len": 2, "word_perplexity,none": 12.5},
         "all": {"sample_len": 6, "acc,none": 4 / 6, "sample_count": {"acc,none": 6}},
     },
@@ -69,7 +70,9 @@ def test_rows_follow_the_documents_and_fit_into_json():
 
 
 def test_keys_tell_models_tasks_and_metrics_apart():
-    keys = {one.result.key for origin in ("a", "b") for one in measured(FOUND, KNOWN, {"m": origin})}
+    keys = {
+        one.result.key for origin in ("a", "b") for one in measured(FOUND, KNOWN, {"m": origin})
+    }
     assert len(keys) == 12
 
 
