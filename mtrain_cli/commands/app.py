@@ -42,6 +42,8 @@ from mtrain_cli.commands import (
     report,
     simulate,
     status,
+    study,
+    study_learning,
     train,
 )
 from mtrain_cli.commands.options import describe, described_parameters
@@ -54,6 +56,7 @@ ORDER = (
     "train",
     "generate",
     "eval",
+    "study",
     "status",
     "profile",
     "simulate",
@@ -273,6 +276,8 @@ def mtrain(
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="eval")
+assert study_learning.app is study.app
+app.add_typer(study.app, name="study")
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.
 _PROFILES = (
