@@ -16,7 +16,7 @@ HANGS = 0  # instead of a signal
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank, just before it posts a hop of an exchange or of a pipeline, or rows for experts.
+    """A fault of one rank, just before it posts a hop of an exchange or a pipeline, or sends rows.
 
     On CPUs the fault waits until the other ranks have gone as far as they can.
 
