@@ -90,7 +90,7 @@ def learning(
         return
     study = _prepare(study, packages, console)
     _compute(study, cells, budget_minutes, console)
-    _show(study, as_json=as_json)
+    show(study, as_json=as_json)
 
 
 def _tier(name: str, base_steps: int) -> Tier:
@@ -110,6 +110,7 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
         raise ConfigError(f"--packages {packages}: no such folder")
     with writing(study.folder):
         study.folder.mkdir(parents=True, exist_ok=True)
+        study.save()
         written = study.folder / predictions_file().name
         if not written.exists():
             written.write_text(predictions_file().read_text())
@@ -175,7 +176,8 @@ def _free_gpu() -> None:
         torch.cuda.empty_cache()
 
 
-def _show(study: Study, *, as_json: bool) -> None:
+def show(study: Study, *, as_json: bool) -> None:
+    """Print what is known of a study, and write its page."""
     import json
 
     from mtrain_cli.learning.outcomes import summarize
