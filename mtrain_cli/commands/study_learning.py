@@ -75,6 +75,8 @@ def learning(
         raise ConfigError(
             f"--budget-minutes {budget_minutes:g}: must be from 0 to {_MOST_MINUTES:,}"
         )
+    if packages is not None and not packages.is_dir():
+        raise ConfigError(f"--packages {packages}: no such folder")
     names = [name.strip() for name in only.split(",") if name.strip()]
     numbers = parse_items("--seeds", seeds, parse_whole_number, "0,1") if seeds else []
     cells = cells_of(chosen, names, numbers)
@@ -106,8 +108,6 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     from mtrain_cli.learning import package_corpus
     from mtrain_cli.learning.outcomes import predictions_file
 
-    if packages is not None and not packages.is_dir():
-        raise ConfigError(f"--packages {packages}: no such folder")
     with writing(study.folder):
         study.folder.mkdir(parents=True, exist_ok=True)
         study.save()

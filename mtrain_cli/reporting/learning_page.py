@@ -106,7 +106,7 @@ def _by_context(summary: Summary) -> Figure:
         dense = [dense_of(summary.measured, one.cell.seed) for one in own]
         pairs = [(one, other) for one, other in zip(own, dense, strict=True) if other is not None]
         spans = sorted({span for one in own for span in one.buckets})
-        lines = {
+        lines: dict[str, Sequence[Sequence[float | None]]] = {
             "nats per token": [[one.buckets.get(span) for one in own] for span in spans],
             "nats above dense": [
                 [
