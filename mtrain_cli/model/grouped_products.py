@@ -31,16 +31,20 @@ def grouped_rows_back(rows_SB: Tensor, weights_EBA: Tensor, ends_E: Tensor) -> T
 
 def grouped_sums(left_SB: Tensor, right_SA: Tensor, ends_E: Tensor) -> Tensor:
     """Return ``left.T @ right`` over the rows of each expert, ``[E, B, A]``."""
-    if _runs_grouped(left_SB, right_SA):
+    if len(left_SB) and _runs_grouped(left_SB, right_SA):
         return torch._grouped_mm(left_SB.t(), right_SA, offs=ends_E)
     shape = len(ends_E), left_SB.shape[1], right_SA.shape[1]
     sums_EBA = left_SB.new_zeros(shape)
+    if len(left_SB) == 0:
+        return sums_EBA
     for expert, begin, end in _groups(ends_E):
         torch.mm(left_SB[begin:end].t(), right_SA[begin:end], out=sums_EBA[expert])
     return sums_EBA
 
 
 def _by_expert(rows_SA: Tensor, weights_EAB: Tensor, ends_E: Tensor) -> Tensor:
+    if len(rows_SA) == 0:  # a worker of an expert group may receive nothing
+        return rows_SA.new_zeros(0, weights_EAB.shape[2])
     if _runs_grouped(rows_SA, weights_EAB):
         result_SB = torch._grouped_mm(rows_SA, weights_EAB, offs=ends_E)
         # It leaves the rows behind the last group uninitialized.

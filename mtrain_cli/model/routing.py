@@ -208,6 +208,17 @@ def decide_alone(chosen_TK: Tensor, experts: int) -> Decision:
     return _decision(chosen_TK, *_grouped(chosen_TK, experts))
 
 
+def part_of(decision: Decision, begin: int, end: int) -> Decision:
+    """Return the decision on the tokens from ``begin`` to ``end``, whose pairs count from 0."""
+    chosen_TK = decision.chosen_TK[begin:end]
+    top_k = chosen_TK.shape[1]
+    # Pairs that no expert computes get the number behind the last expert.
+    experts_S = torch.searchsorted(
+        decision.ends_E.long(), decision.place_S[begin * top_k : end * top_k], right=True
+    )
+    return _decision(chosen_TK, *_grouped(experts_S, len(decision.ends_E)))
+
+
 def _grouped(keys_TK: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     """Return the order of pairs by key, and the number of pairs up to each key below ``keys``."""
     ordered, order_S = keys_TK.flatten().sort(stable=True)

@@ -6,10 +6,12 @@ so this module does not import PyTorch.
 
 from __future__ import annotations
 
+from mtrain_cli.config.expert_settings import MoeConfig
+
 _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
 # exposed, and none with fewer rows than keep matrix products fast.
-_CHUNKS, _CHUNK_ROWS = 4, 2048
+_CHUNKS, _CHUNK_ROWS = 4, 2048  # topology.expert_chunks, too, for own tokens
 
 
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
@@ -70,6 +72,37 @@ def shared_tile_rows(
     if isinstance(chunks, str):
         chunks = max(1, min(_CHUNKS, own_tokens * workers // _CHUNK_ROWS))
     return min(rows, -(-own_tokens // chunks))
+
+
+def expert_chunks(
+    own_tokens: int,
+    hidden: int,
+    moe: MoeConfig,
+    itemsize: int,
+    tile_bytes: int,
+    *,
+    shared: bool,
+    chunks: int | str,
+) -> int:
+    """Return the number of chunks of a worker's own tokens in a layer with experts.
+
+    Chunks bound the temporary tensors. If workers share the experts, rows of one chunk also travel
+    while others are computed. All workers that share experts have as many tokens, so they get the
+    same number.
+
+    Args:
+        hidden, itemsize, tile_bytes: as in `tile_rows`.
+        shared: whether workers share the experts (expert parallelism).
+        chunks: value of ``topology.expert_chunks``.
+    """
+    if not isinstance(chunks, str):
+        return max(1, min(chunks, own_tokens))
+    # In the backward pass, a pair of a token and an expert has two rows and seven tensors of the
+    # expert's width, if scores are float32 and the rest is bfloat16 (`experts.py`).
+    token = itemsize * moe.top_k * (2 * hidden + 7 * moe.expert_size)
+    in_memory = -(-own_tokens * token // tile_bytes) if tile_bytes else 1
+    travelling = min(_CHUNKS, own_tokens // _CHUNK_ROWS) if shared else 1
+    return max(1, min(own_tokens, max(in_memory, travelling)))
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:
