@@ -205,7 +205,9 @@ MANY = ["model=tiny_moe", *STATES, "model.moe.experts=32", "model.moe.expert_siz
 NARROW = ["model.num_layers=12", "model.moe.expert_size=32"]
 EXPERTS = [
     (with_checkpointing("selective", MOE, *MIXED), "ring", "flash4", BF16),
-    (with_checkpointing("none", MOE, *TENSOR_STATES), "all_gather", "flash4", FP32),
+]
+EXPERTS_OF_TWO = [
+    (with_checkpointing("none", MOE, "seq=2k", *TENSOR_STATES), "all_gather", "flash4", FP32),
     (MANY, "all_gather", "flash4", BF16),
 ]
 EXPERTS_ALONE = [
@@ -227,7 +229,11 @@ EXPERTS_ALONE = [
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    [(2, EXPERTS), pytest.param(1, EXPERTS_ALONE, marks=pytest.mark.slow)],
+    [
+        (2, EXPERTS),
+        pytest.param(2, EXPERTS_OF_TWO, marks=pytest.mark.slow),
+        pytest.param(1, EXPERTS_ALONE, marks=pytest.mark.slow),
+    ],
 )
 def test_the_estimate_is_within_5_percent_with_experts(world, cases):
     result = ratios(world, cases)
