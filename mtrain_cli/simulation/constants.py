@@ -27,9 +27,9 @@ _MEASURED, _BEYOND = non_attention_cost.MEASURED, non_attention_cost.BEYOND
 CONSTANTS: dict[str, Constant] = {
     "non_attention.eager": non_attention_cost.EAGER,
     "non_attention.launches": non_attention_cost.LAUNCHES,
-    "experts.grouped": expert_cost.GROUPED,
-    "experts.float32": expert_cost.FLOAT32,
-    "experts.launches": expert_cost.EXPERT_LAUNCHES,
+    "expert_cost.grouped": expert_cost.GROUPED,
+    "expert_cost.float32": expert_cost.FLOAT32,
+    "expert_cost.expert_launches": expert_cost.EXPERT_LAUNCHES,
     "non_attention.measured": _factor(
         _MEASURED[LOW],
         _MEASURED[HIGH],

@@ -29,7 +29,7 @@ FLOAT32 = Constant(
 )
 EXPERT_LAUNCHES = Constant(
     60, "guess", f"number of kernels of router and experts in forward, twice in backward{_GUESS}",
-    40, 100,
+    30, 150,
 )  # fmt: skip
 EXAMPLE = "zipf:X with X from 0 (equal loads) to 3, or a run, such as runs/latest"
 _MOST = 3.0
