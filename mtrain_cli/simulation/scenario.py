@@ -262,6 +262,11 @@ def plan_on(
             f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 only; allowed: "
             "auto, bfloat16"
         )
+    if config.model.moe.experts and config.topology.expert_parallel != 1:
+        raise ConfigError(
+            f"topology.expert_parallel={config.topology.expert_parallel}: mtrain simulate has no "
+            "times of rows that travel to experts; allowed: 1"
+        )
     if config.model.moe.experts and (degree := config.topology.tensor_parallel) > 1:
         raise ConfigError(
             f"topology.tensor_parallel={degree}: mtrain simulate has no times of experts with "

@@ -71,7 +71,13 @@ class StateMemory:
         kinds = layer_kinds(model, self.numbers)
         shapes = {kind: layer_shapes(model, experts=kind).values() for kind in kinds}
         self.shards = {k: sharded_numbers(each, self.layer_workers) for k, each in shapes.items()}
-        self.whole = {kind: sum(map(prod, each)) for kind, each in shapes.items()}
+        # With expert parallelism, a worker computes with its own experts.
+        given = config.topology.expert_parallel
+        degree = given if isinstance(given, int) else 1
+        self.whole = {
+            kind: sum(prod(s) // (degree if len(s) == 3 else 1) for s in each)
+            for kind, each in shapes.items()
+        }
         self.layer_shard, self.layer_weights = (
             max(sizes.values()) for sizes in (self.shards, self.whole)
         )
