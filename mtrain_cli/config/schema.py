@@ -191,8 +191,9 @@ class TopologyConfig:
     expert_parallel: number of workers over which the experts of each layer are dealt; rows of
         tokens travel to their experts; must divide model.moe.experts and the workers of a stage;
         auto = whichever moves fewer bytes, rows or weights
-    expert_chunks: expert_parallel: number of chunks of tokens; the rows of a chunk travel while
-        other chunks are computed; auto = up to 4, by size
+    expert_chunks: number of chunks of tokens in which experts are computed; more chunks need less
+        memory, and with expert_parallel the rows of a chunk travel while others are computed; auto
+        = what train.tile_mib needs, and with expert_parallel up to 4, by size
     pipeline_parallel: number of stages, which hold different layers (pipeline parallelism);
         micro-batches of a step pass through the stages one after another
     schedule: pipeline_parallel: order of forward and backward passes; gpipe = all forward passes

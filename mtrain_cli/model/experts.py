@@ -10,6 +10,7 @@ token, S = T K pairs of a token and an expert, ordered by expert, I width of an 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,13 @@ from torch.nn import functional
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.expert_settings import SIGMOID
 from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.expert_tiles import (
+    ChunkedExperts,
+    ExpertExecution,
+    by_place,
+    combine,
+    dispatch,
+)
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import Decision, Routing, decide_alone
 from mtrain_cli.parallel.parameter_shards import own_part
@@ -57,7 +65,7 @@ class MixtureOfExperts(nn.Module):
     """The router, the experts and the shared expert of one layer.
 
     sharing: the workers that share the experts; None if this worker computes all of them.
-
+    execution: how the experts run.
     selection_bias: float32 [E], added to the scores for the choice of experts only
         (arXiv:2408.15664). `train.balance_bias` changes it after each update. It is a buffer, since
         it has no gradient, and each worker has all of it.
@@ -70,6 +78,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.moe, self.layer = model.moe, layer
         self.sharing: ExpertSharing | None = None
+        self.execution = ExpertExecution()
         self.gate = nn.Linear(model.hidden_size, model.moe.experts, bias=False)
         self.experts = Experts(model)
         self.shared = shared
@@ -94,8 +103,9 @@ class MixtureOfExperts(nn.Module):
         scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
         again = bool(kept)
         decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
+        bounds = self.execution.bounds(x_TC, self.moe, shared=self.sharing is not None)
         if not again and self.sharing is not None:
-            decision = decision._replace(chunks=self.sharing.plan(decision))
+            decision = decision._replace(chunks=self.sharing.plan(decision, bounds))
         if kept is not None and not kept:
             kept.append(decision)
         scores_TK = scores_TE.gather(1, decision.chosen_TK)
@@ -104,8 +114,9 @@ class MixtureOfExperts(nn.Module):
             scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + least)
         if self.moe.scale != 1.0:
             scores_TK = scores_TK * self.moe.scale
-        compute = compute_experts if self.sharing is None else self.sharing.compute
-        out_TC = compute(x_TC, scores_TK, self.experts, decision, inputs_only=again)
+        compute = self.sharing.compute if self.sharing else partial(compute_experts, bounds=bounds)
+        options = {"recompute": self.execution.recompute, "inputs_only": again}
+        out_TC = compute(x_TC, scores_TK, self.experts, decision, **options)
         if self.shared is not None:
             out_TC = out_TC + _shared(x_TC, self.shared)
         if routing is not None:
@@ -155,7 +166,14 @@ def _shared(x_TC: Tensor, mlp: SwiGLU) -> Tensor:
 
 
 def compute_experts(
-    x_TC: Tensor, scores_TK: Tensor, experts: Experts, decision: Decision, *, inputs_only: bool
+    x_TC: Tensor,
+    scores_TK: Tensor,
+    experts: Experts,
+    decision: Decision,
+    *,
+    bounds: list[int],
+    recompute: bool,
+    inputs_only: bool,
 ) -> Tensor:
     """Return the sum over a token's experts of score * down(silu(gate(x)) * up(x)), ``[T, C]``.
 
@@ -163,28 +181,16 @@ def compute_experts(
     projection instead.
 
     Args:
+        bounds: first token of each chunk, and the number of tokens.
+        recompute: let the backward pass compute gate and up again, if there are several chunks.
         inputs_only: compute only what backward needs, and return a placeholder that must not be
             read.
     """
     gate_up_EWC, down_ECI = own_part(experts.gate_up), own_part(experts.down)
-    return _Experts.apply(x_TC, scores_TK, gate_up_EWC, down_ECI, decision, inputs_only)
-
-
-def dispatch(rows: Tensor, decision: Decision) -> Tensor:
-    """Return the row of each pair's token, ordered by expert, ``[S, C]``.
-
-    This is where rows would go to the workers that hold their experts.
-    """
-    return rows.index_select(0, decision.order_S // decision.chosen_TK.shape[1])
-
-
-def combine(rows_SC: Tensor, decision: Decision) -> Tensor:
-    """Return the sum of each token's rows, ``[T, C]``. The inverse way of `dispatch`.
-
-    The sum is computed in float32.
-    """
-    rows_TKC = rows_SC.index_select(0, decision.place_S).unflatten(0, decision.chosen_TK.shape)
-    return rows_TKC.sum(1, dtype=accumulation_dtype(rows_SC.dtype)).to(rows_SC.dtype)
+    tensors = x_TC, scores_TK, gate_up_EWC, down_ECI
+    if len(bounds) > 2:
+        return ChunkedExperts.apply(*tensors, decision, bounds, recompute, inputs_only)
+    return _Experts.apply(*tensors, decision, inputs_only)
 
 
 class _Experts(torch.autograd.Function):
@@ -199,7 +205,7 @@ class _Experts(torch.autograd.Function):
         if inputs_only:
             return x_TC.new_empty(()).expand_as(x_TC)
         gate_SI, up_SI = gate_up_SW.chunk(2, -1)
-        inner_SI = functional.silu(gate_SI) * up_SI * _by_place(scores_TK, decision)
+        inner_SI = functional.silu(gate_SI) * up_SI * by_place(scores_TK, decision)
         out_SC = grouped_rows(inner_SI.to(x_TC.dtype), down_ECI, decision.ends_E)
         return combine(out_SC, decision)
 
@@ -210,7 +216,7 @@ class _Experts(torch.autograd.Function):
         decision, dtype = ctx.decision, x_TC.dtype
         gate_SI, up_SI = gate_up_SW.chunk(2, -1)
         grad_SC = dispatch(grad_TC.contiguous(), decision)
-        scores_S1 = _by_place(scores_TK, decision)
+        scores_S1 = by_place(scores_TK, decision)
         dinner_SI = grouped_rows_back(grad_SC, down_ECI, decision.ends_E)
         silu_SI = functional.silu(gate_SI)
         outer_SI = silu_SI * up_SI
@@ -227,11 +233,6 @@ class _Experts(torch.autograd.Function):
         dx_SC = grouped_rows_back(dgate_up_SW, gate_up_EWC, decision.ends_E)
         dscores_TK = dscores_S[decision.place_S].view_as(scores_TK)
         return combine(dx_SC, decision), dscores_TK, dgate_up_EWC, ddown_ECI, None, None
-
-
-def _by_place(scores_TK: Tensor, decision: Decision) -> Tensor:
-    """Return the score of each pair, ordered by expert, ``[S, 1]``."""
-    return scores_TK.flatten()[decision.order_S][:, None]
 
 
 class _WithLoss(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.model import layer_parts
 from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
+from mtrain_cli.model.expert_tiles import ExpertExecution
 from mtrain_cli.model.experts import MixtureOfExperts
 from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
 from mtrain_cli.model.rope import Rotation
@@ -45,6 +46,7 @@ class LayerExecution:
     tensor: the workers that share each layer; None if this worker computes whole layers. A layer
         then takes and returns the worker's own tokens ``[1, own tokens, C]``, whatever the batch.
     tensor_chunks: value of ``topology.tensor_chunks``.
+    expert_chunks: value of ``topology.expert_chunks``.
     """
 
     recompute: bool = False
@@ -55,6 +57,12 @@ class LayerExecution:
     offload: ActivationOffload | None = None
     tensor: TensorGroup | None = None
     tensor_chunks: int | str = "auto"
+    expert_chunks: int | str = "auto"
+
+    @property
+    def of_experts(self) -> ExpertExecution:
+        """How the experts of a layer run."""
+        return ExpertExecution(self.tile_bytes, self.expert_chunks, self.recompute)
 
     def __post_init__(self) -> None:
         assert self.offload is None or self.recompute, (

@@ -74,6 +74,7 @@ def parallelize(
         offload=offload,
         tensor=tensor,
         tensor_chunks=config.topology.tensor_chunks,
+        expert_chunks=config.topology.expert_chunks,
     )
     if config.optim.offload:
         decoder.to(dtype)  # the float32 weights are in host memory
@@ -101,6 +102,7 @@ def set_execution(
     offload: ActivationOffload | None = None,
     tensor: TensorGroup | None = None,
     tensor_chunks: int | str = "auto",
+    expert_chunks: int | str = "auto",
 ) -> None:
     """Set up compilation, tiling and checkpointing of the layers, and the options of the loss."""
     execution = LayerExecution(
@@ -110,6 +112,7 @@ def set_execution(
         offload=offload,
         tensor=tensor,
         tensor_chunks=tensor_chunks,
+        expert_chunks=expert_chunks,
     )
     execute_layers(decoder, execution, keep_mlp=train.keep_mlp)
     decoder.loss = LossOptions(
@@ -136,3 +139,5 @@ def execute_layers(
         layer.__class__ = ExecutedLayer
         keep_products = layer.index >= first_kept  # type: ignore
         layer.execution = replace(execution, keep_products=keep_products)  # type: ignore
+    for mlp in expert_layers(decoder.layers):
+        mlp.execution = execution.of_experts

@@ -25,6 +25,7 @@ from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.mesh import STAGE, connect_all
 from mtrain_cli.parallel.recording import WAIT
+from mtrain_cli.parallel.tensor_group import MessageObserver
 from mtrain_cli.parallel.transport import explain_peer_loss
 
 EXPERTS = "experts"  # dimension of the mesh along which workers hold different experts
@@ -52,12 +53,14 @@ class ExpertGroup:
     rank, size: this worker's rank in the group, and the number of workers in the group. Worker r
         holds the r-th of ``size`` equal, consecutive parts of the experts.
     received: bytes of rows that reached this worker from others.
+    observer: watches what this worker does for the experts.
     """
 
     rank: int
     size: int
     process_group: dist.ProcessGroup = field(repr=False)
     received: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
+    observer: MessageObserver = field(default_factory=MessageObserver, repr=False, compare=False)
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """Return the numbers of rows that each worker has for each expert, ``[size, E]``."""

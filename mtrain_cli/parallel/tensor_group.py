@@ -38,7 +38,7 @@ _FAR = 1_000_000  # keeps the numbers of messages apart from those of a sparse i
 
 @dataclass
 class MessageObserver:
-    """What else happens when a worker of a tensor group starts or awaits a message.
+    """What else happens when a worker of a group starts or awaits a message.
 
     recorder: records each message and each wait; None records nothing.
     waiting: returns a context for each wait.

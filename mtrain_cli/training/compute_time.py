@@ -3,8 +3,9 @@
 The time of whole steps cannot show a straggler. Workers wait for one another many times in a step,
 so every worker takes as long as the straggler. This timer covers the part of a layer after
 attention (output projection, norm, MLP). In that part, every worker computes the same number of
-tokens and does not communicate. With tensor parallelism it does, so the timer leaves out the waits
-for messages of the tensor group. The timer measures some layers, in the first forward pass of a
+tokens and does not communicate. With tensor parallelism and experts it does, so the timer leaves
+out the waits for other workers. With expert parallelism, it leaves out the experts: a worker with
+popular experts computes more rows. The timer measures some layers, in the first forward pass of a
 step. On a GPU, the timer records two events per layer and reads the events one step later, so that
 the host never waits for the GPU.
 """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,10 @@ from mtrain_cli.model.routing import (
 )
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.tensor_group import TensorGroup
+from mtrain_cli.parallel.tensor_group import MessageObserver, TensorGroup
 from mtrain_cli.parallel.transport import explain_peer_loss
+
+_Contexts = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class RouterBatches:
     layers: number of layers of the model.
     context: the workers that share a sequence.
     tensor: the workers that share each layer; None if this worker computes whole layers.
+    observer: watches the waits for the loads of other workers.
     """
 
     moe: MoeConfig
@@ -47,6 +50,7 @@ class RouterBatches:
     options: RouterOptions
     context: ContextGroup
     tensor: TensorGroup | None = None
+    observer: MessageObserver = field(default_factory=MessageObserver, compare=False)
 
     @staticmethod
     def make(
@@ -83,15 +87,22 @@ class RouterBatches:
     def _groups(self) -> list[SharingGroup]:
         groups = []
         if (tensor := self.tensor) is not None:
-            groups.append(
-                SharingGroup(tensor.rank, tensor.size, tensor.process_group, tensor.peer_errors)
-            )
+            errors = self._observed(tensor.peer_errors)
+            groups.append(SharingGroup(tensor.rank, tensor.size, tensor.process_group, errors))
         context = self.context
         if context.size > 1:
             assert context.whole is not None
-            errors = partial(_peer_errors, context)
+            errors = self._observed(partial(_peer_errors, context))
             groups.append(SharingGroup(context.rank, context.size, context.whole, errors))
         return groups
+
+    def _observed(self, peer_errors: _Contexts) -> _Contexts:
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            with peer_errors(), self.observer.waiting():
+                yield
+
+        return waiting
 
 
 def _peer_errors(context: ContextGroup) -> AbstractContextManager[None]:

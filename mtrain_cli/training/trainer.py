@@ -99,6 +99,7 @@ class Trainer:
         self.offload: ActivationOffload | None = None
         if offloaded := config.train.offload_activations:
             self.offload = ActivationOffload(config.model.num_layers, self.device, offloaded)
+        self.router = RouterBatches.make(config, self.exchange.group, self.tensor)
         make = partial(
             BatchMaker,
             self.exchange,
@@ -108,7 +109,7 @@ class Trainer:
             keep=attention_kept(config.train),
             offload=self.offload,
             tensor=self.tensor,
-            router=RouterBatches.make(config, self.exchange.group, self.tensor),
+            router=self.router,
         )
         dense = self.choices.dense_kernel
         self.batch_maker = make(
@@ -198,7 +199,7 @@ class Trainer:
         mesh = make_parameter_mesh(self.environment.dims, self.environment.device)
         sharing = expert_mesh = None
         if (group := self.experts) is not None:
-            sharing = ExpertSharing(group, config.topology.expert_chunks)
+            sharing = ExpertSharing(group)
             expert_mesh = make_expert_mesh(
                 self.environment.dims, group.size, self.environment.device
             )
@@ -240,8 +241,9 @@ class Trainer:
         layers = {int(name): layer for name, layer in self.decoder.layers.named_children()}
         most = len(layers) if self.stage is None else self.stage.fewest_layers
         timer = ComputeTimer(layers, self.device, most)
-        if self.tensor is not None:
-            self.tensor.observer.waiting = timer.waiting
+        for waits in (self.tensor, self.experts, self.router):
+            if waits is not None:
+                waits.observer.waiting = timer.waiting
         return timer
 
     def train_step(self, stop: bool) -> StepResult:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from moe_models import make_module, moe_model
 
 from mtrain_cli.model.expert_parallel import ExpertSharing, plan_chunks
+from mtrain_cli.model.expert_tiles import ExpertExecution
 from mtrain_cli.model.routing import decide_alone
 from mtrain_cli.parallel.expert_group import ExpertGroup
 
@@ -23,16 +24,14 @@ class Alone:
         return torch.stack([counts] * self.size)
 
 
-@pytest.mark.parametrize("chunks", [1, 3, 100])
+@pytest.mark.parametrize("chunks", [1, 3, 7])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_pair_travels_once_to_the_worker_of_its_expert(chunks, rank):
     chosen = torch.tensor([[0, 5], [5, 1], [2, 3], [5, 4], [0, 2], [1, 0], [3, 5]])
-    sharing = ExpertSharing(Alone(rank, 2), chunks)  # type: ignore[arg-type]
-    plan = plan_chunks(decide_alone(chosen, 6), sharing)
-    assert [c.begin for c in plan] == sorted(
-        {len(chosen) * n // len(plan) for n in range(len(plan))}
-    )
-    assert plan[-1].end == len(chosen)
+    bounds = [len(chosen) * n // chunks for n in range(chunks + 1)]
+    plan = plan_chunks(decide_alone(chosen, 6), Alone(rank, 2), bounds)  # type: ignore[arg-type]
+    assert [c.begin for c in plan] == bounds[:-1]
+    assert [c.end for c in plan] == bounds[1:]
     for chunk in plan:
         pairs = chosen[chunk.begin : chunk.end].flatten()
         experts = pairs[chunk.order_S]
@@ -55,30 +54,26 @@ def test_dropped_pairs_and_padding_do_not_travel():
         order_S=torch.tensor([0, 1, 2, 3]), place_S=torch.tensor([0, 1, 2, 3]),
         ends_E=torch.tensor([1, 2], dtype=torch.int32),
     )  # fmt: skip
-    (chunk,) = plan_chunks(kept, ExpertSharing(Alone(0, 2), 1))  # type: ignore[arg-type]
+    (chunk,) = plan_chunks(kept, Alone(0, 2), [0, 2])  # type: ignore[arg-type]
     assert chunk.order_S.tolist() == [0, 1]
     assert chunk.place.tolist() == [0, 1, 2, 2]
     assert (chunk.send, chunk.receive) == ([1, 1], [1, 1])
 
 
-@pytest.mark.parametrize(
-    ("chunks", "tokens", "number"),
-    [("auto", 2047, 1), ("auto", 4096, 2), ("auto", 10**6, 4), (7, 100, 7), (7, 3, 3)],
-)
-def test_the_number_of_chunks(chunks, tokens, number):
-    assert ExpertSharing(Alone(0, 2), chunks).number_of_chunks(tokens) == number  # type: ignore[arg-type]
-
-
-def test_float64_experts_on_two_workers_equal_those_of_one():
-    for found, expected in gloo.run(2, in_float64):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_float64_experts_on_two_workers_equal_those_of_one(recompute):
+    for found, expected in gloo.run(2, in_float64, recompute):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13, msg=name)
 
 
-def in_float64(rank: int, world: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def in_float64(
+    rank: int, world: int, recompute: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return output and gradients of a layer's experts for own tokens, shared and alone."""
     whole, part = (make_module(moe_model()) for _ in range(2))
-    part.sharing = ExpertSharing(ExpertGroup(rank, world, dist.group.WORLD), 3)
+    part.sharing = ExpertSharing(ExpertGroup(rank, world, dist.group.WORLD))
+    part.execution = ExpertExecution(chunks=3, recompute=recompute)
     own = slice(3 * rank, 3 * rank + 3)
     for name, weight in list(part.experts.named_parameters()):
         part.experts.register_parameter(name, torch.nn.Parameter(weight.detach()[own].clone()))
