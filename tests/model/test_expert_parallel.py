@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import gloo
 import pytest
 import torch
@@ -74,6 +76,8 @@ def in_float64(
     whole, part = (make_module(moe_model()) for _ in range(2))
     part.sharing = ExpertSharing(ExpertGroup(rank, world, dist.group.WORLD))
     part.execution = ExpertExecution(chunks=3, recompute=recompute)
+    left_out: list[bool] = []
+    part.sharing.group.observer.waiting = lambda: nullcontext(left_out.append(True))
     own = slice(3 * rank, 3 * rank + 3)
     for name, weight in list(part.experts.named_parameters()):
         part.experts.register_parameter(name, torch.nn.Parameter(weight.detach()[own].clone()))
@@ -82,6 +86,7 @@ def in_float64(
     grad = torch.randn(x.shape, dtype=torch.float64, generator=generator)
     inputs = x[rank].clone().requires_grad_()
     out = part(inputs)
+    assert len(left_out) == 2, "neither counts nor experts belong to the compared time"
     out.backward(grad[rank])
     found = {"out": out.detach(), "x": inputs.grad}
     found |= {name: weight.grad for name, weight in part.experts.named_parameters()}

@@ -52,3 +52,14 @@ def test_pytorch_gives_the_same_on_a_cpu_too(dtype, monkeypatch):
     monkeypatch.setattr(grouped_products, "_runs_grouped", lambda *_: True)
     tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found(*given), expected, **tolerance)
+
+
+def test_no_rows_give_no_rows_and_zero_sums():
+    """On a GPU, too, a worker that receives no row must not call PyTorch's product."""
+    rows_SA, rows_SB, weights_EBA = problem(torch.float32)
+    ends = torch.zeros_like(ENDS)
+    assert grouped_rows(rows_SA[:0], weights_EBA, ends).shape == (0, 16)
+    assert grouped_rows_back(rows_SB[:0], weights_EBA, ends).shape == (0, 8)
+    sums = grouped_sums(rows_SB[:0], rows_SA[:0], ends)
+    assert sums.shape == weights_EBA.shape
+    assert not sums.any()

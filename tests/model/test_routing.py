@@ -8,7 +8,7 @@ import pytest
 import torch
 from moe_models import moe_model
 
-from mtrain_cli.model.routing import PADDING, RouterOptions, Routing
+from mtrain_cli.model.routing import PADDING, RouterOptions, Routing, decide_alone, part_of
 
 SEQ, LENGTHS, E = 8, (8, 5), 6
 
@@ -100,3 +100,19 @@ def test_an_expert_computes_the_best_tokens_of_each_sequence(equal_scores):
     dropped = 2 * sum(LENGTHS) - len(wanted)
     assert dropped > 0
     assert given.loads[0, -1] == dropped
+
+
+def test_a_part_of_a_decision_has_the_pairs_of_its_tokens():
+    chosen = torch.tensor([[0, 2], [2, 1], [2, 0], [1, 2]])
+    whole = decide_alone(chosen, 4)
+    assert whole.order_S.tolist() == [0, 5, 3, 6, 1, 2, 4, 7]
+    # The last pair of expert 2 is beyond its capacity.
+    whole = whole._replace(ends_E=torch.tensor([2, 4, 7, 7], dtype=torch.int32))
+    part = part_of(whole, 2, 4)
+    assert part.chosen_TK.tolist() == [[2, 0], [1, 2]]
+    assert part.order_S.tolist() == [1, 2, 0, 3], "dropped pairs come last"
+    assert part.place_S.tolist() == [2, 0, 1, 3]
+    assert part.ends_E.tolist() == [1, 2, 3, 3]
+    for name, value in part_of(whole, 0, 4)._asdict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, getattr(whole, name)), name

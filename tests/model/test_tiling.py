@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mtrain_cli.model.tiling import shared_tile_rows, tile_rows
+import pytest
+
+from mtrain_cli.config.expert_settings import MoeConfig
+from mtrain_cli.model.tiling import expert_chunks, shared_tile_rows, tile_rows
 
 
 def test_tiles_fit_their_budget_and_are_equal_if_possible():
@@ -35,3 +38,29 @@ def test_a_shared_layer_has_chunks_that_fit_the_budget_of_a_tile():
     assert shared_tile_rows(512, *sizes, 0, 2, "auto") == 512
     budget = 100 * 2 * (6 * 11008 + 2 * 4 * 2048)
     assert shared_tile_rows(4096, *sizes, budget, 2, 1) <= 100, "a row of each worker"
+
+
+QWEN = MoeConfig(experts=128, top_k=8, expert_size=768)
+TOKEN = 2 * 8 * (2 * 2048 + 7 * 768)  # bytes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile_bytes", "shared", "chunks", "number"),
+    [
+        (10**6, 0, False, "auto", 1),  # no limit
+        (10**6, 0, True, "auto", 4),
+        (2047, 0, True, "auto", 1),
+        (4096, 0, True, "auto", 2),
+        (100, 100 * TOKEN, False, "auto", 1),
+        (101, 100 * TOKEN, False, "auto", 2),
+        (8192, 1024 * TOKEN, True, "auto", 8),  # the limit needs more than the messages
+        (7, 1, False, "auto", 7),
+        (100, 1, True, 3, 3),
+        (3, 0, False, 7, 3),
+    ],
+)
+def test_chunks_of_experts_fit_their_budget_and_let_messages_overlap(
+    tokens, tile_bytes, shared, chunks, number
+):
+    found = expert_chunks(tokens, 2048, QWEN, 2, tile_bytes, shared=shared, chunks=chunks)
+    assert found == number

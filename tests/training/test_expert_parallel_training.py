@@ -7,12 +7,22 @@ from typing import Any
 import gloo
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import test_pipeline as pipelines
 from training.test_router_batches import BIASED, CAPACITY, MOE, SHARED, SIGMOID, exchange, same
 from training.test_router_batches import steps as router_steps
+from training.test_tensor_parallel_training import SMALL as TENSOR_SMALL
 from training.test_tensor_parallel_training import differences, held_out, make, steps
 
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.model import huggingface
+from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import expert_layers
+from mtrain_cli.model.init import initialize
+from mtrain_cli.parallel.parameter_shards import own_region
+from mtrain_cli.training.checkpointer import Checkpointer, load_model_state
 from mtrain_cli.training.expert_traffic import expert_traffic
 
 NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=full"
@@ -35,6 +45,7 @@ slow = pytest.mark.slow
         (1, 2, 2, SIGMOID, dealt(4, "train.shard=optimizer")),
         (2, 2, 1, SHARED, dealt(4, "topology.expert_chunks=2")),
         (2, 1, 1, MOE, dealt(2, "train.micro_batch=2")),
+        (1, 2, 1, CAPACITY, (FULL, "topology.expert_chunks=3", "train.micro_batch=2")),
         pytest.param(2, 2, 2, (*MOE, "train.global_batch=4"), dealt(8), marks=slow),
         pytest.param(1, 8, 1, (*SHARED, "topology.block_size=16"), dealt(4), marks=slow),
     ],
@@ -78,28 +89,62 @@ def test_all_tokens_on_one_expert_train_and_the_other_worker_takes_part():
     assert much > little > 0, "the worker of expert 0 receives rows, the other gets results back"
 
 
-def received(rank: int, world: int, words: tuple[str, ...]) -> tuple[int, float]:
-    """Return the bytes of rows that reach this worker in a step, counted and by the formula."""
+class Counted(TorchDispatchMode):
+    """Bytes that reach this worker from others: rows, and weights and gradients of experts."""
+
+    def __init__(self, sharing: tuple[int, ...]) -> None:
+        """Count weights among the workers ``sharing``, which hold the same experts."""
+        super().__init__()
+        self.sharing = sharing
+        self.rows = self.weights = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = str(function)
+        if name.startswith("c10d.") and "base" in name:
+            boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(boxed)
+            own = dist.get_rank(group)
+            if "alltoall" in name:
+                arriving, sizes = args[0], args[3]
+                self.rows += (sum(sizes) - sizes[own]) * arriving[:1].numel() * arriving.itemsize
+            elif tuple(dist.get_process_group_ranks(group)) == self.sharing:
+                part = min(args[0].nbytes, args[1].nbytes)
+                self.weights += (len(self.sharing) - 1) * part
+        return function(*args, **(kwargs or {}))
+
+
+def received(rank: int, world: int, words: tuple[str, ...]) -> tuple[list[int], list[int]]:
+    """Return bytes of rows and of weights in a step, counted in messages and by the formula."""
     trainer = make(rank, world, 1, world, words)
     group = trainer.experts
     assert group is not None
-    before = group.received[0]
-    trainer.train_step(False)
+    with Counted(tuple(range(rank % 2, world, 2))) as counted:
+        trainer.train_step(False)
+    assert counted.rows == group.received[0]
     dims, layout = trainer.environment.dims, trainer.choices.layout
-    formula = expert_traffic(trainer.config, dims, layout, 4, group.size).rows
+    formula = expert_traffic(trainer.config, dims, layout, 4, group.size)
     layers = len(expert_layers(trainer.decoder.layers))
-    counted = group.received[0] - before
     trainer.close()
-    return counted, layers * formula
+    expected = [layers * formula.rows, layers * formula.weights]
+    return [counted.rows, counted.weights], expected
 
 
-@pytest.mark.parametrize("checkpoint", [NONE, FULL])
-def test_a_step_receives_the_bytes_of_the_formula(checkpoint):
-    """The formula assumes balance, so the test spreads the tokens."""
-    words = (*MOE, *dealt(2), checkpoint, "seq=256", "topology.block_size=16", "model.moe.top_k=8")
-    counts = gloo.run(2, received, words)
-    for counted, formula in counts:
+@pytest.mark.parametrize(
+    ("world", "run"),
+    [
+        (2, (NONE,)),
+        (4, (FULL, "topology.expert_chunks=3")),
+        (4, ("train.shard=optimizer", "train.micro_batch=1")),
+    ],
+)
+def test_a_step_receives_the_bytes_of_the_formula(world, run):
+    """The formula assumes balance, so each token chooses all experts."""
+    words = (*MOE, *dealt(2), *run, "seq=256", "topology.block_size=16", "model.moe.top_k=8")
+    for counted, formula in gloo.run(world, received, words):
         assert counted == pytest.approx(formula, rel=1e-6)
+        assert (world > 2) == (counted[1] > 0)
 
 
 def trained(
@@ -112,7 +157,7 @@ def trained(
     ("before", "after"),
     [
         ((2, 2, 1, dealt(2)), (1, 1, 1, ())),
-        ((1, 1, 1, ()), (4, 2, 2, dealt(4))),
+        pytest.param((1, 1, 1, ()), (4, 2, 2, dealt(4)), marks=slow),
         pytest.param((4, 4, 1, dealt(2)), (4, 4, 1, dealt(4)), marks=slow),
     ],
 )
@@ -125,6 +170,75 @@ def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path, before, after):
         parts += gloo.run(world, trained, cp, tp, (*model, *more), 2, str(tmp_path))[0]
     np.testing.assert_allclose(parts, expected, rtol=2e-5)
     assert all(norm > 0.5 for _, norm in expected), "clipping must change every step"
+
+
+def stored(
+    rank: int, world: int, tp: int, cp: int, words: tuple[str, ...], folder: str
+) -> dict[str, Any]:
+    """Return weights and AdamW states: after a step that is saved, or after loading them."""
+    trainer = make(rank, world, tp, cp, words)
+    checkpointer = Checkpointer(folder, 2)
+    if checkpointer.latest() is None:
+        trainer.train_step(False)
+        checkpointer.save(trainer.step, trainer.state(), asynchronous=False)
+    else:
+        trainer.resume(checkpointer)
+    found: dict[str, Any] = {"step": trainer.step}
+    for name, weight in trainer.decoder.named_parameters():
+        state = trainer.optimizer.state[weight]
+        for key, tensor in (("weight", weight), *state.items()):
+            if key != "step":
+                region = [(s.start, s.stop) for s in own_region(weight)]
+                found[f"{name} {key}"] = weight.shape, region, tensor.to_local().detach().numpy()
+    trainer.close()
+    return found
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    result = {"step": parts[0].pop("step")}
+    for name, (shape, _, _) in parts[0].items():
+        result[name] = np.full(shape, np.nan, np.float32)
+        for part in parts:
+            result[name][tuple(slice(*ends) for ends in part[name][1])] = part[name][2]
+    return result
+
+
+def test_a_checkpoint_of_dealt_experts_loads_bitwise_on_other_meshes(tmp_path):
+    saved = joined(gloo.run(2, stored, 1, 2, (*SHARED, *dealt(2)), str(tmp_path)))
+    assert saved["step"] == 1
+    for world, tp, cp, more in ((1, 1, 1, ()), (2, 2, 1, ())):
+        found = joined(gloo.run(world, stored, tp, cp, (*SHARED, *more), str(tmp_path)))
+        assert found.keys() == saved.keys()
+        for name, value in saved.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=f"{name}, {more}")
+
+
+def test_a_hugging_face_folder_goes_in_and_out(tmp_path):
+    """Steps from a folder's weights equal those of one worker, and so does the saved model."""
+    words = (*MOE, "model.qkv_bias=false")
+    model = compose([*TENSOR_SMALL, *words]).model
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    decoder.to_empty(device="cpu")
+    initialize(decoder, 7)
+    weights = {name: weight.detach() for name, weight in decoder.named_parameters()}
+    folder = tmp_path / "hf"
+    huggingface.write_folder(
+        folder,
+        model,
+        lambda names: {name: weights[name] for name in names},
+        rope_factor=1.0,
+        seq=150,
+        dtype=torch.float32,
+    )
+    run = (*words, f"train.init_from={folder}", "optim.lr=0.01")
+    expected = gloo.run(1, trained, 1, 1, run, 1, str(tmp_path / "alone"))[0]
+    found = gloo.run(2, trained, 2, 1, (*run, *dealt(2)), 1, str(tmp_path / "dealt"))[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    saved = [load_model_state(tmp_path / name)[1] for name in ("alone", "dealt")]
+    for name, weight in weights.items():
+        torch.testing.assert_close(saved[1][name], saved[0][name], rtol=1e-4, atol=1e-4)
+        assert not torch.equal(saved[0][name], weight), f"{name} did not change"
 
 
 def test_resuming_on_the_same_mesh_is_bitwise_the_uninterrupted_run(tmp_path):

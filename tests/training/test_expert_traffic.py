@@ -50,6 +50,16 @@ def test_weights_by_kind_of_shard_and_number_of_micro_batches():
     assert traffic(1, "train.shard=optimizer", "train.global_batch=4").weights == once * 6 // 8
 
 
+@pytest.mark.parametrize("degree", [2, 8])
+def test_rows_and_weights_balance_at_the_tokens_of_the_closed_form(degree):
+    """A row counts five hidden states in bfloat16, a weight eight bytes; scores are left out."""
+    found = traffic(degree)
+    saved = traffic(1).weights - found.weights
+    own_tokens = saved / (found.rows / (65_536 / 8))
+    assert own_tokens == pytest.approx(3 * 128 * 768 * 8 / (8 * 5 * 2), rel=1e-3)
+    assert round(own_tokens, -2) == 29_500
+
+
 def chosen(seq: str, *words: str) -> int:
     config = compose([*QWEN, f"seq={seq}", "topology.expert_parallel=auto", *words])
     layout = make_layout("striped", 8, config.seq, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import gloo
@@ -123,3 +124,18 @@ def test_the_balance_loss_spreads_tokens_over_experts():
         words = (*model, f"train.balance_loss={coefficient}")
         loads[coefficient] = gloo.run(1, steps, 1, 1, words, 25, "")[0][-1]["balance_loss"]
     assert loads[0.5] < 1.1 < loads[0.0], loads
+
+
+def test_waits_for_the_loads_of_other_workers_are_observed():
+    for entered in gloo.run(2, observed):
+        assert entered == 2 * 2, "each of two layers waits once in each of two sequences"
+
+
+def observed(rank: int, world: int) -> int:
+    trainer = make(rank, world, 1, world, MOE)
+    assert trainer.router is not None
+    entered: list[bool] = []
+    trainer.router.observer.waiting = lambda: nullcontext(entered.append(True))
+    trainer.train_step(False)
+    trainer.close()
+    return len(entered)

@@ -1,0 +1,123 @@
+"""Experts in chunks of tokens give the results of one chunk, and need less memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from moe_models import make_module, moe_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from mtrain_cli.model.expert_tiles import ExpertExecution, WeightGradients
+from mtrain_cli.model.experts import compute_experts
+from mtrain_cli.model.routing import Decision, decide_alone
+
+TOKENS, EXPERTS = 23, 6
+NAMES = "out", "x", "scores", "gate_up", "down"
+
+
+def decision() -> Decision:
+    """Return a decision with an empty expert, and the last of its pairs beyond the capacity."""
+    chosen = torch.rand(TOKENS, EXPERTS - 1, generator=torch.Generator().manual_seed(3)).topk(2)
+    found = decide_alone(chosen.indices, EXPERTS)
+    ends = found.ends_E.clamp(max=2 * TOKENS - 5)
+    return found._replace(ends_E=ends)
+
+
+def computed(
+    execution: ExpertExecution, dtype: torch.dtype = torch.float64
+) -> dict[str, torch.Tensor]:
+    """Return output and gradients of the experts of some tokens."""
+    model = moe_model()
+    module = make_module(model).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(TOKENS, 40, dtype=dtype, generator=generator) for _ in range(2))
+    scores = torch.rand(TOKENS, 2, dtype=torch.promote_types(dtype, torch.float32),
+                        generator=generator)  # fmt: skip
+    inputs = x.requires_grad_(), scores.requires_grad_()
+    bounds = execution.bounds(x, model.moe, shared=False)
+    options: Any = {"bounds": bounds, "recompute": execution.recompute, "inputs_only": False}
+    out = compute_experts(*inputs, module.experts, decision(), **options)
+    out.backward(grad)
+    weights = module.experts.gate_up.grad, module.experts.down.grad
+    return dict(zip(NAMES, (out.detach(), x.grad, scores.grad, *weights), strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("chunks", [2, 5, TOKENS])
+def test_chunks_give_output_and_gradients_of_one_chunk(chunks, recompute):
+    expected = computed(ExpertExecution())
+    found = computed(ExpertExecution(chunks=chunks, recompute=recompute))
+    for name in NAMES:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_low_precision_gradients_of_weights_are_summed_in_float32():
+    exact, one, many = (
+        computed(ExpertExecution(chunks=chunks), dtype)
+        for chunks, dtype in ((1, torch.float64), (1, torch.bfloat16), (TOKENS, torch.bfloat16))
+    )
+    for name in ("gate_up", "down"):
+        errors = [float((each[name].double() - exact[name]).norm()) for each in (one, many)]
+        assert errors[1] < 1.3 * errors[0], name
+        assert many[name].dtype == torch.bfloat16
+
+
+def test_the_sum_of_one_chunk_keeps_its_dtype_and_memory():
+    left, right = torch.ones(4, 2, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16)
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    sums = {count: WeightGradients(count) for count in (1, 2)}
+    for each in sums.values():
+        each.add("down", left, right, ends)
+    assert sums[1]._sums["down"].dtype == torch.bfloat16
+    assert sums[2]._sums["down"].dtype == torch.float32
+    assert sums[2].take("down", left)[:, 0, 0].tolist() == [1, 3]
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that an operation makes, in bytes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        made = [t.untyped_storage().nbytes() for t in tree_iter(result)
+                if isinstance(t, torch.Tensor)]  # fmt: skip
+        self.bytes = max([self.bytes, *made])
+        return result
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_temporary_tensor_is_larger_than_a_tile(recompute):
+    model = moe_model(moe={"top_k": 4, "expert_size": 32})
+    tokens, tile = 4096, 1 << 20
+    module = make_module(model).float()
+    x = torch.randn(tokens, 40)
+    execution = ExpertExecution(tile_bytes=tile, recompute=recompute)
+    bounds = execution.bounds(x, model.moe, shared=False)
+    assert len(bounds) > 4
+    chosen = torch.rand(tokens, 6).topk(4).indices
+    arguments = x.requires_grad_(), torch.rand(tokens, 4).requires_grad_(), module.experts
+    largest = {}
+    for limits in ([0, tokens], bounds):
+        with Largest() as mode:
+            compute_experts(
+                *arguments, decide_alone(chosen, 6),
+                bounds=limits, recompute=recompute, inputs_only=False,
+            ).sum().backward()  # fmt: skip
+        largest[len(limits)] = mode.bytes
+    assert largest[2] > tile > largest[len(bounds)], largest
+
+
+def test_bounds_split_the_tokens_evenly():
+    x = torch.empty(10, 40)
+    for chunks in (1, 3, 10, 99):
+        bounds = ExpertExecution(chunks=chunks).bounds(x, moe_model().moe, shared=True)
+        assert (bounds[0], bounds[-1]) == (0, 10)
+        assert {end - begin for begin, end in pairwise(bounds)} <= {10, 3, 4, 1}
+        assert len(bounds) == min(chunks, 10) + 1
