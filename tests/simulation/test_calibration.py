@@ -162,7 +162,7 @@ def test_a_kernel_that_skips_nothing_is_fitted_to_the_pairs_of_the_mask(tmp_path
 
 
 def test_held_out_errors_of_the_shipped_calibration():
-    (calibration,) = shipped()
+    calibration = next(c for c in shipped() if c.device == "NVIDIA H200")
     assert calibration.device == "NVIDIA H200"
     errors = {(c.kernel, c.form, c.direction): c.error for c in calibration.curves if c.points > 2}
     assert errors["triton", SPARSE, "forward"] < 0.02
@@ -177,7 +177,7 @@ def test_held_out_errors_of_the_shipped_calibration():
 
 
 def test_efficiency_grows_with_the_work_of_a_call():
-    (calibration,) = shipped()
+    calibration = next(c for c in shipped() if c.device == "NVIDIA H200")
     curve = calibration.find("flash4", SPARSE, "forward")
     shares = [
         flop / (float(curve.us(np.array(flop))) / 1e6) / 989e12 for flop in (1e11, 1e12, 1e13, 1e14)
@@ -244,7 +244,7 @@ def test_a_file_of_the_user_replaces_the_shipped_one(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no such calibration; allowed: kernels-h200, "),
+        (None, "no such calibration; allowed: kernels-a100, kernels-h200, "),
         ("{", "not readable as JSON"),
         ("[]", "holds no times"),
         ('{"kind": "layer", "times": [1], "device": "x"}', "holds no times"),
@@ -279,6 +279,7 @@ def shipped_file():
     [
         ("NVIDIA H200", "NVIDIA H200", True),
         ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A800-SXM4-80GB", True),
         ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-80GB", False),
         ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", True),
         ("NVIDIA H200", "NVIDIA H200 NVL", False),
@@ -303,3 +304,44 @@ def test_times_of_another_device_are_never_used_silently():
     alike = kernels_for("NVIDIA H100 SXM5", 989e12, "triton", "sparse", peaks, of_h100)
     assert all(curve.scaled is None for curve in alike.whole.values())
     assert alike.remarks[0].startswith("kernel times are those of NVIDIA H100 80GB HBM3")
+
+
+def test_published_times_of_a100s_reproduce_their_source():
+    """FlashAttention-2's figure gives both passes together, another source forward alone."""
+    document = json.loads((resource_dir("profiles") / "kernels-a100.json").read_text())
+    assert document["published"] is True
+    assert len(document["sources"]) == 3
+    tflops = {}
+    for time in document["times"]:
+        case, both = time["case"], time["forward_ms"] + time["backward_ms"]
+        flop = 4 * time["pairs"] * case["head_dim"]
+        assert 3.5 * flop / both / 1e9 == pytest.approx(time["published_tflops"], rel=1e-3)
+        assert both / time["forward_ms"] == pytest.approx(373.4 / 94.7, rel=1e-3)
+        tflops[case["mask"], case["seq"]] = flop / time["forward_ms"] / 1e9
+    assert tflops["causal", 8192] == pytest.approx(205, abs=0.5)  # of the other source
+    assert max(tflops.values()) < 230  # the paper's text
+
+
+def test_a100s_take_published_times_and_not_those_of_another_generation():
+    for gpu in ("NVIDIA A100-SXM4-40GB", "NVIDIA A800-SXM4-80GB"):
+        found = kernels_for(gpu, 312e12, "sdpa", DENSE, PEAKS)
+        assert "are published figures of NVIDIA A100-SXM4-80GB" in found.remarks[0]
+        curve = found.whole["backward"]
+        assert curve.scaled is None
+        assert 0.55 * 312 < 1e3 / curve.ms_per_tflop < 0.7 * 312
+        assert (curve.low, curve.high) != (1, 1)
+    # No other kernel was published: the H200's times stay, scaled.
+    other = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "triton", SPARSE, PEAKS)
+    assert "those of NVIDIA H200, scaled" in other.remarks[0]
+    # Published times are never scaled to a GPU if mtrain measured another GPU.
+    h100 = kernels_for("NVIDIA H100 80GB HBM3", 989e12, "sdpa", DENSE, PEAKS)
+    assert "those of NVIDIA H200, scaled" in h100.remarks[0]
+
+
+def test_only_a_kernel_without_striped_times_is_priced_by_stripes():
+    a100 = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "sdpa", LISTS, PEAKS)
+    assert a100.by_stripes
+    assert "one call per stripe" in a100.remarks[1]
+    assert not kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "sdpa", DENSE, PEAKS).by_stripes
+    assert not kernels_for("NVIDIA H200", 989e12, "sdpa", LISTS, PEAKS).by_stripes
+    assert not kernels_for("NVIDIA H200", 989e12, "triton", LISTS, PEAKS).by_stripes
