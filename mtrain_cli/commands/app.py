@@ -41,6 +41,8 @@ from mtrain_cli.commands import (
     report,
     simulate,
     status,
+    study,
+    study_published,
     train,
 )
 from mtrain_cli.commands.options import describe, described_parameters
@@ -56,6 +58,7 @@ ORDER = (
     "status",
     "profile",
     "simulate",
+    "study",
     "report",
     "config",
     "mask",
@@ -286,6 +289,8 @@ _PROFILES = (
 assert all(module.app is profile.app for module in _PROFILES)
 app.add_typer(profile.app, name="profile")
 app.add_typer(simulate.app, name="simulate")
+assert study_published.app is study.app
+app.add_typer(study.app, name="study")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")
