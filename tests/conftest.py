@@ -24,6 +24,21 @@ if not torch.cuda.is_available():
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
 
 MAX_PROCESSES = 8  # each test may start up to five more
+# The files that take longest begin first, so that no process has one of them left at the end.
+LONGEST = (
+    "commands/test_profile_imbalance.py",
+    "profiling/test_periodic_profile.py",
+    "training/test_pipeline.py",
+    "commands/test_profile_step.py",
+    "parallel/test_context_attention.py",
+    "training/test_tensor_parallel_training.py",
+    "evaluation/test_in_training.py",
+    "training/test_memory_search.py",
+    "training/test_dry_run.py",
+    "training/test_state_memory.py",
+    "commands/test_lost_worker.py",
+    "launch/test_local.py",
+)
 
 
 def pytest_configure() -> None:
@@ -38,6 +53,12 @@ def pytest_configure() -> None:
     ):
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, default)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the longest files first."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

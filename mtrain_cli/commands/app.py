@@ -42,6 +42,7 @@ from mtrain_cli.commands import (
     simulate,
     status,
     study,
+    study_learning,
     study_published,
     train,
 )
@@ -55,10 +56,10 @@ ORDER = (
     "train",
     "generate",
     "eval",
+    "study",
     "status",
     "profile",
     "simulate",
-    "study",
     "report",
     "config",
     "mask",
@@ -275,6 +276,8 @@ def mtrain(
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="eval")
+assert study_learning.app is study_published.app is study.app
+app.add_typer(study.app, name="study")
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.
 _PROFILES = (
@@ -289,8 +292,6 @@ _PROFILES = (
 assert all(module.app is profile.app for module in _PROFILES)
 app.add_typer(profile.app, name="profile")
 app.add_typer(simulate.app, name="simulate")
-assert study_published.app is study.app
-app.add_typer(study.app, name="study")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")

@@ -41,8 +41,8 @@ def import_weights(
           Create runs/qwen3b-start, which you can resume
 
     Args:
-        hf_folder: Folder with config.json and safetensors of a qwen2, qwen3, llama or mistral
-            model.
+        hf_folder: Folder with config.json and safetensors of a qwen2, qwen3, llama, mistral,
+            qwen3_moe or mixtral model.
         run: Run folder to create; the weights become its checkpoint step-0.
     """
     from mtrain_cli.model.huggingface_config import read_config, remarks

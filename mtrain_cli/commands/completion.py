@@ -134,6 +134,14 @@ def complete_published(incomplete: str) -> list[Candidate]:
     return [(name, text) for name, text in [*titles, *groups] if name.startswith(incomplete)]
 
 
+def complete_tiers(incomplete: str) -> list[Candidate]:
+    """Complete a tier of `mtrain study learning`."""
+    from mtrain_cli.learning.tiers import TIERS
+
+    about = {name: " ".join(tier.model[:2]) for name, tier in TIERS.items()}
+    return [(name, text) for name, text in about.items() if name.startswith(incomplete)]
+
+
 def in_list(allowed: Sequence[str], incomplete: str) -> list[str]:
     """Complete the last name of a comma-separated list, without names that are in the list."""
     before, comma, start = incomplete.rpartition(",")

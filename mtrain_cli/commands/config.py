@@ -112,10 +112,25 @@ def show_option(
         for key in keys.all_keys().values()
         if key.name in values and belongs(key.name)
     ]
-    title = f"{group}={name}  {summary(file)}".rstrip()
+    title = f"{group}={name}  {summary(file)}{_parameters(group, name, config_dir)}".rstrip()
     _print_table(title, ("key", VALUE, "description", ALLOWED), rows)
     if group in _KINDS and option == group:
         _print_kinds(group, groups.options[group], config_dir)
+
+
+def _parameters(group: str, name: str, config_dir: Path | None) -> str:
+    """Return the number of parameters of a model, for the title; "" for another group."""
+    if group != "model":
+        return ""
+    from mtrain_cli.composition.compose import compose
+    from mtrain_cli.config.schema import ConfigError
+    from mtrain_cli.training.flops import parameters
+
+    try:
+        model = compose([f"model={name}"], config_dir, plan=True).model
+    except ConfigError:  # `mtrain train` reports the mistake
+        return ""
+    return f" ({parameters(model).described})"
 
 
 def _print_kinds(group: str, options: dict[str, Path], config_dir: Path | None) -> None:

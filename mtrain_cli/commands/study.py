@@ -34,6 +34,8 @@ def study() -> None:
 
     [bold]Examples[/bold]
 
+      [cyan]mtrain study learning --tier a --dry-run[/cyan]
+          List the runs that compare sparse with dense training, with their cost
       [cyan]mtrain study list[/cyan]
           List the published tables
       [cyan]mtrain study burst-table2[/cyan]

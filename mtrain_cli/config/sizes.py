@@ -70,3 +70,11 @@ def parse_share(text: str) -> float:
     """
     text = text.strip()
     return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+
+
+def count(number: int) -> str:
+    """Format a count, for example as 3.09 B, 494 M or 874 K."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number)

@@ -123,6 +123,7 @@ def _measure(scorer: Scorer, item: Item) -> Row:
     return {
         "score": 100.0 * sum(right) / len(right),
         "hits": pairs,
+        "places": [first for first, _ in item["answers"]],
         "nats": [round(cost, 4) if np.isfinite(cost) else None for cost in costs],
     }
 

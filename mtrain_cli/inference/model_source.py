@@ -209,11 +209,13 @@ def load_decoder(
 def _load_checkpoint(
     decoder: Decoder, source: ModelSource, report: Callable[[str], None] | None
 ) -> None:
-    """Read the weights tensor by tensor into the decoder, in its dtype."""
+    """Read the weights and the biases of routers tensor by tensor into the decoder."""
+    from mtrain_cli.model.experts import reset_biases
     from mtrain_cli.model.huggingface import parameter_problems
     from mtrain_cli.training import checkpointer
 
-    parameters = {name: one.detach() for name, one in decoder.named_parameters()}
+    reset_biases(decoder)  # float32, whatever the dtype of the weights
+    parameters = {name: one.detach() for name, one in decoder.state_dict().items()}
 
     def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         problems = parameter_problems(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from mtrain_cli.launch.manifest import plain_name
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.experts import reset_biases
+from mtrain_cli.model.stored_tensors import Region, overlaps, stored_parts, whole
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
 from mtrain_cli.parallel.parameter_shards import own_region
 
@@ -37,16 +38,18 @@ MAX_FILE_BYTES = 5 * 10**9
 _SHOWN_PROBLEMS = 8
 
 
-def hf_name(name: str) -> str:
-    """Return the name that Hugging Face gives to the decoder's parameter ``name``."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a decoder, by name. Allocate no parameter."""
     with torch.device("meta"):
         decoder = Decoder(model)
     return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+
+
+def state_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a checkpoint: parameters and the biases of routers."""
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    return {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
 
 
 def parameter_problems(
@@ -103,12 +106,33 @@ class HuggingFaceFolder:
         self.model, self.max_position = huggingface_config.read_config(self.path)
         self._files: dict[str, Any] = {}
         self._file_of = self._locate()
+        self._shapes = parameter_shapes(self.model)
+        self._parts = {
+            name: stored_parts(name, shape, self.model) for name, shape in self._shapes.items()
+        }
         self._check()
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows ``start:stop`` of a parameter to the CPU, in the dtype of the file."""
-        with _readable(self.path / self._file_of[hf_name(name)]):
-            return self._slice(hf_name(name))[start:stop]
+    def read(self, name: str) -> Tensor:
+        """Read a parameter to the CPU, in the dtype of the file."""
+        shape = self._shapes[name]
+        parts = list(self.read_region(name, whole(shape)))
+        if len(parts) == 1:
+            return parts[0][1].view(shape)
+        result = torch.empty(shape, dtype=parts[0][1].dtype)
+        for place, tensor in parts:
+            result[place] = tensor
+        return result
+
+    def read_region(self, name: str, region: Region) -> Iterator[tuple[Region, Tensor]]:
+        """Read a region of a parameter, one tensor of the folder after another.
+
+        Yield the place of each tensor in the region, and its values on the CPU in the dtype of the
+        file. Experts of which the region has nothing are not read.
+        """
+        for stored, rows, place in overlaps(self._parts[name], region):
+            with _readable(self.path / self._file_of[stored]):
+                tensor = self._slice(stored)[rows]
+            yield place, tensor
 
     def unmap(self) -> None:
         """Let go of the weight files. Pages that were read no longer count as this process's."""
@@ -153,7 +177,7 @@ class HuggingFaceFolder:
         return file_of
 
     def _check(self) -> None:
-        expected = {hf_name(name): shape for name, shape in parameter_shapes(self.model).items()}
+        expected = {part.name: part.shape for parts in self._parts.values() for part in parts}
         # Old Llama folders also store rotary frequencies. Folders of tied models may store the
         # embedding a second time, as the LM head.
         ignored = {
@@ -176,7 +200,7 @@ class HuggingFaceFolder:
         return (
             name == "lm_head.weight"
             and self.model.tie_word_embeddings
-            and torch.equal(self._slice(name)[:], self._slice(hf_name("embed_tokens.weight"))[:])
+            and torch.equal(self._slice(name)[:], self._slice("model.embed_tokens.weight")[:])
         )
 
 
@@ -201,17 +225,17 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
     reset_biases(decoder)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            _fill(parameter, partial(source.read, name))
+            _fill(parameter, partial(source.read_region, name))
             source.unmap()
 
 
-def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(read(0, None))
-        return
-    rows, *columns = own_region(parameter)
-    if rows.start < rows.stop:
-        parameter.to_local().copy_(read(rows.start, rows.stop)[:, *columns])
+def _fill(parameter: Tensor, read: Callable[[Region], Iterable[tuple[Region, Tensor]]]) -> None:
+    local, region = parameter, whole(tuple(parameter.shape))
+    if isinstance(parameter, DTensor):
+        local, region = parameter.to_local(), own_region(parameter)
+    if all(one.start < one.stop for one in region):
+        for place, tensor in read(region):
+            local[place].copy_(tensor)
 
 
 def write_folder(
@@ -265,7 +289,7 @@ def write_folder(
         (partial_folder / "config.json").write_text(
             json.dumps(config, indent=2) + "\n", encoding="utf-8"
         )
-        _write_weights(partial_folder, parameter_shapes(model), read, dtype, max_file_bytes)
+        _write_weights(partial_folder, model, read, dtype, max_file_bytes)
         if path.exists():
             path.rmdir()
         partial_folder.rename(path)
@@ -281,26 +305,41 @@ def write_folder(
 
 def _write_weights(
     folder: Path,
-    shapes: dict[str, tuple[int, ...]],
+    model: ModelConfig,
     read: Callable[[Sequence[str]], dict[str, Tensor]],
     dtype: torch.dtype,
     max_bytes: int,
 ) -> None:
+    shapes = parameter_shapes(model)
     groups = list(_groups(shapes, dtype.itemsize, max_bytes))
     file_of: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         file = file if len(groups) > 1 else SINGLE
-        tensors = {hf_name(name): t.to(dtype).contiguous() for name, t in read(names).items()}
+        tensors = {
+            stored: part.to(dtype).contiguous()
+            for name, tensor in read(names).items()
+            for stored, part in _split(name, tensor, model)
+        }
         save_file(tensors, folder / file, {"format": "pt"})
         # safetensors lets only the owner read a file. An inference server may run as another user,
         # so give the file the permissions of config.json.
         (folder / file).chmod((folder / "config.json").stat().st_mode)
-        file_of |= {hf_name(name): file for name in names}
+        file_of |= dict.fromkeys(tensors, file)
     if len(groups) > 1:
         total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _split(name: str, tensor: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of the stored tensors of a parameter."""
+    shape = tuple(tensor.shape)
+    for part in stored_parts(name, shape, model):
+        if part.expert is None:
+            yield part.name, tensor
+        else:
+            yield part.name, tensor[part.expert, part.start : part.start + part.shape[0]]
 
 
 def _groups(

@@ -15,16 +15,23 @@ from mtrain_cli.config import documents, keys
 from mtrain_cli.config.mask_settings import CAUSAL, FULL_LAYERS, MaskConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.model import huggingface_experts
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    **huggingface_experts.ARCHITECTURES,
 }
 # Defaults of transformers for keys that a config.json lacks.
-_MAX_POSITION = {"qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 131072}
-_KV_HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8}  # llama: the number of query heads
+_MAX_POSITION = {
+    "qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 131072, "qwen3_moe": 32768,
+    "mixtral": 131072,
+}  # fmt: skip
+# llama: the number of query heads
+_KV_HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8, "qwen3_moe": 4, "mixtral": 8}
+_EPSILON, _THETA = {"mixtral": 1e-5}, {"mixtral": 1e6}  # other families: 1e-6 and 1e4
 # Rotary settings that may also be at the top level of config.json.
 _OUTER_ROPE = ("rope_theta", "original_max_position_embeddings")
 # Keys to write that only some architectures have.
@@ -33,7 +40,11 @@ _FAMILY_KEYS: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False},
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mistral": {},
+    "qwen3_moe": {"attention_bias": False},
+    "mixtral": {},
 }
+_QK_NORM = ("qwen3", "qwen3_moe")
+_ALIKE = ("mistral", "qwen3_moe", "mixtral")  # all their layers have the same window
 # Sliding windows: defaults of transformers, and its names of layers without and with a window.
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 _LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -58,6 +69,7 @@ _SHAPE_KEYS = {
 }
 _KEYS = {
     **_SHAPE_KEYS,
+    **huggingface_experts.KEYS,
     "rms_norm_eps": "model.rms_norm_eps",
     "initializer_range": "model.init_std",
     "max_position_embeddings": "model.rope.original_max_position",
@@ -67,7 +79,7 @@ _KEYS = {
 }
 
 
-def _format_value(value: Any, quotes: bool = False) -> str:
+def format_value(value: Any, quotes: bool = False) -> str:
     """Format a JSON value for a message, cut to 60 characters.
 
     quotes: whether a string gets quotes.
@@ -79,7 +91,7 @@ def _format_value(value: Any, quotes: bool = False) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-class _ConfigFields:
+class ConfigFields:
     """The fields of a JSON object. Reading an invalid field adds a line to ``problems``."""
 
     def __init__(self, path: Path, raw: dict[str, Any]) -> None:
@@ -99,7 +111,7 @@ class _ConfigFields:
         """
         value = self.raw.get(key)
         value = default if value is None else value
-        text = f"{key}={_format_value(value)}"
+        text = f"{key}={format_value(value)}"
         if value is None:
             self.problem(f"{key} is missing")
             return kind(1)
@@ -116,7 +128,7 @@ class _ConfigFields:
         """Return the boolean under ``key``. A missing or null value counts as false."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, bool):
-            self.problem(f"{key}={_format_value(value)}: must be true or false")
+            self.problem(f"{key}={format_value(value)}: must be true or false")
         return value is True
 
     def refuse(self, key: str, allowed: Any) -> None:
@@ -126,7 +138,7 @@ class _ConfigFields:
         """
         value = self.raw.get(key)
         if value is not None and value != allowed:
-            shown, only = _format_value(value, quotes=True), json.dumps(allowed)
+            shown, only = format_value(value, quotes=True), json.dumps(allowed)
             self.problem(f"{key}={shown} is not supported; only {only} is")
 
 
@@ -161,9 +173,9 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ConfigError(
-            f"{path}: model_type={_format_value(family)}: must be one of {', '.join(ARCHITECTURES)}"
+            f"{path}: model_type={format_value(family)}: must be one of {', '.join(ARCHITECTURES)}"
         )
-    fields = _ConfigFields(path, raw)
+    fields = ConfigFields(path, raw)
     fields.refuse("hidden_act", "silu")
     fields.refuse("attention_bias", False)
     fields.refuse("mlp_bias", False)
@@ -175,23 +187,25 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     if "num_key_value_heads" not in raw:
         kv_heads = _KV_HEADS.get(family, num_heads)
     head_dim = 128 if family == "qwen3" else max(1, hidden_size // num_heads)
+    num_layers = fields.number("num_hidden_layers", int)
     max_position = fields.number("max_position_embeddings", int, _MAX_POSITION[family])
     model = ModelConfig(
         name=folder.resolve().name,
         family=family,
         vocab_size=fields.number("vocab_size", int),
         hidden_size=hidden_size,
-        num_layers=fields.number("num_hidden_layers", int),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.number("num_key_value_heads", int, kv_heads),
         head_dim=fields.number("head_dim", int, head_dim),
         intermediate_size=fields.number("intermediate_size", int),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in _QK_NORM,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", float, 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", float, _EPSILON.get(family, 1e-6)),
         init_std=fields.number("initializer_range", float, 0.02),
-        rope=_read_rope(fields, max_position),
+        rope=_read_rope(fields, max_position, _THETA.get(family, 10000.0)),
+        moe=huggingface_experts.read(fields, family, num_layers),
     )
     if fields.problems:
         raise ConfigError(*fields.problems)
@@ -208,9 +222,9 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     return model, max_position
 
 
-def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
+def _read_rope(outer: ConfigFields, max_position: int, theta: float) -> RopeConfig:
     parameters = _rope_parameters(outer)
-    inner = _ConfigFields(outer.path, parameters)
+    inner = ConfigFields(outer.path, parameters)
     inner.problems = outer.problems
     inner.refuse("partial_rotary_factor", 1.0)
     outer.refuse("partial_rotary_factor", 1.0)
@@ -218,14 +232,14 @@ def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
     scaling = kind if kind in ("yarn", "llama3") else "none"
     if kind not in ("default", "yarn", "llama3"):
         outer.problem(
-            f"rope_type={_format_value(kind)} is not supported; only default, yarn and llama3 are"
+            f"rope_type={format_value(kind)} is not supported; only default, yarn and llama3 are"
         )
     original, factor = max_position, 1.0
     if scaling != "none":
         original = inner.number("original_max_position_embeddings", int, max_position)
         factor = inner.number("factor", float, max_position / original)
     rope = RopeConfig(
-        theta=inner.number("rope_theta", float, 10000.0),
+        theta=inner.number("rope_theta", float, theta),
         scaling=scaling,
         factor=factor,
         original_max_position=original,
@@ -239,7 +253,7 @@ def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
     return rope
 
 
-def _rope_parameters(outer: _ConfigFields) -> dict[str, Any]:
+def _rope_parameters(outer: ConfigFields) -> dict[str, Any]:
     """Return the rotary settings by their names in transformers 5.
 
     config.json may contain a setting several times. Record a problem if the values of a setting
@@ -264,7 +278,7 @@ def _rope_parameters(outer: _ConfigFields) -> dict[str, Any]:
     return {key: value for key, (_, value) in settings_by_name.items() if value is not None}
 
 
-def _rope_object(outer: _ConfigFields, key: str) -> dict[str, Any]:
+def _rope_object(outer: ConfigFields, key: str) -> dict[str, Any]:
     settings = outer.raw.get(key)
     if settings is None:
         return {}
@@ -289,14 +303,14 @@ def read_mask(folder: Path) -> MaskConfig | None:
             `mask.full_every` and `mask.full_first` cannot describe.
     """
     path = folder / "config.json"
-    fields = _ConfigFields(path, read_json(path))
+    fields = ConfigFields(path, read_json(path))
     mask = _window(fields, str(fields.raw.get("model_type")))
     if fields.problems:
         raise ConfigError(*fields.problems)
     return mask
 
 
-def _window(fields: _ConfigFields, family: str) -> MaskConfig | None:
+def _window(fields: ConfigFields, family: str) -> MaskConfig | None:
     """Return the mask of the layers. Record a problem if no `MaskConfig` describes them."""
     kinds = fields.raw.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else None
@@ -336,7 +350,7 @@ def _window(fields: _ConfigFields, family: str) -> MaskConfig | None:
     return mask
 
 
-def _given_window(fields: _ConfigFields, family: str, layers: int) -> tuple[int | None, list[bool]]:
+def _given_window(fields: ConfigFields, family: str, layers: int) -> tuple[int | None, list[bool]]:
     """Return the window without regard to layer_types, and which layers have it.
 
     Missing keys have the defaults of transformers.
@@ -345,11 +359,16 @@ def _given_window(fields: _ConfigFields, family: str, layers: int) -> tuple[int 
         if fields.raw.get("sliding_window", 0) is None:
             return None, [False] * layers
         return fields.number("sliding_window", int, _WINDOW), [True] * layers
+    if family == "mixtral":
+        window = fields.number("sliding_window", int, 1)
+        return (None if fields.raw.get("sliding_window") is None else window), [True] * layers
+    if family == "qwen3_moe":
+        return huggingface_experts.window(fields, _WINDOW), [True] * layers
     if family not in ("qwen2", "qwen3") or not fields.flag("use_sliding_window"):
         return None, [False] * layers
     full = fields.raw.get("max_window_layers", _MAX_WINDOW_LAYERS)
     if not isinstance(full, int) or isinstance(full, bool) or full < 0:
-        fields.problem(f"max_window_layers={_format_value(full)}: must be an integer, 0 or more")
+        fields.problem(f"max_window_layers={format_value(full)}: must be an integer, 0 or more")
         full = 0
     window = fields.number("sliding_window", int, _WINDOW)
     return window, [layer >= full for layer in range(layers)]
@@ -368,12 +387,13 @@ def remarks(folder: Path) -> list[str]:
         for key in raw
         if key.endswith(("dropout", "_pdrop")) and raw[key]
     ]
+    lines += [f"{path}: {line}" for line in huggingface_experts.remarks(raw)]
     if raw.get("auto_map"):
         lines.append(f"{path}: auto_map: the folder brings its own code, which mtrain does not run")
     return lines
 
 
-def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
+def _refuse_other_yarn(fields: ConfigFields, rope: RopeConfig) -> None:
     """Record a problem for a variant of YaRN that `rope.py` does not have."""
     # `rope` imports torch, which takes seconds. Commands that only read settings should start fast.
     from mtrain_cli.model.rope import attention_factor
@@ -385,7 +405,7 @@ def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
         isinstance(theirs, (int, float)) and math.isclose(theirs, ours, rel_tol=1e-6)
     ):
         fields.problem(
-            f"attention_factor={_format_value(theirs)} is not supported; YaRN gives {ours:.6g} for "
+            f"attention_factor={format_value(theirs)} is not supported; YaRN gives {ours:.6g} for "
             "this factor"
         )
     if fields.raw.get("mscale") and fields.raw.get("mscale_all_dim"):
@@ -402,14 +422,18 @@ def _window_keys(model: ModelConfig, mask: MaskConfig) -> dict[str, Any]:
         ConfigError: models of this family have no sliding window, or none in some layers only.
     """
     window = mask.plain_window
-    if model.family == "mistral":  # without this key, transformers would assume 4096 tokens
+    if model.family in _ALIKE:
         for name in FULL_LAYERS:
             if number := getattr(mask, name):
                 raise ConfigError(
-                    f"mask.{name}={number}: all layers of a mistral model of transformers are "
-                    "alike. Use model.family=qwen2 or qwen3."
+                    f"mask.{name}={number}: all layers of a {model.family} model of transformers "
+                    "are alike. Use model.family=qwen2 or qwen3."
                 )
-        return {"sliding_window": window}
+        # Without this key, transformers would assume 4096 tokens for mistral.
+        keys_of_all = {"sliding_window": window}
+        if model.family == "qwen3_moe":
+            keys_of_all |= {"use_sliding_window": window is not None}
+        return keys_of_all
     if model.family == "llama":
         if window is not None:
             raise ConfigError(
@@ -456,7 +480,7 @@ def config_json(
     Raises:
         ConfigError: no Hugging Face model of this family has this shape or a sliding window.
     """
-    expected = (model.family == "qwen2", model.family == "qwen3")
+    expected = (model.family == "qwen2", model.family in _QK_NORM)
     if (model.qkv_bias, model.qk_norm) != expected:
         raise ConfigError(
             f"model.qkv_bias={model.qkv_bias}, model.qk_norm={model.qk_norm}: a Hugging Face "
@@ -469,6 +493,7 @@ def config_json(
             "in a llama model of transformers. Use model.family=mistral, which computes the same "
             "without that condition."
         )
+    of_experts = huggingface_experts.written(model)
     rope = model.rope
     scaling: dict[str, Any] | None = None
     if rope.scaling != "none" and rope_factor > 1.0:
@@ -484,6 +509,7 @@ def config_json(
         **{key: getattr(model, ours.removeprefix("model.")) for key, ours in _SHAPE_KEYS.items()},
         "hidden_act": "silu",
         **_FAMILY_KEYS[model.family],
+        **of_experts,
         **_window_keys(model, mask),
         "tie_word_embeddings": model.tie_word_embeddings,
         "rms_norm_eps": model.rms_norm_eps,

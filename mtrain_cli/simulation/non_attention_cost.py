@@ -15,7 +15,7 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.training.flops import own_tiles, parameters, recomputed_matmul
+from mtrain_cli.training.flops import layer_matmul, own_tiles, recomputed_matmul
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.model_part import ModelPart
 from mtrain_cli.training.run_plan import RunPlan
@@ -221,7 +221,7 @@ class NonAttentionCost:
         own, own_rows = own_tiles(config, plan.layout, e)
         stream, wide = own * model.hidden_size, tokens * model.intermediate_size
         rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-        matmul = parameters(model).layer_matmul
+        matmul = layer_matmul(model, experts=False)
         states = StateMemory(config, plan.dims.workers, plan.micro_batches, e, part)
         layer, root, shard, r = states.layer_weights, states.root_weights, states.shard, states.r
         eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs

@@ -246,6 +246,10 @@ def plan_on(
             f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 only; allowed: "
             "auto, bfloat16"
         )
+    if experts := config.model.moe.experts:
+        raise ConfigError(
+            f"model.moe.experts={experts}: mtrain simulate has no times of experts; allowed: 0"
+        )
     if cluster.gpu.is_cpu:
         raise ConfigError(
             f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a "

@@ -69,7 +69,7 @@ class AttentionMemory:
         """Bytes of the exchange's pool, which stays allocated from layer to layer."""
         return _pool(*self._program, self.sizes)
 
-    @property
+    @cached_property
     def ring_kv(self) -> int:
         """Bytes of the KV shard that a ring keeps for backward; 0 for other exchanges.
 
@@ -79,7 +79,7 @@ class AttentionMemory:
         circulates = self.exchange.circulates_among(self.layout.workers)
         return _saved(*self._program, self.sizes)["kv"] if circulates else 0
 
-    @property
+    @cached_property
     def gathered_columns(self) -> int:
         """Bytes of the columns that a ring gathers in forward and keeps for backward."""
         return _saved(*self._program, self.sizes).get("columns", 0)

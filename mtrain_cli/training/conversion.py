@@ -21,7 +21,9 @@ from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.model import huggingface
+from mtrain_cli.model.experts import BIAS
 from mtrain_cli.model.huggingface_config import config_json, read_mask, require_new_folder
+from mtrain_cli.model.huggingface_experts import bias_problem
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
@@ -64,8 +66,10 @@ def import_folder(source: Path, run: Path) -> Config:
         config = dataclasses.replace(config, mask=mask)
     created = run_dir.create(config, [])
     try:
+        parameters = huggingface.parameter_shapes(folder.model)
         weights = {
-            name: folder.read(name).float() for name in huggingface.parameter_shapes(folder.model)
+            name: folder.read(name).float() if name in parameters else torch.zeros(shape)
+            for name, shape in huggingface.state_shapes(folder.model).items()
         }
         checkpointer.write_model_state(created.checkpoints, 0, weights)
         _copy_tokenizer(source, created.path / TOKENIZER)
@@ -117,11 +121,14 @@ def export_checkpoint(
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    expected, by = huggingface.parameter_shapes(config.model), str(run / RESOLVED)
+    expected, by = huggingface.state_shapes(config.model), str(run / RESOLVED)
     if problems := huggingface.parameter_problems(
         shapes, expected, where=lambda _: source, expected_by=by
     ):
         raise ConfigError(*problems)
+    biases = [weights[name] for name in shapes if name.endswith(BIAS)]
+    if any(bias.any() for bias in biases):
+        raise ConfigError(bias_problem(config.model.family))
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         return {name: weights.pop(name) for name in names}

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
-from mtrain_cli.config.sizes import format_size, with_count
+from mtrain_cli.config.sizes import count, format_size, with_count
 from mtrain_cli.console import two_columns
 from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.launch.environment import host_memory
@@ -424,7 +424,7 @@ def _largest_that_fits(
 
 def describe_model(plan: RunPlan) -> str:
     name = f"{plan.config.model.name} ({plan.config.model.family})"
-    return f"{name}, {count(plan.parameters.total)} parameters"
+    return f"{name}, {plan.parameters.described}"
 
 
 def describe_rope(plan: RunPlan) -> str:
@@ -557,14 +557,6 @@ def describe_traffic(plan: RunPlan) -> str:
         shared = "hidden states {} forward and {} backward per layer".format(*map(size, received))
     parts = (exchange if plan.dims.cp > 1 else "no KV", shared, weights, link)
     return "; ".join(part for part in parts if part)
-
-
-def count(number: int) -> str:
-    """Format a count, for example as 3.09 B, 494 M or 874 K."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return str(number)
 
 
 def flop(number: float) -> str:

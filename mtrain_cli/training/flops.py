@@ -7,7 +7,8 @@ embedding, softmax, SwiGLU gate) do not count.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,15 +17,23 @@ import numpy as np
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
+from mtrain_cli.config.sizes import count
 from mtrain_cli.model.tiling import layers_with_products, shared_tile_rows
 from mtrain_cli.parallel.layout import Joined, Layout, early_queries
 from mtrain_cli.parallel.program import Recompute
 
 Shape = tuple[int, ...]
+EXPERTS_IN, EXPERTS_OUT = "experts gate and up", "experts down"
 
 
-def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Return the parameter shapes of a layer. Matrices are [out, in]; FSDP shards dimension 0."""
+def layer_shapes(model: ModelConfig, *, experts: bool | None = None) -> dict[str, Shape]:
+    """Return the parameter shapes of a layer.
+
+    FSDP shards dimension 0. Matrices are [out, in], and those of experts [experts, out, in].
+
+    Args:
+        experts: whether the layer has experts instead of one MLP. Default: as the last layer.
+    """
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     shapes: dict[str, Shape] = {
         "attention norm": (model.hidden_size,),
@@ -33,10 +42,11 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
         "v": (kv, model.hidden_size),
         "o": (model.hidden_size, heads),
         "mlp norm": (model.hidden_size,),
-        "gate": (model.intermediate_size, model.hidden_size),
-        "up": (model.intermediate_size, model.hidden_size),
-        "down": (model.hidden_size, model.intermediate_size),
     }
+    if experts if experts is not None else model.moe.experts > 0:
+        shapes |= _expert_shapes(model)
+    else:
+        shapes |= _mlp_shapes(model.hidden_size, model.intermediate_size)
     if model.qkv_bias:
         shapes |= {"q bias": (heads,), "k bias": (kv,), "v bias": (kv,)}
     if model.qk_norm:
@@ -44,9 +54,55 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def _mlp_shapes(hidden: int, width: int, prefix: str = "") -> dict[str, Shape]:
+    return {
+        f"{prefix}gate": (width, hidden),
+        f"{prefix}up": (width, hidden),
+        f"{prefix}down": (hidden, width),
+    }
+
+
+def _expert_shapes(model: ModelConfig) -> dict[str, Shape]:
+    moe, hidden = model.moe, model.hidden_size
+    shapes = _mlp_shapes(hidden, moe.shared_size, "shared ") if moe.shared_size else {}
+    return shapes | {
+        "router": (moe.experts, hidden),
+        EXPERTS_IN: (moe.experts, 2 * moe.expert_size, hidden),
+        EXPERTS_OUT: (moe.experts, hidden, moe.expert_size),
+    }
+
+
+def layer_kinds(model: ModelConfig, layers: Iterable[int] | None = None) -> dict[bool, int]:
+    """Count layers without experts (key False) and with experts (key True). Omit zeros.
+
+    layers: numbers of the layers to count. Default: all.
+    """
+    every = range(model.num_layers) if layers is None else layers
+    return dict(Counter(model.has_experts(layer) for layer in every))
+
+
+def layer_matmul(model: ModelConfig, *, experts: bool) -> int:
+    """Count the elements of a layer's matrices that multiply each token.
+
+    Args:
+        experts: whether the layer has experts. Of these, a token's own experts count.
+    """
+    return sum(_matrices(model, experts).values())
+
+
+def _matrices(model: ModelConfig, experts: bool) -> dict[str, int]:
+    """Return the number of elements of each matrix of a layer that multiply a token."""
+    return {
+        name: model.moe.top_k * prod(shape[1:]) if len(shape) == 3 else prod(shape)
+        for name, shape in layer_shapes(model, experts=experts).items()
+        if len(shape) > 1
+    }
+
+
 def layer_norms(model: ModelConfig) -> int:
     """Count the elements of a layer's norms, which tensor parallelism does not cut."""
-    return sum(prod(shape) for name, shape in layer_shapes(model).items() if "norm" in name)
+    shapes = layer_shapes(model)
+    return sum(prod(shape) for name, shape in shapes.items() if "norm" in name)
 
 
 def root_shapes(model: ModelConfig) -> dict[str, Shape]:
@@ -65,32 +121,44 @@ class ParameterCount:
     """Number of elements in a decoder's parameters.
 
     total: elements of all parameters. A tied embedding counts once.
+    active: elements that compute one token: all parameters except the experts that the token did
+        not choose.
     embedding: elements of the embedding table.
-    matmul: elements that multiply every token: the matrices of the layers, and the LM head, tied or
-        not. Excludes the embedding look-up, norms and biases.
-    layer: elements of all parameters of one decoder layer.
-    layer_matmul: elements of the matrices of one decoder layer.
+    matmul: elements that multiply a token: the matrices of the layers, of these only the token's
+        experts, and the LM head, tied or not. Excludes the embedding look-up, norms and biases.
+    layer: elements of all parameters of the last decoder layer.
     """
 
     total: int
+    active: int
     embedding: int
     matmul: int
     layer: int
-    layer_matmul: int
+
+    @property
+    def described(self) -> str:
+        """The number of parameters, and that of active ones if it differs."""
+        text = f"{count(self.total)} parameters"
+        return text if self.active == self.total else f"{text}, {count(self.active)} active"
 
 
 def parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a decoder without building it."""
-    layer = [prod(shape) for shape in layer_shapes(model).values()]
-    matrices = [prod(shape) for shape in layer_shapes(model).values() if len(shape) == 2]
+    kinds = layer_kinds(model)
+    of_layers = {
+        experts: sum(map(prod, layer_shapes(model, experts=experts).values())) for experts in kinds
+    }
     head = model.vocab_size * model.hidden_size
+    total = sum(of_layers[experts] * number for experts, number in kinds.items())
+    total += sum(map(prod, root_shapes(model).values()))
+    moe = model.moe
+    idle = 3 * (moe.experts - moe.top_k) * moe.expert_size * model.hidden_size
     return ParameterCount(
-        total=sum(layer) * model.num_layers
-        + sum(prod(shape) for shape in root_shapes(model).values()),
+        total=total,
+        active=total - model.expert_layers * idle,
         embedding=head,
-        matmul=sum(matrices) * model.num_layers + head,
-        layer=sum(layer),
-        layer_matmul=sum(matrices),
+        matmul=sum(layer_matmul(model, experts=experts) * n for experts, n in kinds.items()) + head,
+        layer=of_layers[model.moe.experts > 0],
     )
 
 
@@ -225,15 +293,17 @@ def flops_per_token(
         keep_mlp: number of layers that keep their MLP products and do not recompute them. True
             means all.
     """
-    count = parameters(model)
+    number = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
     heads = model.num_layers * model.num_heads * model.head_dim
     again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled, keep_mlp=keep_mlp)
-    again += count.embedding if recomputed_logits else 0
+    again += number.embedding if recomputed_logits else 0
     products = 14 + 4 * pairs_again
     return FlopsPerToken(
-        model=6 * count.matmul + 12 * heads * allowed / seq,
-        executed=((6 * count.matmul + 2 * again) * (padded_seq or seq) + products * heads * allowed)
+        model=6 * number.matmul + 12 * heads * allowed / seq,
+        executed=(
+            (6 * number.matmul + 2 * again) * (padded_seq or seq) + products * heads * allowed
+        )
         / seq,
     )
 
@@ -280,12 +350,24 @@ def recomputed_matmul(
 
     Activation checkpointing recomputes q, k, v, o, gate and up, but not down: backward needs only
     the input of down. Without checkpointing, a layer computed in tiles recomputes o, gate and up. A
-    layer that keeps its MLP products (`keep_mlp`) does not recompute o, gate and up.
+    layer that keeps its MLP products (`keep_mlp`) does not recompute o, gate and up. A layer with
+    experts recomputes the router and the whole shared MLP, too, and is never tiled.
     """
-    shapes, layers = layer_shapes(model), model.num_layers
-    attention = sum(prod(shapes[name]) for name in ("q", "k", "v")) if recomputed else 0
-    mlp = sum(prod(shapes[name]) for name in ("o", "gate", "up")) if recomputed or tiled else 0
-    return attention * layers + mlp * (layers - layers_with_products(keep_mlp, layers))
+    found = 0
+    for experts, layers in layer_kinds(model).items():
+        attention, mlp = _recomputed(model, experts, recomputed=recomputed, tiled=tiled)
+        found += attention * layers + mlp * (layers - layers_with_products(keep_mlp, layers))
+    return found
+
+
+def _recomputed(
+    model: ModelConfig, experts: bool, *, recomputed: bool, tiled: bool
+) -> tuple[int, int]:
+    """Count the elements of a layer's recomputed matrices: before attention, and after it."""
+    matrices = _matrices(model, experts)
+    before = sum(matrices[name] for name in ("q", "k", "v"))
+    after = sum(matrices.values()) - before - matrices.get("down", 0) - matrices.get(EXPERTS_OUT, 0)
+    return before * recomputed, after * (recomputed or (tiled and not experts))
 
 
 # Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets. If a sheet prints

@@ -112,14 +112,15 @@ class MemoryMoment:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes of each part, in the order of the fields."""
-        return {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"
-        }
+        return {name: getattr(self, name) for name in _PARTS}
 
     @cached_property
     def allocated(self) -> int:
         """Sum of all parts. The sum at the peak estimates torch.cuda.max_memory_allocated."""
-        return sum(self.parts.values())
+        return sum(getattr(self, name) for name in _PARTS)
+
+
+_PARTS = tuple(field.name for field in fields(MemoryMoment) if field.name != "name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +275,7 @@ class _StepMemory:
             in_backward: memory of the layer in its backward pass. None at any other moment.
         """
         layer, exchange, freed = in_backward or (0, self.attention.pool, 0)
-        others = [] if layers is None else list(self.part.others)
+        others = () if layers is None else self.part.others
         kept = self.kept(layers or 0) + sum(map(self._kept_by, others)) - freed
         index = self.kept_index(layers or 0) + sum(self._index_of(len(each)) for each in others)
         in_flight = 0 if layers is None else sum(self.part.in_flight)
@@ -388,8 +389,8 @@ class _StepMemory:
 
     def _products_of(self, layers: range) -> int:
         """Return how many bytes of MLP products these layers keep."""
-        with_products = sum(number >= self.layer.first_with_products for number in layers)
-        return self.layer.products * with_products
+        first = max(layers.start, self.layer.first_with_products)
+        return self.layer.products * max(0, layers.stop - first)
 
     def on_device(self, layers: int) -> int:
         """Return how many of the first `layers` layers have their activations on the device."""

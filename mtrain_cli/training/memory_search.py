@@ -77,6 +77,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.offload": (False, True),
     "optim.offload_gradients": (False, True),
 }
+# The alternative that needs the least memory, whatever the other keys have. A value of another key
+# may need less device memory and more host memory, or less in only some of the moments of a step.
+LEAST: dict[str, Any] = {
+    "train.checkpoint_keep": 0.25,
+    "train.keep_mlp": False,
+    "train.loss_chunk_mib": 128,
+    "train.shard": "full",
+}
 # Advice on a run that the CPU of a machine refuses.
 PLAN_FOR_GPUS = "topology=h200_1x8 to plan for eight GPUs"
 NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
@@ -457,7 +465,23 @@ def _can_fit(plan: RunPlan) -> bool:
     if plan.has_room_for(plan.memory):
         return True
     return plan.config.train.memory == "auto" and any(
-        _variant_fits(plan, config, changes) for config, changes in _variants(plan)
+        _variant_fits(plan, config, changes)
+        for config, changes in _variants(plan)
+        if is_least(plan.config, config)
+    )
+
+
+def is_least(config: Config, variant: Config) -> bool:
+    """Return whether no other variant of `config` surely needs less memory than `variant`.
+
+    If a run fits with any variant, it fits with one of these.
+    """
+    recomputes_some = variant.train.activation_checkpoint == "sequence_selective"
+    return all(
+        get_setting(variant, key) == least
+        for key, least in LEAST.items()
+        if get_setting(config, key) == CHOICES[key][0]
+        and (recomputes_some or key != "train.checkpoint_keep")
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.parallel.pipeline_player import SENDS_IN_FLIGHT
@@ -41,7 +40,7 @@ class ModelPart:
     def number_of_layers(self) -> int:
         return sum(map(len, self.layers))
 
-    @property
+    @cached_property
     def current(self) -> range:
         """The layers whose backward pass begins: the last virtual stage that keeps activations."""
         return next(
@@ -50,11 +49,14 @@ class ModelPart:
             if kept
         )
 
-    @property
-    def others(self) -> Iterator[range]:
+    @cached_property
+    def others(self) -> tuple[range, ...]:
         """Layers that keep activations of other micro-batches, or of earlier virtual stages."""
-        for layers, kept in zip(self.layers, self.in_flight, strict=True):
-            yield from [layers] * (kept - (layers == self.current))
+        return tuple(
+            layers
+            for layers, kept in zip(self.layers, self.in_flight, strict=True)
+            for _ in range(kept - (layers == self.current))
+        )
 
     @property
     def other_losses(self) -> int:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config
-from mtrain_cli.training.flops import parameters
+from mtrain_cli.training.flops import layer_kinds, layer_matmul
 
 _DIVISIONS = 60  # halvings of the slowest stage's cost, until float64 resolves no difference
 _ROUNDING = 1e-12  # relative error of sums of costs
@@ -30,6 +30,7 @@ def stage_layers(config: Config) -> tuple[int, ...]:
 def layer_costs(config: Config) -> list[float]:
     """Return the forward FLOP per token of each layer: matrix products, and q k^T and p v.
 
+    Of a layer's experts, those of one token count.
     A dynamic index counts as dense attention if its density depends on the data.
     """
     model, mask, seq = config.model, MaskRule.of(config), config.seq
@@ -39,9 +40,10 @@ def layer_costs(config: Config) -> list[float]:
         full: rule.undivided(seq, seq).pairs
         for full, rule in ((False, mask), (True, MaskRule(mask.document_mask)))
     }
-    matmul = 2 * parameters(model).layer_matmul
+    matmul = {kind: 2 * layer_matmul(model, experts=kind) for kind in layer_kinds(model)}
     return [
-        matmul + per_pair * pairs[config.mask.is_full(layer)] for layer in range(model.num_layers)
+        matmul[model.has_experts(layer)] + per_pair * pairs[config.mask.is_full(layer)]
+        for layer in range(model.num_layers)
     ]
 
 

@@ -132,7 +132,7 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
         (
             ["trian"],
-            "Did you mean train? Commands: train, generate, eval, status, profile, simulate, ",
+            "Did you mean train? Commands: train, generate, eval, study, status, profile, ",
         ),
         (
             ["profile", "x"],

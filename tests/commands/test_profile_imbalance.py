@@ -209,7 +209,8 @@ def test_the_trace_has_the_format_of_viewers(profile):
         end = ends["f"][number]
         assert begin["pid"] != end["pid"]
         assert begin["ts"] <= end["ts"]
-        for e in (begin, end):
+        # If the clocks of two ranks put an arrival before its departure, the arrow has no length.
+        for e in (begin, end) if begin["ts"] < end["ts"] else (begin,):
             assert any(
                 start - 2e-3 <= e["ts"] <= stop + 2e-3
                 for start, stop in by_thread[e["pid"], e["tid"]]

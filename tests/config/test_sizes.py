@@ -1,6 +1,6 @@
 import pytest
 
-from mtrain_cli.config.sizes import format_size, parse_size, with_count
+from mtrain_cli.config.sizes import count, format_size, parse_size, with_count
 
 
 @pytest.mark.parametrize(
@@ -76,3 +76,8 @@ def test_a_noun_has_the_number_of_its_count():
         "1 document",
         "2,000 documents",
     ]
+
+
+def test_counts_have_three_digits():
+    numbers = {7: "7", 822_000: "822 K", 8_030_261_248: "8.03 B", 494_032_768: "494 M"}
+    assert {number: count(number) for number in numbers} == numbers

@@ -92,8 +92,8 @@ def require_equal(run: Path, kind: str, step: int, out: Path) -> None:
 @pytest.mark.parametrize(
     ("world", "words", "degrees"),
     [
-        (1, SPARSE, {}),
-        (2, [], {}),
+        pytest.param(1, SPARSE, {}, marks=pytest.mark.slow),
+        pytest.param(2, [], {}, marks=pytest.mark.slow),
         (2, [*SPARSE, "topology.layout=zigzag", "topology.exchange=ring"], {}),
         (2, ["train.global_batch=2"], {"cp": 1}),
         (2, ["topology.tensor_parallel=2"], {"cp": 1, "tp": 2}),

@@ -129,11 +129,11 @@ def on_workers(rank: int, world: int, folder: str, kind: str) -> dict:
 
 
 @pytest.mark.parametrize("kind", [PERPLEXITY, NIAH])
-def test_one_to_four_workers_give_equal_results(run, kind):
+def test_one_two_and_four_workers_give_equal_results(run, kind):
     text_file(run.parent)
     alone = on_workers(0, 1, str(run), kind)
     assert len(alone) > 2
-    for world in (2, 3, 4):
+    for world in (2, 4):
         found = gloo.run(world, on_workers, str(run), kind)[0]
         assert found.keys() == alone.keys()
         for name in alone.keys() - {"parts"}:

@@ -17,7 +17,6 @@ from mtrain_cli.model.experts import MixtureOfExperts
 def moe_model(family: str = "qwen3_moe", moe: dict[str, Any] | None = None, **changes: Any):
     """Return a small model of a family with 6 experts, 2 of which compute each token."""
     settings = {"experts": 6, "top_k": 2, "expert_size": 24} | (moe or {})
-    changes = {"qk_norm": family == "qwen3_moe"} | changes
     return tiny_model(family, moe=MoeConfig(**settings), **changes)
 
 

@@ -11,13 +11,13 @@ from tiny_models import LLAMA3, PLAIN, SEQ, YARN, edit_config, export, tiny_mode
 
 from mtrain_cli.config.expert_settings import MoeConfig
 from mtrain_cli.config.mask_settings import MaskConfig
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import FAMILIES, ConfigError
 from mtrain_cli.model.huggingface_config import read_config, read_mask, remarks
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rope", [PLAIN, YARN, LLAMA3], ids=["plain", "yarn", "llama3"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_survives_mtrains_writer_and_that_of_transformers(tmp_path, family, rope, tied):
     transformers = pytest.importorskip("transformers")
     model = tiny_model(family, tied=tied, rope=rope)
@@ -93,6 +93,25 @@ MISTRAL_7B = {
 }  # fmt: skip
 
 
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144,
+    "max_position_embeddings": 32768, "max_window_layers": 48, "mlp_only_layers": [],
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+
+
+MIXTRAL_8X7B = MISTRAL_7B | {
+    "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8,
+    "output_router_logits": False, "router_aux_loss_coef": 0.02, "vocab_size": 32000,
+}  # fmt: skip
+
+
 PUBLISHED = {
     "qwen3b": QWEN25_3B,
     "qwen1.5b": QWEN25_3B
@@ -125,6 +144,8 @@ PUBLISHED = {
         "num_attention_heads": 24,
     },
     "mistral7b": MISTRAL_7B,
+    "qwen3_30b_a3b": QWEN3_30B_A3B,
+    "mixtral_8x7b": MIXTRAL_8X7B,
 }
 
 
@@ -193,10 +214,10 @@ def test_missing_kv_heads_default_to_those_of_transformers(tmp_path):
         "num_hidden_layers": 1,
         "num_attention_heads": 32,
     }
-    for family in ("qwen2", "qwen3", "llama", "mistral"):
+    for family in FAMILIES:
         for given in (
-            ({}, {"num_key_value_heads": None}) if family != "mistral" else ({},)
-        ):  # null is not allowed for Mistral
+            ({}, {"num_key_value_heads": None}) if family in ("qwen2", "qwen3", "llama") else ({},)
+        ):  # transformers does not allow null for the others
             raw = {"model_type": family, "sliding_window": None, **shape, **given}
             (tmp_path / "config.json").write_text(json.dumps(raw))
             model, max_position = read_config(tmp_path)
@@ -205,7 +226,9 @@ def test_missing_kv_heads_default_to_those_of_transformers(tmp_path):
                 theirs.num_key_value_heads,
                 theirs.max_position_embeddings,
             ), (family, given)
-            assert model.head_dim == getattr(theirs, "head_dim", 64 // 32)
+            assert model.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
+            assert model.rope.theta == theirs.rope_parameters["rope_theta"]
+            assert model.rms_norm_eps == theirs.rms_norm_eps
 
 
 @pytest.mark.parametrize(
@@ -217,6 +240,8 @@ def test_missing_kv_heads_default_to_those_of_transformers(tmp_path):
         ("qwen3", {"full_every": 3}),
         ("qwen3", {"full_first": 2}),
         ("mistral", {}),
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
     ],
 )
 def test_a_sliding_window_is_written_and_read(tmp_path, family, full):
@@ -230,6 +255,8 @@ def test_a_sliding_window_is_written_and_read(tmp_path, family, full):
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "windowed")
     theirs.save_pretrained(tmp_path / "theirs")
     assert read_mask(tmp_path / "theirs") == mask
+    if family == "mixtral":  # transformers' default is no window
+        return
     edit_config(tmp_path / "windowed", sliding_window=...)
     of_transformers = MaskConfig.sliding(4096, **full)
     assert read_mask(tmp_path / "windowed") == of_transformers, "the default of transformers"

@@ -20,7 +20,7 @@ SEQ = 256  # four times the original length of the stretched models
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("rope", [PLAIN, YARN, LLAMA3], ids=["plain", "yarn", "llama3"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral"])
 def test_logits_equal_transformers(tmp_path, family, rope, num_kv_heads, tied):
     model = tiny_model(family, num_kv_heads=num_kv_heads, tied=tied, rope=rope)
     decoder = make_decoder(model)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain_cli.config.expert_settings import DENSE, MoeConfig
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import write_folder
@@ -33,6 +34,11 @@ PLAIN = RopeConfig(
     high_freq_factor=4.0,
 )
 YARN = dataclasses.replace(PLAIN, scaling="yarn", factor=4.0)
+# 6 experts, and a first layer without experts where a family has such layers.
+EXPERTS = {
+    "qwen3_moe": MoeConfig(experts=6, top_k=2, expert_size=24, normalize=False, dense_layers=1),
+    "mixtral": MoeConfig(experts=6, top_k=2, expert_size=56),
+}
 LLAMA3 = dataclasses.replace(PLAIN, scaling="llama3", factor=8.0)
 
 
@@ -51,9 +57,10 @@ def tiny_model(
     model = ModelConfig(
         name="tiny", family=family, vocab_size=97, hidden_size=40, num_layers=3, num_heads=4,
         num_kv_heads=num_kv_heads, head_dim=16,
-        intermediate_size=56, qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
+        intermediate_size=56, qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         tie_word_embeddings=tied, rms_norm_eps=1e-6,
-        init_std=0.2, rope=rope,
+        init_std=0.2, rope=rope, moe=EXPERTS.get(family, DENSE),
     )  # fmt: skip
     return dataclasses.replace(model, **changes)
 

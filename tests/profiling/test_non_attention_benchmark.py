@@ -35,7 +35,7 @@ from mtrain_cli.simulation.scenario import (
     evaluate,
     plan_on,
 )
-from mtrain_cli.training.flops import parameters
+from mtrain_cli.training.flops import layer_matmul, parameters
 from mtrain_cli.training.resolution import resolve_run
 
 LENGTHS = (128, 256, 640)
@@ -88,7 +88,7 @@ def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
         assert loss + 2 * length * parameters(configs[0].model).embedding == pytest.approx(
             head.flop
         ), length
-        assert forward.flop == 2 * length * parameters(configs[0].model).layer_matmul
+        assert forward.flop == 2 * length * layer_matmul(configs[0].model, experts=False)
         assert index.flop == index.moved == 0
 
 

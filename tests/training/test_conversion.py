@@ -12,8 +12,10 @@ from commands.typed_line import split
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.training.checkpointer import write_model_state
-from mtrain_cli.training.conversion import export_checkpoint
+from mtrain_cli.inference.model_source import load_decoder, open_source
+from mtrain_cli.model.experts import expert_layers
+from mtrain_cli.training.checkpointer import load_model_state, write_model_state
+from mtrain_cli.training.conversion import export_checkpoint, import_folder
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path):
@@ -31,6 +33,43 @@ def test_a_checkpoint_of_another_model_is_not_exported(tmp_path):
     assert "tensor layers.1.mlp.up_proj.weight is missing" in text
     assert "tensor norm.weight has shape (31,)" in text
     assert "unexpected tensor norm.bias" in text
+
+
+EXPERTS = split(
+    "model=tiny_moe model.hidden_size=32 model.num_layers=2 model.head_dim=8 "
+    "model.intermediate_size=48 model.moe.expert_size=24"
+)
+
+
+def run_with_bias(path, bias):
+    """Write a run whose routers have a bias; return its folder and its weights."""
+    config = compose.compose(EXPERTS)
+    path.mkdir()
+    resolved_file.save(config, path / "resolved.yaml")
+    state = {name: value.detach() for name, value in decoder_of(config.model).state_dict().items()}
+    state["layers.1.mlp.selection_bias"] += torch.tensor(bias)
+    write_model_state(path / "checkpoints", 1, state)
+    return path, state
+
+
+def test_a_model_with_experts_survives_export_and_import(tmp_path):
+    run, state = run_with_bias(tmp_path / "run", 0.0)
+    export_checkpoint(run, tmp_path / "out", dtype=torch.float32)
+    import_folder(tmp_path / "out", tmp_path / "again")
+    _, again = load_model_state(tmp_path / "again")
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+def test_routers_with_a_bias_are_loaded_but_not_exported(tmp_path):
+    run, _ = run_with_bias(tmp_path / "run", [0.125] * 8)
+    with pytest.raises(ConfigError, match=r"train.balance_bias: .* qwen3_moe model lacks"):
+        export_checkpoint(run, tmp_path / "out", dtype=torch.float32)
+    assert not (tmp_path / "out").exists()
+    decoder = load_decoder(open_source(run, []), torch.bfloat16, torch.device("cpu"))
+    biases = [mlp.selection_bias for mlp in expert_layers(decoder.layers)]
+    assert [bias.tolist() for bias in biases] == [[0.0] * 8, [0.125] * 8]
+    assert biases[0].dtype == torch.float32
 
 
 def test_export_of_a_byte_run_has_the_byte_tokenizer(tmp_path):

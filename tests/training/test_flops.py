@@ -10,7 +10,9 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.init import initialize
 from mtrain_cli.model.parallelize import set_execution
+from mtrain_cli.model.routing import RouterOptions, Routing
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -19,6 +21,8 @@ from mtrain_cli.training.flops import (
     allowed_pairs,
     causal_pairs,
     flops_per_token,
+    layer_kinds,
+    layer_matmul,
     layer_shapes,
     parameters,
     peak_flops,
@@ -27,7 +31,7 @@ from mtrain_cli.training.flops import (
     training_flops,
 )
 
-MODELS = ("tiny", "qwen0.5b", "qwen3b", "qwen7b", "llama8b", "qwen3_8b")
+MODELS = ("tiny", "qwen0.5b", "qwen3b", "qwen7b", "llama8b", "qwen3_8b", "tiny_moe")
 
 
 def config(name, *overrides):
@@ -44,9 +48,9 @@ def test_shapes_and_counts_equal_those_of_the_decoder(name):
     with torch.device("meta"):
         decoder = build(model)
     assert parameters(model).total == sum(p.numel() for p in decoder.parameters())
-    assert parameters(model).layer == sum(p.numel() for p in decoder.layers[0].parameters())
+    assert parameters(model).layer == sum(p.numel() for p in decoder.layers[-1].parameters())
     assert sorted(layer_shapes(model).values()) == sorted(
-        tuple(p.shape) for p in decoder.layers[0].parameters()
+        tuple(p.shape) for p in decoder.layers[-1].parameters()
     )
     outside = [
         tuple(p.shape) for key, p in decoder.named_parameters() if not key.startswith("layers.")
@@ -63,6 +67,8 @@ def test_shapes_and_counts_equal_those_of_the_decoder(name):
         ("qwen7b", 7_615_616_512),
         ("llama8b", 8_030_261_248),
         ("qwen3_8b", 8_190_735_360),
+        ("qwen3_30b_a3b", 30_532_122_624),
+        ("mixtral_8x7b", 46_702_792_704),
     ],
 )
 def test_counts_equal_those_of_the_published_weights(name, total):
@@ -126,6 +132,51 @@ def test_executed_matmul_flops_equal_those_of_a_training_step(
         ).executed
         == seen / seq
     )
+
+
+EXPERTS = ("model.moe.dense_layers=1", "model.moe.shared_size=64")
+
+
+def test_parameters_with_experts_are_counted_in_layers_of_both_kinds():
+    model = config("tiny_moe", *EXPERTS)
+    with torch.device("meta"):
+        decoder = build(model)
+    found = parameters(model)
+    assert found.total == sum(p.numel() for p in decoder.parameters())
+    for layer in (0, 1):
+        shapes = layer_shapes(model, experts=model.has_experts(layer)).values()
+        assert sorted(shapes) == sorted(tuple(p.shape) for p in decoder.layers[layer].parameters())
+    assert layer_kinds(model) == {False: 1, True: 3}
+    assert found.total - found.active == 3 * 6 * 3 * 192 * 128  # 3 layers, 6 idle experts
+    assert layer_matmul(model, experts=True) - layer_matmul(model, experts=False) == 128 * (
+        8 + 3 * (2 * 192 + 64) - 3 * 384
+    )
+
+
+@pytest.mark.parametrize(("checkpoint", "tile_mib"), [("none", 0), ("none", 1), ("selective", 0)])
+@pytest.mark.parametrize("overrides", [(), EXPERTS])
+def test_executed_flops_with_experts_are_those_of_the_chosen_ones(checkpoint, tile_mib, overrides):
+    words = [f"train.activation_checkpoint={checkpoint}", f"train.tile_mib={tile_mib}"]
+    whole = compose(["model=tiny_moe", "seq=256", *overrides, *words])
+    decoder = Decoder(whole.model)
+    set_execution(decoder, whole.train)
+    initialize(decoder, 0)
+    model, seq, numbers = whole.model, whole.seq, torch.arange(whole.seq)[None]
+    with FlopCounterMode(display=False) as counter:
+        attend = lambda q, k, v, _: q * k.sum() * v.sum()  # noqa: E731
+        routing = Routing(numbers, [seq], seq, model.moe, model.num_layers, RouterOptions(1))
+        decoder(numbers, numbers, numbers % 264, attend, 1.0, routing).backward()
+    hidden = 2 * model.hidden_size * seq  # of addmm_, as above
+    # The mean scores of the balance loss are matrix products, which do not count as such.
+    means = 2 * model.moe.experts * seq * model.expert_layers * (3 if checkpoint != "none" else 2)
+    seen = counter.get_total_flops() + hidden * model.vocab_size - means
+    if tile_mib:
+        width = model.num_heads * model.head_dim + 3 * model.intermediate_size
+        seen += model.moe.dense_layers * hidden * width
+    layout = make_layout("striped", 1, seq, 128)
+    found = training_flops(whole, layout, sharing=1, dtype_bytes=4, pairs=0)
+    assert found.executed == seen / seq
+    assert found.model == 6 * parameters(model).matmul
 
 
 def test_attention_adds_two_products_forward_and_five_backward_per_pair():

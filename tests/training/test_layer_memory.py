@@ -40,7 +40,7 @@ def test_kept_activations_follow_their_formulas():
         ["full", "train.offload_activations=1"],
         ["selective", "train.offload_activations=2"],
         ["selective", "train.keep_mlp=true"],
-        ["none", "train.tile_mib=1", "train.keep_mlp=true"],
+        pytest.param(["none", "train.tile_mib=1", "train.keep_mlp=true"], marks=pytest.mark.slow),
         ["none", "train.keep_mlp=true"],
         ["full", OFFLOADED, "train.keep_mlp=true"],
     ],

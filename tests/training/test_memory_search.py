@@ -457,6 +457,34 @@ def test_the_mask_counts_in_the_time_of_a_step():
     assert memory_search.density(compose(["seq=1k"])) == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["topology.exchange=ring", "sparsity=vertical_slash", "train.global_batch=2"],
+        ["model=tiny", "seq=4m", "sparsity=moba", "topology.workers=1"],
+        ["topology.pipeline_parallel=2", "train.global_batch=4"],
+        ["train.activation_checkpoint=sequence_selective", "train.loss_chunk_mib=512"],
+    ],
+    ids=str,
+)
+def test_a_least_variant_needs_no_more_memory_than_the_others(words):
+    """So a search for anything that fits may leave the others out."""
+    plan = planned("train.memory=auto", *words)
+    config = plan.requested or plan.config
+    variants = [variant for variant, _ in memory_search._variants(plan.replan(config))]
+    least = [variant for variant in variants if memory_search.is_least(config, variant)]
+    assert 0 < 5 * len(least) < len(variants)
+    others = [key for key in memory_search.CHOICES if key not in memory_search.LEAST]
+    by_others = {tuple(memory_search.get_setting(v, key) for key in others): v for v in least}
+    assert len(by_others) == len(least)
+    for variant in variants:
+        same = by_others[tuple(memory_search.get_setting(variant, key) for key in others)]
+        small, large = plan.estimate(same), plan.estimate(variant)
+        assert small.total <= large.total, variant.train
+        assert small.host_peak <= large.host_peak, variant.train
+
+
 def test_the_longest_sequence_is_found_with_few_plans(monkeypatch):
     """The planned length and seven lengths above it: 1m, 2m, three eighths, and the shortest."""
     plan = planned("topology.gpu_memory_gib=141")

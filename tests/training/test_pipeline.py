@@ -145,7 +145,7 @@ NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=fu
         (4, (2, 2, 1), MOBA, (VIRTUAL,)),
         (2, (2, 1, 1), WINDOWS, (VIRTUAL,)),
         (8, (2, 2, 2), (*SLASHES, "seed=1"), (RING,)),
-        (2, (2, 1, 1), (), ("train.compile=true",)),
+        pytest.param(2, (2, 1, 1), (), ("train.compile=true",), marks=pytest.mark.slow),
         (2, (2, 1, 1), (*UNTIED, "train.dtype=bfloat16"), (VIRTUAL,)),
     ],
 )

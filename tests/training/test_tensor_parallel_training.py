@@ -135,7 +135,7 @@ TILES = ("train.tile_mib=1", "model.intermediate_size=2048", "seq=310")
         (4, 1, 1, WIDE, ("topology.tensor_chunks=7", "train.activation_checkpoint=none")),
         (2, 2, 2, (*UNTIED, "train.global_batch=4"), (RING, "topology.layout=zigzag")),
         (2, 3, 1, WIDE, ("topology.layout=contiguous", "train.activation_checkpoint=none")),
-        (2, 1, 1, WIDE, ("train.compile=true",)),
+        pytest.param(2, 1, 1, WIDE, ("train.compile=true",), marks=pytest.mark.slow),
         (2, 2, 1, (), ("topology.exchange=group_cast", "topology.layout=balanced")),
         (2, 4, 1, (), ("topology.exchange=hierarchical_ring", "topology.gpus_per_node=4")),
     ],

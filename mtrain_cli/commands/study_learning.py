@@ -1,0 +1,193 @@
+"""`mtrain study learning`: does sparse training lose anything, and where."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtrain_cli.commands.completion import complete_tiers
+from mtrain_cli.commands.options import MOST_STEPS, Json, bounded, flag, option, writing
+from mtrain_cli.commands.study import app
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from mtrain_cli.console import Console
+    from mtrain_cli.learning.cells import Study
+    from mtrain_cli.learning.tiers import Cell, Tier
+
+_MOST_MINUTES = 10**6
+
+
+@app.command()
+def learning(
+    tier: Annotated[str, option("tiny|a|b", complete=complete_tiers)] = "tiny",
+    out: Annotated[Path | None, option("DIR")] = None,
+    only: Annotated[str, option("NAME,...")] = "",
+    seeds: Annotated[str, option("N,...")] = "",
+    budget_minutes: Annotated[float, option("N")] = 0.0,
+    base_steps: Annotated[int, bounded(0, MOST_STEPS)] = 0,
+    packages: Annotated[Path | None, option("DIR")] = None,
+    dry_run: Annotated[bool, flag("--dry-run")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare models that were trained with sparse and with dense attention, over several seeds.
+
+    Each seed has a base, a dense model of short sequences. Cells continue it on long sequences:
+    dense, sparse in several ways, with random keys (a control), and not at all. Each is measured
+    with dense attention and with its own: loss by context, loss of key tokens, and needles by depth
+    and by place of the question. The text is the code of installed packages, with needles.
+
+    Finished cells are kept. Stop at any time; the same command continues.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain study learning[/cyan]
+          Run all parts in a few minutes on a CPU, at a size that shows nothing about attention
+      [cyan]mtrain study learning --tier a --dry-run[/cyan]
+          List the runs of the real experiment, with FLOP and estimated time
+      [cyan]mtrain study learning --tier a --budget-minutes 25 --seeds 0[/cyan]
+          Compute what fits 25 minutes; the same command later continues
+      [cyan]mtrain study learning --tier a --only vertical_slash-0.6,moba[/cyan]
+          Compute two cells and those that they need
+
+    Args:
+        tier: tiny: a toy for two CPU cores. a: 24.3M parameters on bytes, 8k to 64k tokens, three
+            seeds. b: 88M parameters with a BPE, one seed.
+        out: Folder of the study; by default measurements/learning-TIER.
+        only: Names of cells, as --dry-run lists them; by default all.
+        seeds: Some of the tier's seeds.
+        budget_minutes: Begin no further cell after this time, or if it would take longer; 0 = no
+            limit.
+        base_steps: Steps of a base, if those of the tier do not pass its gate.
+        packages: Folder of Python packages to train on; by default those of this Python.
+        dry_run: List the cells with FLOP and time, and exit.
+    """
+    from mtrain_cli.commands.options import parse_items, parse_whole_number
+    from mtrain_cli.learning.cells import Study
+    from mtrain_cli.learning.tiers import cells_of
+
+    chosen = _tier(tier, base_steps)
+    if not 0 <= budget_minutes <= _MOST_MINUTES:
+        raise ConfigError(
+            f"--budget-minutes {budget_minutes:g}: must be from 0 to {_MOST_MINUTES:,}"
+        )
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    numbers = parse_items("--seeds", seeds, parse_whole_number, "0,1") if seeds else []
+    cells = cells_of(chosen, names, numbers)
+    folder = out or Path("measurements", f"learning-{chosen.name}")
+    study = Study(folder, chosen)
+    from mtrain_cli.reporting.terminal import make_console
+
+    console = make_console()
+    if dry_run:
+        from mtrain_cli.reporting.learning_tables import show_plan
+
+        show_plan(console, study, cells)
+        return
+    study = _prepare(study, packages, console)
+    _compute(study, cells, budget_minutes, console)
+    _show(study, as_json=as_json)
+
+
+def _tier(name: str, base_steps: int) -> Tier:
+    from mtrain_cli.learning.tiers import TIERS
+
+    if name not in TIERS:
+        raise ConfigError(f"--tier {name}: expected {', '.join(TIERS)}")
+    return replace(TIERS[name], base_steps=base_steps) if base_steps else TIERS[name]
+
+
+def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
+    """Write predictions and texts before anything is trained."""
+    from mtrain_cli.learning import package_corpus
+    from mtrain_cli.learning.outcomes import predictions_file
+
+    if packages is not None and not packages.is_dir():
+        raise ConfigError(f"--packages {packages}: no such folder")
+    with writing(study.folder):
+        study.folder.mkdir(parents=True, exist_ok=True)
+        written = study.folder / predictions_file().name
+        if not written.exists():
+            written.write_text(predictions_file().read_text())
+        facts = package_corpus.build(study.texts, study.tier, packages)
+    console.print(
+        f"text    {facts.packages} packages, {facts.bytes:,} bytes to train on; held out: "
+        f"{', '.join(facts.held_out)}, {facts.held_out_bytes:,} bytes; {facts.dropped} of "
+        f"{facts.dropped + facts.kept} held-out files share a block with them and were dropped",
+        soft_wrap=True,
+    )
+    return replace(study, sha256=facts.sha256)
+
+
+def _compute(study: Study, cells: list[Cell], budget: float, console: Console) -> None:
+    """Compute the cells that are not finished, as long as the budget lasts."""
+    from mtrain_cli.learning import cells as computed
+
+    started, longest = time.monotonic(), 0.0
+    missing = [cell for cell in cells if study.done(cell) is None]
+    for number, cell in enumerate(missing, 1):
+        used = time.monotonic() - started
+        if budget and number > 1 and used + longest > 60 * budget:
+            console.print(
+                f"budget  {used / 60:.1f} minutes used; {len(missing) - number + 1} cells are "
+                "left. The same command continues.",
+                soft_wrap=True,
+            )
+            return
+        console.print(f"cell    {number} of {len(missing)}: {cell.key}", soft_wrap=True)
+        with writing(study.folder):
+            computed.compute(study, cell, _train)
+        _free_gpu()
+        longest = max(longest, time.monotonic() - started - used)
+
+
+def _train(words: list[str]) -> None:
+    """Train a run, or resume it.
+
+    Raises:
+        RunError: training failed.
+        Exit: the user stopped it.
+    """
+    from mtrain_cli.commands.train import train
+    from mtrain_cli.launch.failures import RunError
+
+    try:
+        train(words, resume="auto")
+    except typer.Exit as end:
+        if end.exit_code in (130, 143):
+            raise
+        if end.exit_code:
+            raise RunError(f"training ended with exit code {end.exit_code}") from None
+
+
+def _free_gpu() -> None:
+    """Return the memory of an evaluation to the GPU, for the workers of the next training."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _show(study: Study, *, as_json: bool) -> None:
+    import json
+
+    from mtrain_cli.learning.outcomes import summarize
+    from mtrain_cli.reporting import learning_page, learning_tables
+    from mtrain_cli.reporting.terminal import make_console
+
+    summary = summarize(study)
+    with writing(study.folder):
+        page = learning_page.write_page(study, summary)
+    if as_json:
+        typer.echo(json.dumps(learning_tables.document(summary), indent=1))
+        return
+    console = make_console()
+    learning_tables.show_summary(console, summary)
+    console.print(f"page    {page}", soft_wrap=True)

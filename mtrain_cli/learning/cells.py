@@ -1,0 +1,368 @@
+"""The settings of a cell, its files, and its measurement.
+
+A finished cell has `DONE`, and is never computed again. The folder of a study:
+
+- ``corpus/``: the texts
+- ``NAME/seed-N/``: a cell: ``run/``, ``evaluation/``, `DONE`; of a base also ``hf/`` and
+  ``stretched/``, the weights that the other cells of the seed begin with
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import documents, resolved_file
+from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
+from mtrain_cli.learning import package_corpus
+from mtrain_cli.learning.tiers import DENSE, OTHER_ORDER, Cell, Tier, digest
+from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_metrics
+
+if TYPE_CHECKING:
+    from mtrain_cli.inference.model_source import ModelSource
+
+DONE, RUN, HF, STRETCHED, EVALUATION = "done.json", "run", "hf", "stretched", "evaluation"
+CORPUS = "corpus"
+_QUESTIONS_SEED = 1000  # of the needles to measure, which no training document has
+_CHECKPOINTS = 5  # of a training, for one that is interrupted
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a finished cell leaves besides its evaluation.
+
+    digest: of the cell's settings (`tiers.digest`).
+    corpus: SHA-256 of the texts.
+    steps, seconds: of the training.
+    step_seconds: median time of a step.
+    density: mean share of causal pairs that the training computed.
+    gate: percent of needles that a base finds at its length; None for other cells.
+    command: the training as a command line; () for a cell that does not train.
+    """
+
+    digest: str
+    corpus: str
+    steps: int
+    seconds: float
+    step_seconds: float
+    density: float
+    gate: float | None = None
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Study:
+    """A tier in a folder.
+
+    sha256: of the texts.
+    """
+
+    folder: Path
+    tier: Tier
+    sha256: str = ""
+
+    def path(self, cell: Cell) -> Path:
+        return self.folder / cell.key
+
+    def base(self, cell: Cell) -> Path:
+        """Return the folder of the base of a cell."""
+        return self.folder / Cell(cell.seed).key
+
+    def other(self, cell: Cell, name: str) -> Cell:
+        """Return the cell of another name with the same seed."""
+        return Cell(cell.seed, self.tier.variant(name))
+
+    def done(self, cell: Cell) -> Done | None:
+        """Return what a finished cell left; None if it is not finished.
+
+        Raises:
+            ConfigError: the folder has results of other settings.
+        """
+        file = self.path(cell) / DONE
+        if not file.is_file():
+            return None
+        try:
+            found = documents.checked(Done, documents.read_json(file))
+        except documents.UnreadableError as error:
+            raise ConfigError(f"{file}: {error}. Delete it to measure the cell again") from None
+        if found.digest != digest(self.tier, cell):
+            raise ConfigError(
+                f"--out {self.folder}: holds {cell.key} of other settings of tier "
+                f"{self.tier.name}; give another folder"
+            )
+        if self.sha256 and found.corpus != self.sha256:
+            raise ConfigError(
+                f"--out {self.folder}: {cell.key} was trained on other texts; give another folder"
+            )
+        return found
+
+    @property
+    def texts(self) -> Path:
+        return self.folder / CORPUS
+
+
+def training_words(study: Study, cell: Cell) -> list[str]:
+    """Return the settings of a cell's training, as `mtrain train` takes them."""
+    tier, variant = study.tier, cell.variant
+    is_base = variant is None
+    needles = package_corpus.NEEDLES_BASE if is_base else package_corpus.NEEDLES_LONG
+    share = package_corpus.NEEDLE_SHARE
+    seed = cell.seed + (OTHER_ORDER if variant is not None and variant.other_order else 0)
+    steps = tier.base_steps if is_base else _steps(study, cell)
+    words = [
+        *tier.machine,
+        "data=text",
+        f"data.path={study.texts.absolute()}",
+        f"data.mix={{{package_corpus.CODE}: {1 - share:g}, {needles}: {share:g}}}",
+        f"data.tokenizer={package_corpus.tokenizer_path(study.texts, tier)}",
+        "data.document_mask=false",
+        f"seq={tier.base_seq if is_base else tier.long_seq}",
+        f"seed={seed}",
+        f"train.steps={steps}",
+        f"train.global_batch={tier.base_batch if is_base else tier.batch}",
+        f"train.checkpoint_every={max(1, steps // _CHECKPOINTS)}",
+        "train.keep_checkpoints=1",
+        f"optim.lr={tier.base_lr if is_base else tier.lr}",
+        f"optim.warmup_steps={max(1, steps // 15)}",
+        f"run.dir={(study.path(cell) / RUN).absolute()}",
+        f"run.name={tier.name}-{cell.name}-{cell.seed}",
+    ]
+    if variant is None:
+        return [*words, *tier.model, f"model.rope.original_max_position={tier.base_seq}"]
+    return [
+        *words,
+        f"train.init_from={(study.base(cell) / HF).absolute()}",
+        "model.rope.scaling=yarn",
+        f"model.rope.original_max_position={tier.base_seq}",
+        *variant.words,
+        *_density_words(study, cell),
+    ]
+
+
+def _steps(study: Study, cell: Cell) -> int:
+    """Return the steps of a cell: those of the tier, or as many as fit the time of another cell."""
+    variant = cell.variant
+    if variant is None or not variant.time_of:
+        return study.tier.steps
+    time, pace = (
+        _required(study, study.other(cell, name)) for name in (variant.time_of, variant.pace_of)
+    )
+    return max(1, round(time.steps * time.step_seconds / pace.step_seconds))
+
+
+def _density_words(study: Study, cell: Cell) -> list[str]:
+    """Return the settings of `fixed` that compute as many pairs as another cell.
+
+    Half of the pairs are in slashes and half in columns. A column of all sequence has on average
+    half as many pairs as tokens.
+    """
+    variant = cell.variant
+    if variant is None or not variant.density_of:
+        return []
+    tier = study.tier
+    density = _required(study, study.other(cell, variant.density_of)).density
+    columns = max(1, round(density / 4 * tier.long_seq))
+    block = compose(list(tier.variant(variant.density_of).words)).sparsity.block
+    return [
+        f"sparsity.density={density / 2:.6g}",
+        f"sparsity.columns={columns}",
+        f"sparsity.block={block}",
+    ]
+
+
+def _required(study: Study, cell: Cell) -> Done:
+    found = study.done(cell)
+    assert found is not None, f"{cell.key} comes first (`tiers.cells_of`)"
+    return found
+
+
+def compute(study: Study, cell: Cell, train: Callable[[list[str]], None]) -> Done:
+    """Train and measure a cell. A stopped one continues where it was.
+
+    Args:
+        train: trains a run with settings, or resumes the run of the same settings.
+
+    Raises:
+        ConfigError: a setting is wrong, or the base misses the gate.
+        RunError: training failed or was stopped.
+    """
+    folder = study.path(cell)
+    run = folder / RUN
+    steps, seconds, pace, density = 0, 0.0, 0.0, 1.0
+    words: list[str] = []
+    if cell.variant is None or cell.variant.is_trained:
+        words = training_words(study, cell)
+        train(words)
+        metrics = read_metrics(run / METRICS_FILE)
+        timed = [row.seconds for row in metrics[WARM_UP_STEPS:]] or [metrics[-1].seconds]
+        steps, pace = len(metrics), statistics.median(timed)
+        seconds = sum(row.seconds for row in metrics)
+        density = statistics.fmean(row.density for row in metrics)
+    gate = None
+    if cell.variant is None:
+        export_base(study, cell)
+        gate = _measure_base(study, cell)
+    else:
+        measure(study, cell)
+    found = Done(
+        digest(study.tier, cell), study.sha256, steps, seconds, pace, density, gate,
+        ("mtrain", "train", *words) if words else (),
+    )  # fmt: skip
+    replace_text(folder / DONE, json.dumps(asdict(found), indent=1) + "\n")
+    # The weights of a base are in its folder hf; those of a cell have been measured.
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    return found
+
+
+def export_base(study: Study, cell: Cell) -> None:
+    """Write the weights of a base, as trained and with positions stretched by YaRN."""
+    import torch
+
+    from mtrain_cli.model.huggingface_config import config_json
+    from mtrain_cli.training.conversion import export_checkpoint
+
+    folder = study.path(cell)
+    hf, stretched = folder / HF, folder / STRETCHED
+    if not hf.exists():
+        export_checkpoint(folder / RUN, hf, dtype=torch.float32)
+    if stretched.exists():
+        return
+    tier = study.tier
+    config = resolved_file.load(folder / RUN / "resolved.yaml")
+    rope = replace(
+        config.model.rope, scaling="yarn", original_max_position=tier.base_seq, factor="auto"
+    )
+    model = replace(config.model, rope=rope)
+    factor = tier.long_seq / tier.base_seq
+    keys = config_json(model, rope_factor=factor, seq=tier.long_seq, dtype="float32")
+    draft = folder / f"{STRETCHED}.draft"
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(hf, draft, copy_function=os.link)
+    values = json.loads((hf / "config.json").read_text())
+    (draft / "config.json").unlink()
+    names = ("max_position_embeddings", "rope_scaling", "rope_parameters")
+    new = {**values, **{name: keys[name] for name in names}}
+    (draft / "config.json").write_text(json.dumps(new, indent=2) + "\n")
+    draft.rename(stretched)
+
+
+def _measure_base(study: Study, cell: Cell) -> float | None:
+    """Measure needles of a base at its length. Return the percent found.
+
+    Raises:
+        ConfigError: they are fewer than the gate asks for.
+    """
+    from mtrain_cli.evaluation.results import read_results
+
+    tier, folder = study.tier, study.path(cell)
+    source = _source(study, folder / HF)
+    _evaluate(study, folder, NIAH, folder / HF, {DENSE: source.config}, tier.base_seq)
+    (result,) = (r for r in read_results(folder / EVALUATION) if r.task == NIAH)
+    if tier.gate is not None and (result.score or 0.0) < tier.gate:
+        raise ConfigError(
+            f"{cell.key}: the base finds {result.score or 0.0:.1f} % of the needles at "
+            f"{tier.base_seq:,} tokens, and the gate is {tier.gate:g} %. What it cannot find, no "
+            "attention can lose. Train it for longer: --base-steps N, with another --out"
+        )
+    return result.score
+
+
+def measure(study: Study, cell: Cell) -> None:
+    """Measure a cell with dense attention, and with that of its training."""
+    variant = cell.variant
+    assert variant is not None
+    folder = study.path(cell)
+    model = folder / RUN if variant.is_trained else study.base(cell) / STRETCHED
+    source = _source(study, model)
+    configs = {DENSE: source.config}
+    if variant.is_trained:
+        sparsity = resolved_file.load(model / "resolved.yaml").sparsity
+        if sparsity.pattern != DENSE:
+            # Also `fixed`, which `mtrain eval` refuses: it is a control here.
+            configs[sparsity.pattern] = replace(source.config, sparsity=sparsity)
+    dense = study.path(study.other(cell, DENSE)) / EVALUATION
+    keys = None if variant.name == DENSE else dense
+    length = study.tier.long_seq
+    _evaluate(study, folder, PERPLEXITY, source.path, configs, length, keys)
+    _evaluate(study, folder, NIAH, source.path, configs, length)
+
+
+def _source(study: Study, model: Path) -> ModelSource:
+    from mtrain_cli.inference.model_source import open_source
+
+    # A share of a sequence would not be faster: one worker measures.
+    machine = [word for word in study.tier.machine if not word.startswith("topology.workers")]
+    return open_source(model, [*machine, "sparsity=dense", "topology.workers=1"])
+
+
+def _evaluate(
+    study: Study,
+    folder: Path,
+    kind: str,
+    model: Path,
+    configs: dict[str, Config],
+    length: int,
+    keys: Path | None = None,
+) -> None:
+    """Evaluate one kind, as `mtrain eval` does. Samples that the folder has are kept."""
+    from mtrain_cli.evaluation.request import (
+        EvaluationRequest,
+        NeedleOptions,
+        PerplexityOptions,
+        Weights,
+    )
+    from mtrain_cli.evaluation.runner import Runner
+    from mtrain_cli.evaluation.worker import evaluate
+    from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.training.checkpoint_source import checkpoints_of
+
+    tier, out = study.tier, folder / EVALUATION
+    is_folder = (model / "config.json").is_file()
+    weights = Weights.of_folder(model) if is_folder else Weights.of_checkpoint(
+        checkpoints_of(model)[0]
+    )  # fmt: skip
+    held_out = str((study.texts / package_corpus.HELD_OUT).absolute())
+    pairs = tier.base_pairs if length == tier.base_seq else tier.long_pairs
+    request = EvaluationRequest(
+        kind=kind,
+        out=str(out.absolute()),
+        model=f"{study.tier.name} {folder.parent.name}/{folder.name}",  # a study can move
+        weights=(weights,),
+        attentions=tuple(configs),
+        lengths=(length,),
+        samples=tier.texts if kind == PERPLEXITY else tier.documents,
+        perplexity=PerplexityOptions(
+            held_out, short=tier.short, keys_from=None if keys is None else str(keys.absolute())
+        ),
+        niah=NeedleOptions(PYTHON, held_out, pairs, package_corpus.CHAINS, _QUESTIONS_SEED),
+    )
+    environment = resolve_environment(next(iter(configs.values())))
+    evaluate(Runner(request, tuple(configs.values()), environment), environment)
+
+
+def estimated_flop(tier: Tier, cell: Cell) -> tuple[float, float]:
+    """Return the FLOP of a cell's training and of its measurement, if all attention were dense."""
+    from mtrain_cli.evaluation.cost import forward_flop
+    from mtrain_cli.evaluation.perplexity import STRIDES
+    from mtrain_cli.training.flops import flops_per_token
+
+    seq = tier.base_seq if cell.variant is None else tier.long_seq
+    config = compose([*tier.model, f"seq={seq}"])
+    forward = forward_flop(config, seq)
+    if cell.variant is None:
+        tokens = float(tier.base_steps * tier.base_batch * seq)
+        return tokens * flops_per_token(config.model, seq).executed, tier.documents * forward
+    trains = cell.variant.is_trained
+    tokens = float(tier.steps * tier.batch * seq) if trains else 0.0
+    attentions = 2 if cell.variant.words else 1
+    again = (STRIDES + 1) * tier.texts * forward if cell.name == DENSE else 0.0
+    measured = attentions * (tier.texts + tier.documents) * forward + again
+    return tokens * flops_per_token(config.model, seq, recomputed=True).executed, measured

@@ -1,0 +1,387 @@
+"""What the cells of a study give together: means over seeds, differences from dense, predictions.
+
+A difference is paired: of two cells with one seed, which share the base, the order of the data and
+the texts. The noise of training is the largest difference of the cells `dense-again` and `dense` of
+any seed. Only where the whole interval of a difference lies within it do we say "loses nothing",
+and only if the control, which has random keys, is seen to lose: an experiment in which nothing can
+lose shows nothing.
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config import documents
+from mtrain_cli.config.schema import NIAH, PERPLEXITY
+from mtrain_cli.evaluation.results import Result, read_results, read_sample_rows
+from mtrain_cli.learning.cells import EVALUATION, Done, Study
+from mtrain_cli.learning.t_interval import Interval, interval
+from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
+
+LOSS, LONG_LOSS, KEY_LOSS = "loss", "long_loss", "key_loss"
+WORST_BUCKET = "worst_long_bucket"
+NEEDLES, INSIDE, TAIL, ELSEWHERE = "needles", "inside", "tail", "elsewhere"
+PLACES = (INSIDE, TAIL, ELSEWHERE)
+MEASURES = {
+    LOSS: "loss",
+    LONG_LOSS: "loss, long context",
+    KEY_LOSS: "loss, key tokens",
+    NEEDLES: "needles",
+    INSIDE: "asked in probed rows",
+    TAIL: "asked in the tail",
+    ELSEWHERE: "asked elsewhere",
+}
+OWN = "own"
+NOTHING, WORSE, BETTER, OPEN, CONTROL = "loses nothing", "worse", "better", "not decided", "-"
+HELD, FAILED, UNKNOWN = "held", "failed", "not measured"
+DEPTHS = 10
+LEAST_TO_LOSE = 50.0  # percent of needles that dense must find for a prediction about needles
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One cell with one attention.
+
+    seconds, density: of the training.
+    values: by name of `MEASURES`. Losses are in nats a token, needles in percent.
+    buckets: loss by range of context, (begin, end).
+    depths: percent found by (place, tenth of depth).
+    """
+
+    cell: Cell
+    attention: str
+    seconds: float
+    density: float
+    values: dict[str, float]
+    buckets: dict[tuple[int, int], float]
+    depths: dict[tuple[str, int], float]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A variant with one attention, over seeds, beside dense.
+
+    mean, difference: by name of a measure. The difference is from dense of the same seed.
+    verdict: by name of a measure.
+    """
+
+    variant: Variant
+    attention: str
+    seeds: tuple[int, ...]
+    mean: dict[str, Interval]
+    difference: dict[str, Interval]
+    verdict: dict[str, str]
+    seconds: float
+    density: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What we expected before the runs. See ``predictions.yaml``."""
+
+    id: str
+    written: str
+    text: str
+    cell: str
+    attention: str
+    measure: str
+    rule: str
+    limit: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A prediction with what happened: `HELD`, `FAILED` or `UNKNOWN`, and the numbers."""
+
+    prediction: Prediction
+    state: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The results of a study.
+
+    spread: largest difference of two dense cells of one seed, by measure; empty if not measured.
+    """
+
+    tier: Tier
+    measured: tuple[Measured, ...]
+    compared: tuple[Compared, ...]
+    spread: dict[str, float]
+    outcomes: tuple[Outcome, ...]
+    gates: dict[int, float | None] = field(default_factory=dict)
+    done: dict[str, Done] = field(default_factory=dict)
+
+
+def summarize(study: Study) -> Summary:
+    """Read the finished cells of a study."""
+    done: dict[str, Done] = {}
+    measured: list[Measured] = []
+    gates: dict[int, float | None] = {}
+    for seed in study.tier.seeds:
+        for variant in (None, *study.tier.variants):
+            cell = Cell(seed, variant)
+            if (found := study.done(cell)) is None:
+                continue
+            done[cell.key] = found
+            if variant is None:
+                gates[seed] = found.gate
+            else:
+                measured += read_cell(study, cell, found)
+    spread = spread_of(measured)
+    compared = compare(study.tier, measured, spread)
+    outcomes = [outcome(prediction, measured, study.tier) for prediction in read_predictions()]
+    outcomes.sort(key=lambda each: (FAILED, HELD, UNKNOWN).index(each.state))
+    return Summary(
+        study.tier, tuple(measured), tuple(compared), spread, tuple(outcomes), gates, done
+    )
+
+
+def read_cell(study: Study, cell: Cell, done: Done) -> list[Measured]:
+    """Return the measurements of a finished cell, dense inference first."""
+    folder = study.path(cell) / EVALUATION
+    results = read_results(folder)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in read_sample_rows(folder):
+        rows.setdefault(row["key"], []).append(row)
+    found = []
+    for attention in dict.fromkeys(result.attention for result in results):
+        own = {r.task: r for r in results if r.attention == attention}
+        if not {PERPLEXITY, NIAH} <= set(own):
+            continue
+        text = own[PERPLEXITY]
+        values, buckets = losses(text, study.tier.base_seq)
+        scores, depths = needles(rows.get(own[NIAH].key, ()), study.tier)
+        found.append(
+            Measured(cell, attention, done.seconds, done.density, values | scores, buckets, depths)
+        )
+    return found
+
+
+def losses(result: Result, long: int) -> tuple[dict[str, float], dict[tuple[int, int], float]]:
+    """Return the losses of a result of perplexity by measure, and by range of context.
+
+    long: earlier tokens from which on the context counts as long.
+    """
+    buckets = {(p.begin, p.end): p.score for p in result.parts if p.score is not None}
+    values = {} if result.score is None else {LOSS: result.score}
+    far = [p for p in result.parts if p.begin >= long and p.score is not None]
+    if tokens := sum(part.count for part in far):
+        values[LONG_LOSS] = sum((part.score or 0.0) * part.count for part in far) / tokens
+    if result.key_tokens is not None and result.key_tokens.score is not None:
+        values[KEY_LOSS] = result.key_tokens.score
+    return values, buckets
+
+
+def place_of(answer: int, length: int, tier: Tier) -> str:
+    """Return where a question is asked. answer: position of its first answer token."""
+    if answer >= length - tier.probe:
+        return INSIDE
+    from mtrain_cli.data.needles import NeedleSettings
+
+    tail = NeedleSettings(length, tier.long_pairs, 0.0, 0).tail
+    return TAIL if answer >= length - tail else ELSEWHERE
+
+
+def needles(
+    rows: Sequence[dict[str, Any]], tier: Tier
+) -> tuple[dict[str, float], dict[tuple[str, int], float]]:
+    """Return percent found by measure, and by place and tenth of depth."""
+    hits: dict[str, list[int]] = {}
+    by_depth: dict[tuple[str, int], list[int]] = {}
+    for row in rows:
+        for (depth, hit), answer in zip(row["hits"], row.get("places", ()), strict=False):
+            place = place_of(answer, tier.long_seq, tier)
+            hits.setdefault(NEEDLES, []).append(hit)
+            hits.setdefault(place, []).append(hit)
+            at = min(DEPTHS - 1, int(depth * DEPTHS))
+            by_depth.setdefault((place, at), []).append(hit)
+    return (
+        {name: 100.0 * sum(found) / len(found) for name, found in hits.items()},
+        {key: 100.0 * sum(found) / len(found) for key, found in by_depth.items()},
+    )
+
+
+def dense_of(measured: Sequence[Measured], seed: int) -> Measured | None:
+    """Return the dense cell of a seed."""
+    return _find(measured, DENSE, seed, DENSE)
+
+
+def spread_of(measured: Sequence[Measured]) -> dict[str, float]:
+    """Return the largest difference of two dense cells of one seed, by measure."""
+    spread: dict[str, float] = {}
+    for again in (one for one in measured if one.cell.name == AGAIN):
+        dense = dense_of(measured, again.cell.seed)
+        for name, value in again.values.items():
+            if dense is not None and name in dense.values:
+                difference = abs(value - dense.values[name])
+                spread[name] = max(spread.get(name, 0.0), difference)
+    return spread
+
+
+def compare(tier: Tier, measured: Sequence[Measured], spread: dict[str, float]) -> list[Compared]:
+    """Return each variant with each attention, over the seeds that have it and dense."""
+    found = []
+    for variant in tier.variants:
+        own = [one for one in measured if one.cell.name == variant.name]
+        for attention in dict.fromkeys(one.attention for one in own):
+            each = [one for one in own if one.attention == attention]
+            mean, difference, verdict = {}, {}, {}
+            for name in MEASURES:
+                values = [one.values[name] for one in each if name in one.values]
+                pairs = [
+                    one.values[name] - dense.values[name]
+                    for one in each
+                    if (dense := dense_of(measured, one.cell.seed)) is not None
+                    and name in one.values and name in dense.values
+                ]  # fmt: skip
+                if (over := interval(values)) is not None:
+                    mean[name] = over
+                if (paired := interval(pairs)) is not None and variant.name != DENSE:
+                    difference[name] = paired
+                    noise = None if variant.name == AGAIN else spread.get(name)
+                    verdict[name] = judge(paired, noise, lower=_is_loss(name))
+            found.append(
+                Compared(
+                    variant, attention, tuple(one.cell.seed for one in each), mean, difference,
+                    verdict, _mean([o.seconds for o in each]), _mean([o.density for o in each]),
+                )
+            )  # fmt: skip
+    return [_without_blind_claims(each, found) for each in found]
+
+
+def control_loses(compared: Sequence[Compared], name: str) -> bool:
+    """Return whether random keys lose by this measure, so that others could be seen to lose."""
+    return any(
+        each.variant.name == FIXED and each.attention != DENSE and each.verdict.get(name) == WORSE
+        for each in compared
+    )
+
+
+def _without_blind_claims(each: Compared, compared: Sequence[Compared]) -> Compared:
+    verdict = {
+        name: OPEN if words == NOTHING and not control_loses(compared, name) else words
+        for name, words in each.verdict.items()
+    }
+    return replace(each, verdict=verdict)
+
+
+def judge(difference: Interval, spread: float | None, *, lower: bool) -> str:
+    """Return the words for a difference from dense.
+
+    Args:
+        spread: noise of two dense trainings; None if there is none to compare with.
+        lower: whether lower values are better.
+    """
+    if spread is None:
+        return CONTROL
+    if difference.low is None or difference.high is None:
+        return OPEN
+    if difference.is_inside(spread):
+        return NOTHING
+    above, below = difference.low > 0, difference.high < 0
+    if above or below:
+        return BETTER if below == lower else WORSE
+    return OPEN
+
+
+def read_predictions() -> list[Prediction]:
+    """Return the predictions of the repository."""
+    return [
+        documents.checked(Prediction, {**row, "written": str(row["written"])})
+        for row in documents.read_yaml(predictions_file())
+    ]
+
+
+def predictions_file() -> Path:
+    return Path(__file__).with_name("predictions.yaml")
+
+
+def outcome(prediction: Prediction, measured: Sequence[Measured], tier: Tier) -> Outcome:
+    """Compare a prediction with the mean over seeds of the paired differences."""
+    pairs = []
+    for one in measured:
+        own = one.attention == DENSE if prediction.attention == DENSE else one.attention != DENSE
+        dense = dense_of(measured, one.cell.seed)
+        if one.cell.name == prediction.cell and own and dense is not None:
+            pairs.append((one, dense))
+    if not pairs:
+        return Outcome(prediction, UNKNOWN, "no such cell is finished")
+    reference = [dense.values.get(prediction.measure, 100.0) for _, dense in pairs]
+    if prediction.measure in (NEEDLES, *PLACES) and _mean(reference) < LEAST_TO_LOSE:
+        found = f"dense finds only {_mean(reference):.1f} %, so there is nothing to lose"
+        return Outcome(prediction, UNKNOWN, found)
+    values = [v for one, dense in pairs if (v := _value(prediction, one, dense, measured, tier))]
+    over = interval([value[0] for value in values])
+    if over is None:
+        return Outcome(prediction, UNKNOWN, "the measurement has no such part")
+    limit, rule, unit = prediction.limit, prediction.rule, values[0][1]
+    holds = {
+        "at_most_percent": over.mean <= limit,
+        "above_percent": over.mean > limit,
+        "loses_at_most": over.mean <= limit,
+        "loses_more_than": over.mean > limit,
+        "recovers_half": over.mean >= limit,
+        "below_dense": over.mean < limit,
+    }[rule]
+    text = f"{over.mean:+.3g}"
+    if over.low is not None and over.high is not None:
+        text += f" [{over.low:+.3g}, {over.high:+.3g}]"
+    seeds = f"{len(values)} seed{'s' * (len(values) != 1)}"
+    return Outcome(prediction, HELD if holds else FAILED, f"{text} {unit}, {seeds}")
+
+
+def _value(
+    prediction: Prediction,
+    one: Measured,
+    dense: Measured,
+    measured: Sequence[Measured],
+    tier: Tier,
+) -> tuple[float, str] | None:
+    """Return the number that a rule judges, and its unit; None if a part is missing."""
+    if prediction.measure == WORST_BUCKET:
+        shares = [
+            100 * (loss / dense.buckets[span] - 1)
+            for span, loss in one.buckets.items()
+            if span[0] >= tier.base_seq and span in dense.buckets
+        ]
+        return (max(shares), "% in the worst range") if shares else None
+    name = prediction.measure
+    if name not in one.values or name not in dense.values:
+        return None
+    own, reference = one.values[name], dense.values[name]
+    if prediction.rule in ("at_most_percent", "above_percent"):
+        return 100 * (own / reference - 1), "% of the dense loss"
+    if prediction.rule == "below_dense":
+        return own - reference, "nats"
+    if prediction.rule == "recovers_half":
+        sparse = next((m for m in measured if m.cell == one.cell and m.attention != DENSE), None)
+        if sparse is None or sparse.values.get(name, reference) >= reference:
+            return None  # nothing was lost
+        lost = reference - sparse.values[name]
+        return 100 * (own - sparse.values[name]) / lost, "% of the lost points"
+    return reference - own, "points lost"
+
+
+def _find(measured: Sequence[Measured], name: str, seed: int, attention: str) -> Measured | None:
+    return next(
+        (
+            one
+            for one in measured
+            if (one.cell.name, one.cell.seed, one.attention) == (name, seed, attention)
+        ),
+        None,
+    )
+
+
+def _is_loss(name: str) -> bool:
+    return name in (LOSS, LONG_LOSS, KEY_LOSS)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,226 @@
+"""The texts of the experiment: sources of installed packages, and needles between their lines.
+
+A package is a document. Whole packages are held out. A file of a held-out package is dropped if it
+shares a block of 256 bytes with the training text: copies of a file are common among packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mtrain_cli.config import documents
+from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.needles import NeedleSettings, needle_documents
+from mtrain_cli.data.text_files import text_corpus
+from mtrain_cli.data.tokenizers import Tokenizer, open_tokenizer
+from mtrain_cli.learning.tiers import Tier
+
+BLOCK = 256  # bytes
+CODE, HELD_OUT, ABOUT, TOKENIZER = "code", "held_out.jsonl", "corpus.json", "tokenizer.json"
+NEEDLES_BASE, NEEDLES_LONG = "needles_base", "needles_long"
+CHAINS = 0.25  # share of questions that follow a link
+NEEDLE_SHARE = 0.2  # of the training sequences
+_MOST_OF_PACKAGE = 16 << 20  # bytes, so that no package is a large part of the text
+_HELD_OUT_SHARE = 8  # one of this number of packages
+_SKIPPED = {"__pycache__", "test", "tests"}
+_HASH_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+
+
+@dataclass(frozen=True)
+class CorpusFacts:
+    """What the corpus holds.
+
+    held_out: names of the held-out packages that have text left.
+    dropped: number of their files that share a block with the training text.
+    kept: number of their other files.
+    """
+
+    packages: int
+    bytes: int
+    held_out: tuple[str, ...]
+    held_out_bytes: int
+    dropped: int
+    kept: int
+    sha256: str
+
+
+def build(folder: Path, tier: Tier, packages: Path | None = None) -> CorpusFacts:
+    """Write the texts of a tier, unless the folder has them.
+
+    Args:
+        packages: folder of the packages; None for those of this Python.
+
+    Raises:
+        ConfigError: there is too little text.
+    """
+    about = folder / ABOUT
+    if about.is_file():
+        return documents.checked(CorpusFacts, documents.read_json(about))
+    root = packages or Path(sysconfig.get_path("purelib"))
+    training, held_out = _split(root, tier)
+    blocks = block_hashes(text for _, files in training for text in files)
+    own = [
+        (name, [text for text in files if not shares_block(text, blocks)])
+        for name, files in held_out
+    ]
+    whole = sum(len(files) for _, files in own)
+    dropped = sum(len(files) for _, files in held_out) - whole
+    kept = [(name, files) for name, files in own if sum(map(len, files)) >= tier.long_seq]
+    if not kept or not training:
+        raise ConfigError(
+            f"--packages {root}: too little Python text: no held-out package has "
+            f"{tier.long_seq:,} bytes of its own. Give a folder with more packages"
+        )
+    (folder / CODE).mkdir(parents=True, exist_ok=True)
+    _write(folder / CODE / f"{CODE}.jsonl", training)
+    _write(folder / HELD_OUT, kept)
+    tokenizer = _tokenizer(folder, tier)
+    _write_needles(folder, tier, tokenizer)
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.jsonl")):
+        digest.update(file.read_bytes())
+    found = CorpusFacts(
+        packages=len(training),
+        bytes=sum(len(text) for _, files in training for text in files),
+        held_out=tuple(name for name, _ in kept),
+        held_out_bytes=sum(len(text) for _, files in kept for text in files),
+        dropped=dropped,
+        kept=whole,
+        sha256=digest.hexdigest(),
+    )
+    replace_text(about, json.dumps(asdict(found), indent=1) + "\n")
+    return found
+
+
+def tokenizer_path(folder: Path, tier: Tier) -> str:
+    """Return the value of data.tokenizer."""
+    return str((folder / TOKENIZER).absolute()) if tier.vocabulary else "bytes"
+
+
+def block_hashes(texts: Iterable[bytes]) -> np.ndarray:
+    """Return the hashes of the blocks of texts, uint64, ascending. The rest of a text has none."""
+    found = [rolling_hashes(text)[::BLOCK] for text in texts]
+    return np.unique(np.concatenate([np.empty(0, np.uint64), *found]))
+
+
+def shares_block(text: bytes, blocks: np.ndarray) -> bool:
+    """Return whether a text has one of the blocks, at any offset."""
+    hashes = rolling_hashes(text)
+    if not len(hashes) or not len(blocks):
+        return False
+    places = np.minimum(np.searchsorted(blocks, hashes), len(blocks) - 1)
+    return bool((blocks[places] == hashes).any())
+
+
+def rolling_hashes(text: bytes) -> np.ndarray:
+    """Return the hash of the `BLOCK` bytes at each offset, uint64 [bytes - BLOCK + 1].
+
+    The hash is a polynomial modulo 2^64 in an odd base.
+    """
+    count = len(text) - BLOCK + 1
+    if count < 1:
+        return np.empty(0, np.uint64)
+    values = np.frombuffer(text, np.uint8).astype(np.uint64) + np.uint64(1)
+    sums = np.cumsum(values * _powers(_HASH_BASE, len(text)), dtype=np.uint64)
+    windows = sums[BLOCK - 1 :].copy()
+    windows[1:] -= sums[: count - 1]
+    # Divide each window by the power at its start, so that equal blocks have equal hashes.
+    return windows * _powers(pow(_HASH_BASE, -1, 1 << 64), count)
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    powers = np.full(count, base, np.uint64)
+    powers[0] = 1
+    return np.cumprod(powers, dtype=np.uint64)
+
+
+def _split(
+    root: Path, tier: Tier
+) -> tuple[list[tuple[str, list[bytes]]], list[tuple[str, list[bytes]]]]:
+    """Return the packages to train on, up to the size of the tier, and those to hold out."""
+    training: list[tuple[str, list[bytes]]] = []
+    held_out: list[tuple[str, list[bytes]]] = []
+    wanted, total, spare = tier.corpus_mib << 20, 0, 0
+    names = {name: hashlib.sha256(name.encode()).hexdigest() for name in _packages(root)}
+    for name in sorted(names, key=lambda name: names[name]):
+        hold = int(names[name], 16) % _HELD_OUT_SHARE == 0
+        if (spare if hold else total) >= (wanted // 4 if hold else wanted):
+            continue
+        files = list(_sources(root, name, min(_MOST_OF_PACKAGE, wanted // 4)))
+        size = sum(map(len, files))
+        # A package without a whole sequence gives no held-out text.
+        if hold and size >= tier.long_seq:
+            held_out.append((name, files))
+            spare += size
+        elif not hold and size:
+            training.append((name, files))
+            total += size
+    return training, held_out
+
+
+def _packages(root: Path) -> Iterator[str]:
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if entry.is_dir() and not entry.name.endswith((".dist-info", "__pycache__")):
+            yield entry.name
+
+
+def _sources(root: Path, package: str, most: int) -> Iterator[bytes]:
+    """Yield the files of a package, each below a line with its path, up to ``most`` bytes."""
+    total = 0
+    for folder, folders, files in os.walk(root / package):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
+        for name in sorted(file for file in files if file.endswith(".py")):
+            path = Path(folder, name)
+            try:
+                text = path.read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError):
+                continue
+            if not text:
+                continue
+            yield f"# {path.relative_to(root).as_posix()}\n{text}\n".encode()
+            if (total := total + len(text)) > most:
+                return
+
+
+def _write(path: Path, packages: Iterable[tuple[str, list[bytes]]]) -> None:
+    lines = (
+        json.dumps({"package": name, "text": b"".join(files).decode()}) + "\n"
+        for name, files in packages
+    )
+    replace_text(path, "".join(lines))
+
+
+def _tokenizer(folder: Path, tier: Tier) -> Tokenizer:
+    """Return the tokenizer of a tier. A BPE is trained on the code."""
+    if tier.vocabulary:
+        from mtrain_cli.data.prepare import prepare_store
+
+        code = text_corpus(str(folder / CODE), "text")
+        prepare_store(code, folder / "store", "bpe", tier.vocabulary, lambda _: None)
+        (folder / TOKENIZER).write_bytes((folder / "store" / TOKENIZER).read_bytes())
+    return open_tokenizer(tokenizer_path(folder, tier), "the tokenizer")
+
+
+def _write_needles(folder: Path, tier: Tier, tokenizer: Tokenizer) -> None:
+    """Write needles between lines of the training code, for the base and for the cells."""
+    haystack = text_corpus(str(folder / CODE), "text")
+    sequences = {
+        NEEDLES_BASE: (tier.base_seq, tier.base_pairs, tier.base_steps * tier.base_batch, 1),
+        NEEDLES_LONG: (tier.long_seq, tier.long_pairs, tier.steps * tier.batch, 2),
+    }
+    for name, (length, pairs, trained, seed) in sequences.items():
+        settings = NeedleSettings(length, pairs, CHAINS, seed, tier.questions)
+        # Each document once in training, if a fifth of the sequences are needles.
+        count = max(8, int(NEEDLE_SHARE * trained) + 1)
+        made = needle_documents(haystack, tokenizer, settings, count)
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        replace_text(folder / name / "needles.jsonl", "".join(document.line() for document in made))

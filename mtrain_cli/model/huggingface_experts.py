@@ -1,0 +1,175 @@
+"""The keys of a Hugging Face config.json that describe experts, read and written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mtrain_cli.config.expert_settings import DENSE, SOFTMAX, MoeConfig
+from mtrain_cli.config.schema import ConfigError, ModelConfig
+
+if TYPE_CHECKING:
+    from mtrain_cli.model.huggingface_config import ConfigFields
+
+ARCHITECTURES = {"qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
+# The configuration key whose range each key of config.json has.
+KEYS = {
+    "num_experts": "model.moe.experts",
+    "num_local_experts": "model.moe.experts",
+    "num_experts_per_tok": "model.moe.top_k",
+    "moe_intermediate_size": "model.moe.expert_size",
+}
+# transformers' defaults, by family: experts, chosen experts.
+_DEFAULTS = {"qwen3_moe": (128, 8), "mixtral": (8, 2)}
+_EXPERT_SIZE = 768  # default of qwen3_moe
+# Keys that ask for a shared expert, which the transformers models of these families lack.
+_OF_SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
+
+
+def read(fields: ConfigFields, family: str, layers: int) -> MoeConfig:
+    """Return the experts that config.json describes. Record a problem for each wrong key.
+
+    Args:
+        fields: the fields of config.json.
+        family: value of ``model_type``.
+        layers: number of layers.
+    """
+    if family not in ARCHITECTURES:
+        return DENSE
+    experts, top_k = _DEFAULTS[family]
+    for key in _OF_SHARED:
+        fields.refuse(key, 0)
+    fields.refuse("scoring_func", SOFTMAX)
+    fields.refuse("routed_scaling_factor", 1.0)
+    moe = MoeConfig(
+        experts=_experts(fields, experts),
+        top_k=fields.number("num_experts_per_tok", int, top_k),
+        expert_size=_expert_size(fields, family),
+        normalize=family == "mixtral" or fields.flag("norm_topk_prob"),
+        dense_layers=_dense_layers(fields, layers) if family == "qwen3_moe" else 0,
+    )
+    if family == "mixtral":
+        fields.refuse("router_jitter_noise", 0.0)
+        fields.refuse("norm_topk_prob", True)
+    if moe.top_k > moe.experts and not fields.problems:
+        fields.problem(
+            f"num_experts_per_tok={moe.top_k}: must be at most the number of experts, {moe.experts}"
+        )
+    return moe
+
+
+def _experts(fields: ConfigFields, default: int) -> int:
+    """Return the number of experts, which releases of transformers store under two names."""
+    given = {key: fields.raw.get(key) for key in ("num_experts", "num_local_experts")}
+    known = {key: value for key, value in given.items() if value is not None}
+    if len(set(map(str, known.values()))) > 1:
+        pairs = " and ".join(f"{key}={value}" for key, value in known.items())
+        fields.problem(f"{pairs} contradict each other; keep one of them")
+    return fields.number(next(iter(known), "num_experts"), int, default)
+
+
+def _expert_size(fields: ConfigFields, family: str) -> int:
+    if family == "mixtral":
+        return fields.number("intermediate_size", int)
+    return fields.number("moe_intermediate_size", int, _EXPERT_SIZE)
+
+
+def _dense_layers(fields: ConfigFields, layers: int) -> int:
+    """Return the number of layers at the start that have no experts."""
+    fields.refuse("decoder_sparse_step", 1)
+    given = fields.raw.get("mlp_only_layers")
+    if given is None:
+        return 0
+    if not isinstance(given, list) or any(type(layer) is not int for layer in given):
+        fields.problem("mlp_only_layers: must be a list of layer numbers")
+        return 0
+    found = sorted(set(given) & set(range(layers)))
+    if found != list(range(len(found))):
+        fields.problem(
+            f"mlp_only_layers={str(given)[:60]} is not supported; only the first layers (0, 1, "
+            "...) may lack experts"
+        )
+        return 0
+    if len(found) == layers:
+        fields.problem("mlp_only_layers: names all layers; a qwen3_moe model needs experts")
+        return 0
+    return len(found)
+
+
+def window(fields: ConfigFields, default: int) -> int | None:
+    """Return the sliding window of a qwen3_moe model, which all layers have; None without one."""
+    if not fields.flag("use_sliding_window"):
+        return None
+    if fields.raw.get("max_window_layers") not in (None, 0):
+        fields.problem(
+            f"max_window_layers={fields.raw['max_window_layers']!r:.60}: releases of transformers "
+            "disagree on which layers have the sliding window then; only 0 is supported"
+        )
+    return fields.number("sliding_window", int, default)
+
+
+def remarks(raw: dict[str, Any]) -> list[str]:
+    """Return a line for each setting of the router's losses that mtrain takes from elsewhere."""
+    if raw.get("model_type") not in ARCHITECTURES or not raw.get("output_router_logits"):
+        return []
+    coefficient = raw.get("router_aux_loss_coef")
+    return [
+        f"output_router_logits=true, router_aux_loss_coef={str(coefficient)[:60]}: mtrain's "
+        "balance loss has the coefficient train.balance_loss"
+    ]
+
+
+def written(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json that describe a model's experts.
+
+    Raises:
+        ConfigError: no Hugging Face model of this family has such experts.
+    """
+    moe, family = model.moe, model.family
+    if (moe.experts > 0) != (family in ARCHITECTURES):
+        others = "qwen3_moe or mixtral" if moe.experts else "qwen3, mistral or another dense family"
+        raise ConfigError(
+            f"model.moe.experts={moe.experts}: does not suit a Hugging Face {family} model; use "
+            f"model.family={others}"
+        )
+    if moe.experts == 0:
+        return {}
+    if problems := _unwritable(model):
+        raise ConfigError(*problems)
+    chosen = {"num_experts_per_tok": moe.top_k, "output_router_logits": False}
+    if family == "mixtral":
+        sizes = {"num_local_experts": moe.experts, "intermediate_size": moe.expert_size}
+        return chosen | sizes | {"router_jitter_noise": 0.0}
+    return chosen | {
+        "num_experts": moe.experts,
+        "moe_intermediate_size": moe.expert_size,
+        "norm_topk_prob": moe.normalize,
+        "mlp_only_layers": list(range(moe.dense_layers)),
+        "decoder_sparse_step": 1,
+    }
+
+
+def _unwritable(model: ModelConfig) -> list[str]:
+    """Return a line for each setting of the experts that the model's family does not have."""
+    moe, family = model.moe, model.family
+    needed: dict[str, Any] = {"shared_size": 0, "score": SOFTMAX, "scale": 1.0}
+    if family == "mixtral":
+        needed |= {"normalize": True, "dense_layers": 0}
+    return [
+        f"model.moe.{key}={_word(getattr(moe, key))}: a Hugging Face {family} model has no such "
+        f"experts, only {key}={_word(value)}"
+        for key, value in needed.items()
+        if getattr(moe, key) != value
+    ]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def bias_problem(family: str) -> str:
+    """Return the line that refuses the export of routers with a bias."""
+    return (
+        f"train.balance_bias: the routers of this checkpoint have a bias, which a Hugging Face "
+        f"{family} model lacks; an export would choose other experts. Train without "
+        "train.balance_bias to export the model"
+    )

@@ -1,0 +1,212 @@
+"""Tables of `mtrain study learning`: the plan, predictions, differences from dense, needles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.console import Console
+from mtrain_cli.evaluation.cost import format_flop
+from mtrain_cli.learning.cells import Study, estimated_flop
+from mtrain_cli.learning.outcomes import (
+    CONTROL,
+    KEY_LOSS,
+    LONG_LOSS,
+    LOSS,
+    MEASURES,
+    NEEDLES,
+    Compared,
+    Summary,
+    control_loses,
+)
+from mtrain_cli.learning.t_interval import Interval
+from mtrain_cli.learning.tiers import DENSE, FIXED, Cell
+from mtrain_cli.reporting.evaluation_tables import EvaluationTable
+from mtrain_cli.reporting.terminal_width import new_table, print_table, say
+
+LOSSES = (LOSS, LONG_LOSS, KEY_LOSS)
+TOY = (
+    "Toy size: it shows that all parts work, and says nothing about sparse attention. "
+    "--tier a is the experiment."
+)
+
+
+def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
+    """Print the cells with FLOP and time."""
+    tier = study.tier
+    heads = ("cell", "attention in training", "steps", "training", "measurement", "minutes", "")
+    table = new_table(heads, words=2)
+    total = 0.0
+    for cell in cells:
+        training, measurement = estimated_flop(tier, cell)
+        found = study.done(cell)
+        flop = 0.0 if found else training + measurement
+        total += flop
+        variant = cell.variant
+        steps = tier.base_steps if variant is None else tier.steps * variant.is_trained
+        words = "dense" if variant is None else " ".join(variant.words) or "dense"
+        if variant is not None and not variant.is_trained:
+            words = "-"
+        timed = variant is not None and bool(variant.time_of)
+        table.add_row(
+            cell.key, words, "by time" if timed else str(steps), format_flop(training),
+            format_flop(measurement), f"{flop / tier.flops / 60:.1f}", "done" if found else "",
+        )  # fmt: skip
+    print_table(console, table)
+    say(
+        console,
+        f"{format_flop(total)} left, {total / tier.flops / 60:.0f} minutes at an assumed "
+        f"{format_flop(tier.flops)}/s, without the time to start processes. FLOP and minutes count "
+        "dense attention; sparse cells compute less, on a GPU.",
+    )
+    say(console, f"sequences of {format_size(tier.base_seq)}, then {format_size(tier.long_seq)}")
+
+
+def show_summary(console: Console, summary: Summary) -> None:
+    """Print what is known, failed predictions first."""
+    for each in tables(summary):
+        table = new_table(each.heads, words=each.words, title=each.title, caption=each.note or None)
+        for row in each.rows:
+            table.add_row(*row)
+        if each.rows:
+            print_table(console, table)
+    for line in remarks(summary):
+        say(console, line)
+
+
+def tables(summary: Summary) -> list[EvaluationTable]:
+    """Return the tables of the terminal and of the page."""
+    return [_predictions(summary), _differences(summary), _needles(summary), _contexts(summary)]
+
+
+def remarks(summary: Summary) -> list[str]:
+    """Return what a reader must know before reading the numbers."""
+    tier, lines = summary.tier, []
+    if tier.gate is None:
+        lines.append(TOY)
+    gates = {seed: gate for seed, gate in summary.gates.items() if gate is not None}
+    if gates:
+        listed = ", ".join(f"{gate:.1f} % (seed {seed})" for seed, gate in gates.items())
+        needed = "no gate" if tier.gate is None else f"gate {tier.gate:g} %"
+        lines.append(
+            f"Needles that the bases find at {format_size(tier.base_seq)}: {listed}; {needed}."
+        )
+    finished = any(each.variant.name == FIXED for each in summary.compared)
+    blind = [
+        MEASURES[name]
+        for name in (*LOSSES, NEEDLES)
+        if any(name in each.difference for each in summary.compared)
+        and not control_loses(summary.compared, name)
+    ]
+    if blind and finished:
+        lines.append(
+            f"The control does not lose by {', '.join(blind)}: the experiment could not see a loss "
+            "there, so equal numbers show nothing."
+        )
+    total = len(tier.seeds) * (len(tier.variants) + 1)
+    if len(summary.done) < total:
+        lines.append(f"{len(summary.done)} of {total} cells are finished.")
+    return lines
+
+
+def value(number: Interval | None, *, loss: bool, signed: bool = False) -> str:
+    """Return ``2.3456 [2.3, 2.4]``: a mean and its interval."""
+    if number is None:
+        return "-"
+    digits, sign = (4 if loss else 1), "+" if signed else ""
+    text = f"{number.mean:{sign}.{digits}f}"
+    if number.low is None or number.high is None:
+        return text
+    return f"{text} [{number.low:{sign}.{digits}f}, {number.high:{sign}.{digits}f}]"
+
+
+def label(compared: Compared) -> str:
+    """Return ``moba, dense inference``."""
+    same = compared.attention == DENSE
+    if not compared.variant.words:
+        return compared.variant.name
+    return f"{compared.variant.name}, {'dense' if same else 'sparse'} inference"
+
+
+def document(summary: Summary) -> dict[str, Any]:
+    """Return the summary for --json."""
+    return {
+        "tier": summary.tier.name,
+        "toy": summary.tier.gate is None,
+        "spread": summary.spread,
+        "gates": summary.gates,
+        "cells": {key: asdict(done) for key, done in summary.done.items()},
+        "compared": [{**asdict(each), "variant": each.variant.name} for each in summary.compared],
+        "predictions": [asdict(each) for each in summary.outcomes],
+        "remarks": remarks(summary),
+    }
+
+
+def _predictions(summary: Summary) -> EvaluationTable:
+    rows = [
+        [each.state, each.prediction.text, each.found, each.prediction.written]
+        for each in summary.outcomes
+    ]
+    heads = ("", "prediction", "found: mean [95 % interval]", "written")
+    return EvaluationTable("Predictions", heads, rows, words=4)
+
+
+def _differences(summary: Summary) -> EvaluationTable:
+    heads = ("trained with", "measure", "mean", "difference from dense", "verdict", "seeds")
+    rows = []
+    for each in summary.compared:
+        for name in (*LOSSES, NEEDLES):
+            if name not in each.mean:
+                continue
+            loss = name in LOSSES
+            rows.append(
+                [
+                    label(each), MEASURES[name], value(each.mean[name], loss=loss),
+                    value(each.difference.get(name), loss=loss, signed=True),
+                    each.verdict.get(name, CONTROL), str(len(each.seeds)),
+                ]
+            )  # fmt: skip
+    spread = ", ".join(
+        f"{MEASURES[name]} {summary.spread[name]:.4f}" if name in LOSSES
+        else f"{MEASURES[name]} {summary.spread[name]:.1f} points"
+        for name in (*LOSSES, NEEDLES) if name in summary.spread
+    )  # fmt: skip
+    note = "[low, high]: 95 % t-interval over seeds, paired. "
+    note += f"Largest difference of two dense trainings: {spread or 'not measured'}."
+    return EvaluationTable("Beside dense", heads, rows, words=2, note=note)
+
+
+def _needles(summary: Summary) -> EvaluationTable:
+    from mtrain_cli.learning.outcomes import PLACES
+
+    rows = [
+        [label(each), *(value(each.mean.get(name), loss=False) for name in (NEEDLES, *PLACES))]
+        for each in summary.compared
+    ]
+    heads = ("trained with", *(MEASURES[name] for name in (NEEDLES, *PLACES)))
+    probe = summary.tier.probe
+    note = f"% found exactly, by the place of the question; probed rows: the last {probe} tokens"
+    return EvaluationTable("Needles", heads, rows, note=note)
+
+
+def _contexts(summary: Summary) -> EvaluationTable:
+    own = [
+        (label(each), [m for m in summary.measured if _is_of(m, each)]) for each in summary.compared
+    ]
+    spans = sorted({span for _, found in own for m in found for span in m.buckets})
+    rows = []
+    for begin, end in spans:
+        cells = []
+        for _, found in own:
+            losses = [m.buckets[begin, end] for m in found if (begin, end) in m.buckets]
+            cells.append(f"{sum(losses) / len(losses):.4f}" if losses else "-")
+        rows.append([f"{format_size(begin)} to {format_size(end)}", *cells])
+    heads = ("earlier tokens", *(name.replace(", ", "\n") for name, _ in own))
+    note = "nats per token, mean over seeds"
+    return EvaluationTable("Loss by context", heads, rows, note=note)
+
+
+def _is_of(measured: Any, compared: Compared) -> bool:
+    return (measured.cell.name, measured.attention) == (compared.variant.name, compared.attention)

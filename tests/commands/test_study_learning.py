@@ -1,0 +1,137 @@
+"""`mtrain study learning`: the list of runs, mistakes, and one small study in two sittings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import mtrain
+from typer.testing import CliRunner, Result
+
+from mtrain_cli.commands import study_learning
+from mtrain_cli.commands.app import app
+from mtrain_cli.learning import cells
+from mtrain_cli.learning.cells import Done, Study
+from mtrain_cli.learning.tiers import TIERS, cells_of, digest
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["study", "learning", *map(str, arguments)])
+
+
+def test_a_dry_run_lists_the_cells_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("--tier", "a", "--dry-run", "--seeds", "1")
+    assert result.exit_code == 0, result.output
+    for cell in cells_of(TIERS["a"], (), [1]):
+        assert f" {cell.key} " in result.stdout
+    assert "sparsity.windows=16" in result.stdout
+    assert "minutes at an assumed 250 TFLOP/s" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--tier c", "--tier c: expected tiny, a, b"),
+        ("--only sparse", "--only sparse: no such cell; allowed: base, dense, dense-again, "),
+        ("--seeds 5", "--seeds 5: tier tiny has the seeds 0, 1"),
+        ("--seeds x", "--seeds x: "),
+        ("--budget-minutes -1", "--budget-minutes -1: must be from 0 to 1,000,000"),
+        ("--packages nowhere", "--packages nowhere: no such folder"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"mtrain: {said}")
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+class Console:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, line: str, **_) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture
+def computed(tmp_path, monkeypatch):
+    """A study whose cells take a minute each, by a clock that stands still otherwise."""
+    study = Study(tmp_path, TIERS["tiny"], "texts")
+    now, keys = [0.0], []
+
+    def compute(study, cell, _train):
+        keys.append(cell.key)
+        now[0] += 60
+        done = Done(digest(study.tier, cell), "texts", 1, 60.0, 60.0, 1.0)
+        study.path(cell).mkdir(parents=True)
+        (study.path(cell) / cells.DONE).write_text(json.dumps(vars(done)))
+
+    monkeypatch.setattr(cells, "compute", compute)
+    monkeypatch.setattr(study_learning.time, "monotonic", lambda: now[0])
+    return study, keys
+
+
+def test_sittings_never_repeat_a_cell(computed):
+    study, keys = computed
+    wanted = cells_of(study.tier)
+    sittings = 0
+    while len(keys) < len(wanted):
+        console = Console()
+        study_learning._compute(study, wanted, 4.5, console)
+        sittings += 1
+    assert keys == [cell.key for cell in wanted]
+    assert sittings == -(-len(wanted) // 4)  # a fifth cell would take longer than is left
+    study_learning._compute(study, wanted, 4.5, console)
+    assert len(keys) == len(wanted)
+
+
+def test_a_sitting_says_what_is_left(computed):
+    study, keys = computed
+    console = Console()
+    study_learning._compute(study, cells_of(study.tier, ["dense"]), 2.5, console)
+    assert keys == ["base/seed-0", "dense/seed-0"]
+    assert console.lines[-1].startswith("budget  2.0 minutes used; 2 cells are left.")
+
+
+@pytest.mark.slow
+def test_a_study_continues_and_ends_with_a_page(tmp_path):
+    first = mtrain(
+        tmp_path, "study", "learning", "--only", "vertical_slash-0.6", "--seeds", "0",
+        "--budget-minutes", "0.01",
+    )  # fmt: skip
+    assert first.returncode == 0, first.stderr
+    assert "2 cells are left. The same command continues." in first.stdout
+    folder = tmp_path / "measurements" / "learning-tiny"
+    done = folder / "base" / "seed-0" / "done.json"
+    before = done.stat().st_mtime_ns
+    second = mtrain(
+        tmp_path, "study", "learning", "--only", "vertical_slash-0.6,untrained", "--seeds", "0"
+    )
+    assert second.returncode == 0, second.stderr
+    assert "trained to step 12" in second.stdout + second.stderr
+    assert done.stat().st_mtime_ns == before
+    assert not list(folder.rglob("checkpoints"))
+    assert (folder / "predictions.yaml").is_file()
+    names = {path.parents[1].name for path in folder.rglob("done.json")}
+    assert names == {"base", "dense", "vertical_slash-0.6", "untrained"}
+    evaluation = folder / "vertical_slash-0.6" / "seed-0" / "evaluation"
+    rows = [json.loads(line) for line in (evaluation / "results.jsonl").open()]
+    assert {(row["task"], row["attention"]) for row in rows} == {
+        (task, attention)
+        for task in ("perplexity", "niah")
+        for attention in ("dense", "vertical_slash")
+    }
+    sparse = {row["score"] for row in rows if row["task"] == "perplexity"}
+    assert len(sparse) == 2  # dense and sparse inference differ
+    page = (folder / "report.html").read_text()
+    assert "Toy size" in page
+    assert "vertical_slash-0.6, sparse inference" in page
+    again = mtrain(tmp_path, "study", "learning", "--only", "vertical_slash-0.6", "--seeds", "0",
+                   "--json")  # fmt: skip
+    assert json.loads(again.stdout[again.stdout.index("{") :])["toy"] is True

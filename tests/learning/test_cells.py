@@ -1,0 +1,83 @@
+"""Settings of cells, and what keeps a finished cell from being computed again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.learning.cells import DONE, Done, Study, estimated_flop, training_words
+from mtrain_cli.learning.tiers import AGAIN, DENSE, EQUAL_TIME, FIXED, TIERS, Cell, digest
+
+TINY = TIERS["tiny"]
+SPARSE = "vertical_slash-0.6"
+
+
+def finish(study: Study, cell: Cell, **changes) -> None:
+    values = {
+        "digest": digest(study.tier, cell), "corpus": "texts", "steps": 12, "seconds": 24.0,
+        "step_seconds": 2.0, "density": 1.0, **changes,
+    }  # fmt: skip
+    study.path(cell).mkdir(parents=True, exist_ok=True)
+    (study.path(cell) / DONE).write_text(json.dumps(asdict(Done(**values))))
+
+
+def cell(name: str, seed: int = 0) -> Cell:
+    return Cell(seed, TINY.variant(name))
+
+
+def test_cells_of_one_seed_share_base_and_order(tmp_path):
+    study = Study(tmp_path, TINY)
+    dense, sparse, again = (training_words(study, cell(n, 1)) for n in (DENSE, SPARSE, AGAIN))
+    assert sorted(set(sparse) - set(dense))[2:] == sorted(TINY.variant(SPARSE).words)
+    (seed,) = (word for word in again if word.startswith("seed="))
+    assert "seed=1" in dense
+    assert seed not in dense
+    (base,) = {word for word in dense if word.startswith("train.init_from=")}
+    assert base == f"train.init_from={tmp_path}/base/seed-1/hf"
+    assert base in again
+    assert "sparsity" not in " ".join(dense)
+
+
+def test_the_control_computes_as_many_pairs(tmp_path):
+    study = Study(tmp_path, TINY)
+    finish(study, cell(SPARSE), density=0.4)
+    words = [word for word in training_words(study, cell(FIXED)) if "sparsity" in word]
+    sparsity = compose([f"seq={TINY.long_seq}", "topology.workers=1", *words]).sparsity
+    assert sparsity.block == 32
+    assert sparsity.known_density(TINY.long_seq) == pytest.approx(0.4, rel=0.01)
+
+
+def test_equal_time_takes_as_many_seconds(tmp_path):
+    study = Study(tmp_path, TINY)
+    finish(study, cell(DENSE), steps=12, step_seconds=2.0)
+    finish(study, cell(SPARSE), step_seconds=0.5)
+    assert "train.steps=48" in training_words(study, cell(EQUAL_TIME))
+    assert f"train.steps={TINY.steps}" in training_words(study, cell(SPARSE))
+
+
+def test_a_finished_cell_must_be_of_the_same_settings(tmp_path):
+    study = Study(tmp_path, TINY, "texts")
+    assert study.done(cell(DENSE)) is None
+    finish(study, cell(DENSE))
+    assert study.done(cell(DENSE)).steps == 12
+    finish(study, cell(DENSE), digest="other")
+    with pytest.raises(ConfigError, match=r"holds dense/seed-0 of other settings of tier tiny"):
+        study.done(cell(DENSE))
+    finish(study, cell(DENSE), corpus="others")
+    with pytest.raises(ConfigError, match=r"dense/seed-0 was trained on other texts"):
+        study.done(cell(DENSE))
+    (tmp_path / "dense" / "seed-0" / DONE).write_text('{"digest": 1}')
+    with pytest.raises(ConfigError, match="Delete it to measure the cell again"):
+        study.done(cell(DENSE))
+
+
+def test_estimates_grow_with_the_work():
+    a = TIERS["a"]
+    dense, untrained = Cell(0, a.variant(DENSE)), Cell(0, a.variant("untrained"))
+    training, measurement = estimated_flop(a, dense)
+    assert training > 6 * 24.1e6 * a.steps * a.long_seq
+    assert estimated_flop(a, untrained)[0] == 0 < estimated_flop(a, untrained)[1] < measurement

@@ -1,0 +1,171 @@
+"""Paired differences, the words for them, and predictions, on numbers made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtrain_cli.evaluation.results import NATS, Part, Result
+from mtrain_cli.learning import outcomes
+from mtrain_cli.learning.outcomes import (
+    BETTER,
+    FAILED,
+    HELD,
+    NOTHING,
+    OPEN,
+    UNKNOWN,
+    WORSE,
+    Measured,
+    Prediction,
+    compare,
+    judge,
+    losses,
+    needles,
+    outcome,
+    place_of,
+    spread_of,
+)
+from mtrain_cli.learning.t_interval import interval
+from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell
+
+A = TIERS["a"]
+SPARSE = "vertical_slash-0.6"
+PROBE, TAIL = 128, 2048
+
+
+def measured(name, seed, attention=DENSE, buckets=None, **values):
+    return Measured(Cell(seed, A.variant(name)), attention, 10.0, 0.5, values, buckets or {}, {})
+
+
+def three(difference: list[float], again: float = 0.01, control: float = 0.5) -> list[Measured]:
+    found = []
+    for seed, more in enumerate(difference):
+        dense = 2.0 + seed
+        found += [
+            measured(DENSE, seed, loss=dense),
+            measured(AGAIN, seed, loss=dense + (again if seed else -again)),
+            measured(SPARSE, seed, "vertical_slash", loss=dense + more),
+            measured(FIXED, seed, FIXED, loss=dense + control + more / 100),
+        ]
+    return found
+
+
+def sparse_of(found: list[Measured]):
+    compared = compare(A, found, spread_of(found))
+    return next(each for each in compared if each.variant.name == SPARSE)
+
+
+def test_differences_are_paired_by_seed():
+    """The seeds differ by 1 nat, and the pairs by a thousandth."""
+    each = sparse_of(three([0.002, 0.003, 0.004]))
+    assert each.difference["loss"].mean == pytest.approx(0.003)
+    assert each.difference["loss"].high - 0.003 == pytest.approx(4.302653 * 0.001 / 3**0.5)
+    assert each.mean["loss"].mean == pytest.approx(3.003)
+    assert each.seeds == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        ([0.002, 0.003, 0.004], NOTHING),
+        ([0.02, 0.021, 0.022], WORSE),
+        ([-0.02, -0.021, -0.022], BETTER),
+        ([0.0, 0.02, -0.02], OPEN),
+        ([0.003], OPEN),  # one seed decides nothing
+    ],
+)
+def test_loses_nothing_needs_the_interval_inside_the_spread(difference, words):
+    assert sparse_of(three(difference)).verdict["loss"] == words
+
+
+def test_nothing_is_claimed_if_even_the_control_does_not_lose():
+    found = three([0.002, 0.003, 0.004], control=0.0)
+    assert sparse_of(found).difference["loss"].is_inside(spread_of(found)["loss"])
+    assert sparse_of(found).verdict["loss"] == OPEN
+    without = [one for one in three([0.002, 0.003, 0.004]) if one.cell.name != FIXED]
+    assert sparse_of(without).verdict["loss"] == OPEN
+
+
+def test_without_a_second_dense_training_nothing_is_claimed():
+    found = [one for one in three([0.0, 0.0, 0.0]) if one.cell.name != AGAIN]
+    assert spread_of(found) == {}
+    assert sparse_of(found).verdict["loss"] == outcomes.CONTROL
+
+
+def test_more_needles_are_better():
+    assert judge(interval([-5.0, -6.0, -5.5]), 1.0, lower=False) == WORSE
+    assert judge(interval([-5.0, -6.0, -5.5]), 1.0, lower=True) == BETTER
+
+
+def test_questions_are_told_apart_by_their_place():
+    length = A.long_seq
+    places = [length - 1, length - PROBE, length - PROBE - 1, length - TAIL, length - TAIL - 1, 5]
+    assert [place_of(at, length, A) for at in places] == [
+        "inside", "inside", "tail", "tail", "elsewhere", "elsewhere",
+    ]  # fmt: skip
+    rows = [{"hits": [[0.05, 1], [0.99, 0], [1.0, 1]], "places": [length - 1, 5, 6]}]
+    values, depths = needles(rows, A)
+    assert values == {"needles": pytest.approx(200 / 3), "inside": 100.0, "elsewhere": 50.0}
+    assert depths == {("inside", 0): 100.0, ("elsewhere", 9): 50.0}
+
+
+def test_the_long_loss_counts_tokens_with_long_context():
+    parts = (Part(0, 4096, 9, 5.0), Part(8192, 16384, 1, 2.0), Part(16384, 65536, 3, 3.0))
+    keys = Part(4096, 65536, 7, 1.5)
+    result = Result(
+        "k", "perplexity", 65536, DENSE, "", 1, 2, 4.0, None, NATS, parts=parts, key_tokens=keys
+    )
+    values, buckets = losses(result, 8192)
+    assert values == {"loss": 4.0, "long_loss": 2.75, "key_loss": 1.5}
+    assert buckets[8192, 16384] == 2.0
+
+
+def predicted(rule, limit, measure="long_loss", attention="own", cell=SPARSE):
+    return Prediction("p", "2026-11-26", "text", cell, attention, measure, rule, limit)
+
+
+def test_predictions_of_losses():
+    spans = {(4096, 8192): 2.0, (8192, 16384): 2.0, (16384, 65536): 2.0}
+    worse = {**spans, (4096, 8192): 9.0, (16384, 65536): 2.03}
+    found = [
+        measured(DENSE, 0, long_loss=2.0, buckets=spans),
+        measured(SPARSE, 0, "vertical_slash", long_loss=1.99, buckets=worse),
+    ]
+    worst = predicted("at_most_percent", 1, "worst_long_bucket")
+    assert outcome(worst, found, A).state == FAILED
+    assert outcome(worst, found, A).found.startswith("+1.5 %")
+    assert outcome(predicted("below_dense", 0), found, A).state == HELD
+    assert outcome(predicted("above_percent", 1), found, A).state == FAILED
+    assert outcome(predicted("below_dense", 0, cell="moba"), found, A).state == UNKNOWN
+
+
+def test_predictions_of_needles():
+    found = [
+        measured(DENSE, 0, elsewhere=96.0),
+        measured(SPARSE, 0, "vertical_slash", elsewhere=36.0),
+        measured(SPARSE, 0, DENSE, elsewhere=72.0),
+    ]
+    elsewhere = {"measure": "elsewhere"}
+    assert outcome(predicted("loses_more_than", 20, **elsewhere), found, A).state == HELD
+    assert outcome(predicted("loses_at_most", 5, **elsewhere), found, A).state == FAILED
+    recovers = predicted("recovers_half", 50, attention=DENSE, **elsewhere)
+    assert outcome(recovers, found, A).state == HELD
+    assert outcome(recovers, found, A).found == "+60 % of the lost points, 1 seed"
+
+
+def test_what_dense_never_finds_cannot_be_lost():
+    found = [measured(DENSE, 0, inside=2.0), measured(SPARSE, 0, "vertical_slash", inside=1.0)]
+    each = outcome(predicted("loses_at_most", 2, "inside"), found, A)
+    assert (each.state, each.found) == (
+        UNKNOWN, "dense finds only 2.0 %, so there is nothing to lose",
+    )  # fmt: skip
+
+
+def test_the_predictions_of_the_repository_are_about_cells_of_tier_a():
+    names = {variant.name for variant in A.variants}
+    rules = []
+    for prediction in outcomes.read_predictions():
+        assert prediction.cell in names
+        assert prediction.measure in (*outcomes.MEASURES, outcomes.WORST_BUCKET)
+        assert outcome(prediction, [], A).state == UNKNOWN
+        rules.append(prediction.rule)
+    assert len(rules) == 8

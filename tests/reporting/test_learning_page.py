@@ -1,0 +1,34 @@
+"""The page of a study is one file with tables, figures and commands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reporting.test_html import figures_in
+from reporting.test_learning_tables import A, summary
+
+from mtrain_cli.learning.cells import Done, Study
+from mtrain_cli.reporting.learning_page import figures, write_page
+
+
+def test_the_page_has_tables_figures_and_commands(tmp_path):
+    found = summary([0.002, 0.003, 0.004])
+    done = Done("d", "c", 300, 60.0, 0.2, 0.31, command=("mtrain", "train", "a=<b c>"))
+    found = replace(found, done={"moba/seed-0": done})
+    page = write_page(Study(tmp_path, A), found).read_text()
+    assert page.index("that &lt;failed&gt;") < page.index("that &lt;held&gt;")
+    assert "mtrain train &#x27;a=&lt;b c&gt;&#x27;" in page
+    assert "loses nothing" in page
+    assert "<failed>" not in page
+    assert [figure["name"] for figure in figures_in(page)] == ["frontier", "needles"]
+
+
+def test_the_frontier_has_a_point_with_an_interval_for_each_attention():
+    frontier = figures(summary([0.002, 0.003, 0.004]))[0]
+    by_density, by_seconds = frontier.views
+    points = {point["name"]: point for point in by_density.data}
+    assert list(points)[:3] == ["dense", "dense-again", "vertical_slash-0.6, sparse inference"]
+    sparse = points["vertical_slash-0.6, sparse inference"]
+    assert (sparse["x"], sparse["y"]) == ([0.5], [3.003])
+    assert sparse["error_y"]["array"][0] > 2
+    assert by_seconds.data[0]["x"] == [10.0]

@@ -1,0 +1,67 @@
+"""Tables of a study: failures first, and no claim without an interval."""
+
+from __future__ import annotations
+
+import json
+
+from learning.test_outcomes import A, three
+from rich.console import Console
+
+from mtrain_cli.learning.outcomes import (
+    FAILED,
+    HELD,
+    UNKNOWN,
+    Outcome,
+    Prediction,
+    Summary,
+    compare,
+    spread_of,
+)
+from mtrain_cli.reporting import learning_tables
+from mtrain_cli.reporting.learning_tables import document, remarks, show_summary, tables
+
+
+def summary(difference: list[float]) -> Summary:
+    found = three(difference)
+    spread = spread_of(found)
+    states = (FAILED, HELD, UNKNOWN)
+    outcomes = tuple(
+        Outcome(Prediction(s, "2026-11-26", f"that <{s}>", "moba", "own", "loss", "r", 1), s, "+1")
+        for s in states
+    )
+    return Summary(A, tuple(found), tuple(compare(A, found, spread)), spread, outcomes, {0: 96.0})
+
+
+def test_the_tables_show_failures_first_and_words_only_with_an_interval():
+    predictions, differences, _, _ = tables(summary([0.002, 0.003, 0.004]))
+    assert [row[0] for row in predictions.rows] == [FAILED, HELD, UNKNOWN]
+    sparse = next(row for row in differences.rows if row[0].startswith("vertical_slash-0.6, sp"))
+    assert sparse[1:] == ["loss", "3.0030 [0.5164, 5.4896]", "+0.0030 [+0.0005, +0.0055]",
+                          "loses nothing", "3"]  # fmt: skip
+    assert "two dense trainings: loss 0.0100" in differences.note
+    alone = tables(summary([0.002]))[1]
+    assert [row[4] for row in alone.rows] == ["-", "-", "not decided", "not decided"]
+
+
+def test_remarks_say_what_is_missing():
+    lines = remarks(summary([0.0, 0.0, 0.0]))
+    assert lines == [
+        "Needles that the bases find at 8k: 96.0 % (seed 0); gate 95 %.",
+        "0 of 36 cells are finished.",
+    ]
+
+
+def test_the_terminal_and_json_show_the_same(capsys):
+    found = summary([0.002, 0.003, 0.004])
+    show_summary(Console(width=200), found)
+    text = capsys.readouterr().out
+    assert "loses nothing" in text
+    assert "that <failed>" in text
+    values = json.loads(json.dumps(document(found)))
+    (sparse,) = (
+        row
+        for row in values["compared"]
+        if (row["variant"], row["attention"]) == ("vertical_slash-0.6", "vertical_slash")
+    )
+    assert sparse["verdict"] == {"loss": "loses nothing"}
+    assert learning_tables.TOY not in text
