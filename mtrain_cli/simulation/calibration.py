@@ -1,15 +1,11 @@
-"""Fit times of attention kernels to measurements.
+"""Curves of attention kernels, fitted to measurements, and the curves to take for a GPU.
 
-The model: a call takes a fixed time, plus its work divided by a rate. Slashes and single columns
-have separate rates. Forward and backward are fitted separately. A kernel's efficiency therefore
-grows with the work w of a call as w / (w + w0). At full speed, the work w0 takes the fixed time.
-
-The error of a fit is a leave-one-out error: each point is predicted from a fit to the other points.
+Forward and backward are fitted separately (`simulation.curve_fit`). A kernel's efficiency grows
+with the work w of a call as w / (w + w0). At full speed, the work w0 takes the fixed time.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +27,7 @@ from mtrain_cli.simulation.calibration_files import (
     read_calibration,
     shipped_files,
 )
+from mtrain_cli.simulation.curve_fit import CalibrationPoint, fit_together, held_out_errors
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
 
@@ -55,20 +52,6 @@ _LEAST_ERROR = 0.05  # relative; GPUs of one model differ by this much
 # this factor.
 _WAITS = 1.5
 _NEAR = 0.5  # a size is near the measured ones if it exceeds their range by at most this share
-
-
-@dataclass(frozen=True)
-class CalibrationPoint:
-    """One measured call.
-
-    flop: work on slashes, or the whole work of a dense call, in 1e12 FLOP.
-    column_flop: work on single columns, in 1e12 FLOP.
-    ms: measured time.
-    """
-
-    flop: float
-    column_flop: float
-    ms: float
 
 
 @dataclass(frozen=True)
@@ -114,56 +97,6 @@ class Curve:
         ms = ms + column_flop * (self.ms_per_column_tflop / 1e12)
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
         return np.where(flop + column_flop > 0, ms * 1e3 * factor, 0.0)
-
-
-def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
-    """Fit the calls of one form: minimize the sum of squared relative errors.
-
-    Return the fixed ms, the ms per 1e12 FLOP, and the ms per 1e12 FLOP of single columns. None of
-    them is negative.
-    """
-    return fit_together([points])[0]
-
-
-def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
-    """Fit several forms of calls to one kernel together; see `fit`.
-
-    Each form has its own fixed time, and all forms share the two rates. The calls of one form may
-    not suffice to fit both rates, because they all have the same ratio of slashes to columns or
-    are all small.
-    """
-    rows = [(number, point) for number, points in enumerate(forms) for point in points]
-    table = np.zeros((len(rows), len(forms) + 2))
-    for row, (number, point) in zip(table, rows, strict=True):
-        row[[number, -2, -1]] = np.array([1.0, point.flop, point.column_flop]) / point.ms
-    # Fewer than three points of a form cannot determine a fixed time.
-    lengths = [*map(len, forms), 3, 3]
-    used = [i for i, length in enumerate(lengths) if table[:, i].any() and length > 2]
-    best, least = np.zeros(table.shape[1]), np.inf
-    ones = np.ones(len(rows))
-    for count in range(1, len(used) + 1):
-        for chosen in itertools.combinations(used, count):
-            solution = np.zeros(table.shape[1])
-            solution[list(chosen)] = np.linalg.lstsq(table[:, chosen], ones, rcond=None)[0]
-            error = float(((table @ solution - 1) ** 2).sum())
-            if (solution >= 0).all() and error < least * (1 - 1e-9):
-                best, least = solution, error
-    return [(float(fixed), float(best[-2]), float(best[-1])) for fixed in best[:-2]]
-
-
-def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
-    """Return the mean absolute relative leave-one-out error of each form."""
-    means = []
-    for number, points in enumerate(forms):
-        errors = []
-        for i, left_out in enumerate(points):
-            others = [list(p) for p in forms]
-            del others[number][i]
-            fixed, rate, column_rate = fit_together(others)[number]
-            ms = fixed + left_out.flop * rate + left_out.column_flop * column_rate
-            errors.append(abs(ms / left_out.ms - 1))
-        means.append(float(np.mean(errors)) if len(points) > 2 else float("nan"))
-    return means
 
 
 @dataclass(frozen=True)
@@ -460,27 +393,7 @@ def kernels_for(
         calibration: the user's calibration.
     """
     source, measured = _source(gpu, calibration, kernel)
-    remarks: list[str] = []
-    factor, low, high = 1.0, 1.0, 1.0
-    if measured and source.published:
-        low, high = PUBLISHED
-        remarks.append(
-            f"times of {kernel} on {gpu} are published figures of {source.device} "
-            f"({', '.join(source.files)}), with bounds x {low:.2f} and x {high:.2f}: mtrain was "
-            "not run on that GPU"
-        )
-    elif not measured:
-        factor, (low, high) = peaks[source.device] / peak, UNKNOWN
-        remarks.append(
-            f"not calibrated on {gpu}: kernel times are those of {source.device}, scaled by peak "
-            f"FLOP/s (x {factor:.2f}), with bounds x {low:.2f} and x {high:.2f}; run "
-            "`mtrain profile kernels --out FILE` on that GPU and give --calibration FILE"
-        )
-    elif source.device != gpu:
-        remarks.append(
-            f"kernel times are those of {source.device}: {gpu} computes as fast, but its memory "
-            "may be faster or slower"
-        )
+    factor, low, high, remarks = _scale(gpu, peak, kernel, source, measured, peaks)
     by_stripes = _takes_call_per_stripe(source, kernel, form)
     if by_stripes:
         remarks.append(
@@ -509,6 +422,42 @@ def kernels_for(
             f"{gpu}"
         )
     return KernelCurves(curves, tuple(remarks), alone, non_attention, by_stripes)
+
+
+def _scale(
+    gpu: str,
+    peak: float,
+    kernel: str,
+    source: Calibration,
+    measured: bool,
+    peaks: dict[str, float],
+) -> tuple[float, float, float, list[str]]:
+    """Return the factor on a calibration's times, their bounds, and remarks about the source.
+
+    measured: whether the calibration is of this GPU model.
+    """
+    remarks: list[str] = []
+    factor, low, high = 1.0, 1.0, 1.0
+    if measured and source.published:
+        low, high = PUBLISHED
+        remarks.append(
+            f"times of {kernel} on {gpu} are published figures of {source.device} "
+            f"({', '.join(source.files)}), with bounds x {low:.2f} and x {high:.2f}: mtrain was "
+            "not run on that GPU"
+        )
+    elif not measured:
+        factor, (low, high) = peaks[source.device] / peak, UNKNOWN
+        remarks.append(
+            f"not calibrated on {gpu}: kernel times are those of {source.device}, scaled by peak "
+            f"FLOP/s (x {factor:.2f}), with bounds x {low:.2f} and x {high:.2f}; run "
+            "`mtrain profile kernels --out FILE` on that GPU and give --calibration FILE"
+        )
+    elif source.device != gpu:
+        remarks.append(
+            f"kernel times are those of {source.device}: {gpu} computes as fast, but its memory "
+            "may be faster or slower"
+        )
+    return factor, low, high, remarks
 
 
 def _takes_call_per_stripe(source: Calibration, kernel: str, form: str) -> bool:
