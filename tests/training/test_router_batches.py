@@ -103,6 +103,14 @@ def test_a_checkpoint_holds_the_biases(tmp_path):
     same(first + second, expected)
 
 
+def test_an_offloaded_optimizer_keeps_the_biases(tmp_path):
+    words = (*BIASED, "optim.offload=true")
+    expected = gloo.run(1, steps, 1, 1, BIASED, 4, "")[0]
+    first = gloo.run(1, steps, 1, 1, words, 2, str(tmp_path))[0]
+    second = gloo.run(1, steps, 1, 1, words, 2, str(tmp_path))[0]
+    same(first + second, expected)
+
+
 def test_a_skipped_update_leaves_the_biases_alone():
     assert gloo.run(1, skipped, BIASED) == [0.0]
 
