@@ -115,8 +115,10 @@ class MixtureOfExperts(nn.Module):
         if self.moe.scale != 1.0:
             scores_TK = scores_TK * self.moe.scale
         compute = self.sharing.compute if self.sharing else partial(compute_experts, bounds=bounds)
-        options = {"recompute": self.execution.recompute, "inputs_only": again}
-        out_TC = compute(x_TC, scores_TK, self.experts, decision, **options)
+        recompute = self.execution.recompute
+        out_TC = compute(
+            x_TC, scores_TK, self.experts, decision, recompute=recompute, inputs_only=again
+        )
         if self.shared is not None:
             out_TC = out_TC + _shared(x_TC, self.shared)
         if routing is not None:
