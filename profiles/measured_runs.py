@@ -19,7 +19,9 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
+from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.metrics import read_metrics, steady_steps
+from mtrain_cli.records.record_files import open_records
 
 QUIET = ("train.checkpoint_every=0", "train.checkpoint_at_end=false", "run.restarts=0")
 LIMIT_S = 590
@@ -33,7 +35,7 @@ class Measured:
     seconds: median of a step after the first steps.
     data_ms: median wait of these steps for the loader, in milliseconds.
     peak_gib: most memory of a GPU; 0 on a CPU.
-    pipeline: times of the recorded steps' passes, as in a profile's summary.
+    pipeline: times of the recorded passes of a step, as in a profile's results.
     """
 
     losses: list[float]
@@ -58,14 +60,13 @@ def train(*words: str, record: bool = False, checkout: Path | None = None) -> Me
         run = Path(folder, "run")
         metrics = read_metrics(run / "metrics.jsonl")
         steady = steady_steps(metrics)
-        summary = run / "profile" / "summary.json"
-        results = json.loads(summary.read_text())["results"] if summary.exists() else []
+        times = analyse(open_records(run / "profile"))[0].pipeline if record else None
         return Measured(
             [step.loss for step in metrics],
             statistics.median(step.seconds for step in steady),
             1e3 * statistics.median(step.data_seconds or 0.0 for step in steady),
             max(step.peak_memory_gib or 0.0 for step in metrics),
-            next((r["pipeline"] for r in results if r.get("pipeline")), None),
+            None if times is None else times.to_json(),
         )
 
 

@@ -143,9 +143,9 @@ def pipeline(bench: Bench) -> Iterator[str]:
             more = (*batch, PIPELINE, f"topology.virtual_stages={parts}")
             run = train(*bench.words(*more), record=True)
             assert run.pipeline is not None
-            both = sum(max(run.pipeline[f"{kind}_ms"]) for kind in ("forward", "backward")) / 1e3
-            # The recorded times are of one virtual stage; the formula's F and B are of a stage.
-            formula = (count + 1 / parts) * both * parts
+            passes = np.add(run.pipeline["forward_ms"], run.pipeline["backward_ms"])
+            slowest = max(passes[stage::2].sum() for stage in range(2)) / 1e3
+            formula = (count + 1 / parts) * slowest
             makespan = run.pipeline["makespan_ms"] / 1e3
             yield (
                 f"| {count} | {parts} | {run.seconds:.3f} | {makespan:.3f} | {formula:.3f} "
