@@ -18,6 +18,7 @@ from mtrain_cli.profiling.recorded_work import Estimated, estimated
 from mtrain_cli.training.batch import BatchMaker, PackedSample
 from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import attention_kept
+from mtrain_cli.training.router_batches import OwnLoads, RouterBatches
 from mtrain_cli.training.trainer import Trainer
 
 MicroBatches = Sequence[Sequence[PackedSample]]
@@ -76,6 +77,7 @@ class _Rehearsal(Callback):
                 offload=trainer.offload,
                 tensor=trainer.tensor,
                 balancer=case.choices.balancer,
+                router=RouterBatches.make(trainer.config, case.exchange.group, trainer.tensor),
             )
             for case in writer.cases
         ]
@@ -100,9 +102,10 @@ class _Rehearsal(Callback):
             progress.now(case.label)
             seconds = {}
             for recorded in rotated((False, True), sample):
-                computed, seconds[recorded] = self._compute(case, micro_batches, recorded=recorded)
+                passed = self._compute(case, micro_batches, recorded=recorded)
+                computed, loads, seconds[recorded] = passed
                 if recorded:
-                    writer.recorded(case, self.trainer.step + 1, computed)
+                    writer.recorded(case, self.trainer.step + 1, computed, loads)
             writer.timed(case, seconds[False], seconds[True])
             progress.done()
         writer.sampled(self.trainer.step + 1, sample + 1)
@@ -113,11 +116,12 @@ class _Rehearsal(Callback):
 
     def _compute(
         self, case: MeasurementCase, micro_batches: MicroBatches, *, recorded: bool
-    ) -> tuple[list[Estimated], float]:
+    ) -> tuple[list[Estimated], OwnLoads | None, float]:
         """Run both passes of a case once.
 
         Returns:
-            Masks and indices of each micro-batch, and this worker's time in seconds.
+            Masks and indices of each micro-batch, the loads of the experts, and this worker's time
+            in seconds.
         """
         trainer, bench = self.trainer, self.bench
         recorder = bench.collector.recorder
@@ -134,4 +138,5 @@ class _Rehearsal(Callback):
         trainer.states.drop_gradients()
         trainer.record_messages(None, case.exchange)
         computed = [estimated(attend) for attend in attends]
-        return computed, seconds
+        loads = OwnLoads.of([b.routing for b in batches if b.routing is not None])
+        return computed, loads, seconds
