@@ -261,6 +261,8 @@ def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
         left = f", {_duration(written.seconds_left)} left"
     if written and written.grad_norm is not None:
         norm = f", gradient norm {written.grad_norm:.2f}"
+    if written and written.expert_load is not None:
+        norm += f", largest expert load {written.expert_load:.2f}x"
     yield "step", f"{run.step:,} of {run.steps:,}{share}{left}"
     if run.losses:
         curve = sparkline(run.losses[-LOSSES:], 24)

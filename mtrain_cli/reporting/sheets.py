@@ -14,6 +14,7 @@ from mtrain_cli.evaluation.results import Part, Result
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, PassAnalysis
 from mtrain_cli.records.attention_files import without_lists
 from mtrain_cli.reporting.comparison import comparison
+from mtrain_cli.reporting.expert_tables import balance_rows, routing_rows, share_rows
 from mtrain_cli.reporting.pipeline_page import pipeline_rows
 from mtrain_cli.reporting.report_source import ReportSource
 
@@ -89,6 +90,9 @@ def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
         ],
         "rope": [row for source in sources for row in _numbers(source, source.attention.rope)],
         "pipeline": pipeline_rows(sources),
+        "experts": list(share_rows(sources)),
+        "expert_balance": list(balance_rows(sources)),
+        "routing": list(routing_rows(sources)),
         "compare": _compare(sources),
     }
     return [Sheet(name, mine) for name, mine in rows.items() if mine]
