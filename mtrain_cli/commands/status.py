@@ -261,8 +261,6 @@ def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
         left = f", {_duration(written.seconds_left)} left"
     if written and written.grad_norm is not None:
         norm = f", gradient norm {written.grad_norm:.2f}"
-    if written and written.expert_load is not None:
-        norm += f", largest expert load {written.expert_load:.2f}x"
     yield "step", f"{run.step:,} of {run.steps:,}{share}{left}"
     if run.losses:
         curve = sparkline(run.losses[-LOSSES:], 24)
@@ -272,6 +270,8 @@ def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
         unit = f"tokens/s/{'GPU' if on_gpus and written.workers else 'worker'}"
         seconds = f" ({written.seconds:.2f} s)" if written.seconds else ""
         yield "speed", f"{written.tokens_per_second_per_gpu:,.0f} {unit} in the last step{seconds}"
+    if written and written.expert_load is not None:
+        yield "experts", f"largest load {written.expert_load:.2f}x the mean in the last step"
 
 
 def _checkpoint(run: RunStatus) -> str:

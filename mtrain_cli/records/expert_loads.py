@@ -224,7 +224,8 @@ class _CaseSums:
         about = about if isinstance(about, dict) else {}
         parallel = about.get("parallel")
         self._parallel = parallel if isinstance(parallel, int) and parallel > 0 else 1
-        self._experts = about.get("count")
+        count = about.get("count")
+        self._experts: int = count if isinstance(count, int) else 0
         self._shape: tuple[np.ndarray, np.ndarray] | None = None  # layers, ranks
         self._steps: list[int] = []
         self._shares: list[np.ndarray] = []
@@ -236,8 +237,7 @@ class _CaseSums:
         layers, ranks = np.unique(rows["layer"]), np.unique(rows["rank"])
         experts = int(rows["expert"].max()) + 1
         if self._shape is None:
-            known = self._experts if isinstance(self._experts, int) else 0
-            self._experts = max(known, experts)
+            self._experts = max(self._experts, experts)
             if len(layers) * len(ranks) * self._experts > MOST_CELLS:
                 raise ConfigError(f"{self._file}: has more loads than a report can show")
             self._parallel = self._parallel if self._experts % self._parallel == 0 else 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtrain_cli.records.expert_loads import ExpertAnalysis
 from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.expert_tables import labelled_experts, routed
+from mtrain_cli.reporting.expert_tables import labelled_experts
 from mtrain_cli.reporting.plots import Figure, FigureView
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.tables import fold
@@ -20,8 +20,8 @@ _SIDE = 256  # most experts, layers, steps or ranks on an axis
 _CURVES = (
     ("largest load, times the mean", "expert_load", True),
     ("balance loss, 1 = even", "balance_loss", False),
-    ("entropy of routing, nats", "router_entropy", True),
-    ("z: mean of logsumexp^2", "router_z", True),
+    ("entropy of routing, nats", "router_entropy", False),
+    ("z: mean of logsumexp^2", "router_z", False),
 )
 _DROPPED = ("tokens dropped", "dropped", True)
 Loads = Sequence[tuple[str, ReportSource, ExpertAnalysis]]  # (label, run, loads)
@@ -30,7 +30,9 @@ Loads = Sequence[tuple[str, ReportSource, ExpertAnalysis]]  # (label, run, loads
 def expert_figures(sources: Sequence[ReportSource]) -> list[Figure]:
     """Return the figures of all models with experts."""
     loads = labelled_experts(sources)
-    return [*_routing_figures(routed(sources)), _shares(loads), _over_steps(loads), _ranks(loads)]
+    # With dense runs, too, so that a run has the same color in all curves.
+    trained = [source for source in sources if source.metrics]
+    return [*_routing_figures(trained), _shares(loads), _over_steps(loads), _ranks(loads)]
 
 
 def _routing_figures(sources: Sequence[ReportSource]) -> list[Figure]:
@@ -66,7 +68,7 @@ def _shares(loads: Loads) -> Figure:
             x = plots.axis("expert", **plots.whole(each.experts))
             y = plots.downward("layer", **plots.whole(len(each.layers)))
             views.append(FigureView((label, name), [trace], _layout(len(each.layers), x, y)))
-    note = f"Share of the layer's tokens that each expert computes. {_FOLDED}"
+    note = f"Share of the layer's tokens that each expert computes.{_folded(loads)}"
     selectors = ("case", "step")
     return Figure("experts", "Tokens by expert and layer", selectors, views, note)
 
@@ -84,7 +86,7 @@ def _over_steps(loads: Loads) -> Figure:
             y = plots.downward("expert", **plots.whole(each.experts))
             shape = _layout(each.experts, plots.axis("recorded step", type="category"), y)
             views.append(FigureView((label, str(layer)), [trace], shape))
-    note = f"Share of the layer's tokens that each expert computes. {_FOLDED}"
+    note = f"Share of the layer's tokens that each expert computes.{_folded(loads)}"
     selectors = ("case", "layer")
     return Figure("experts-steps", "Tokens by expert over steps", selectors, views, note)
 
@@ -109,12 +111,18 @@ def _ranks(loads: Loads) -> Figure:
             x = plots.axis("expert", **plots.whole(len(across)))
             y = plots.downward("rank", **plots.whole(len(down)))
             views.append(FigureView((label, str(layer)), [trace], _layout(len(down), x, y)))
-    note = f"Tokens of each rank, as means over recorded steps. {_FOLDED}"
+    note = f"Tokens of each rank, as means over recorded steps.{_folded(loads)}"
     selectors = ("case", "layer")
     return Figure("experts-ranks", "Tokens by expert and rank", selectors, views, note)
 
 
-_FOLDED = f"A cell of a table above {_SIDE} x {_SIDE} is the maximum of a group."
+def _folded(loads: Loads) -> str:
+    """Return a note if the tables are too large to show all their cells."""
+    size = max((max(each.shares.shape[1:]) for _, _, each in loads), default=0)
+    ranks = max((len(each.ranks) for _, _, each in loads), default=0)
+    if max(size, ranks) <= _SIDE:
+        return ""
+    return f" Larger tables shrink to {_SIDE} x {_SIDE} cells, each the maximum of its group."
 
 
 def _some_layers(each: ExpertAnalysis, cells: int, cases: int) -> list[tuple[int, int]]:

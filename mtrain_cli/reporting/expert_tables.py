@@ -22,7 +22,7 @@ from mtrain_cli.reporting.terminal_width import new_table, print_table
 HEADS = (
     *("case", "ep", "worker imbalance", "step imbalance", "largest load"),
     f"if dealt over {' / '.join(map(str, DEALT))}",
-    *("worker imbalance, time", "ms forward / backward", "dropped", "n"),
+    *("worker imbalance, by time", "ms forward / backward", "dropped", "n"),
 )
 # The headings in the terminal, where lines must break at good places.
 _BROKEN = (
