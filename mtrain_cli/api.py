@@ -22,6 +22,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from lm_eval.api.model import LM
 
     from mtrain_cli.inference.engine import Engine
     from mtrain_cli.inference.model_source import ModelSource
@@ -197,6 +198,28 @@ class Model:
         require_hidden_labels(self.source.config, "token_losses")
         require_prompts(self.source, [ids], 0, beyond=beyond)
         return TokenScores(*self._engine.token_scores(ids))
+
+    def lm_eval(self, *, beyond: bool = False) -> LM:
+        """Return this model for `lm_eval.simple_evaluate`, which needs the extra lm-eval.
+
+        Requests that the model cannot compute raise `ConfigError`. Nothing is truncated.
+
+        Args:
+            beyond: allow more positions than the model was trained for.
+
+        Raises:
+            ConfigError: the model has no tokenizer, or sees the tokens that it predicts.
+        """
+        from mtrain_cli.evaluation.harness_model import HarnessModel
+        from mtrain_cli.evaluation.harness_requests import Plan
+        from mtrain_cli.evaluation.harness_runner import EngineAnswers
+        from mtrain_cli.inference.limits import require_hidden_labels
+
+        require_hidden_labels(self.source.config, "lm_eval")
+        positions, vocabulary = self.source.max_position, self.source.config.model.vocab_size
+        plan = Plan(positions, vocabulary, beyond)
+        answers = EngineAnswers(self._engine, self._codec, plan)
+        return HarnessModel(self._codec, positions, answers)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]

@@ -28,6 +28,7 @@ from mtrain_cli.commands import (
     data_ruler,
     doctor,
     evaluate,
+    evaluate_lm_eval,
     generate,
     mask,
     profile,
@@ -295,6 +296,7 @@ app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")
 assert data_needles.app is data_ruler.app is data.app
+assert evaluate_lm_eval.app is evaluate.app
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)

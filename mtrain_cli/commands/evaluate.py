@@ -29,6 +29,7 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
+    from mtrain_cli.evaluation.harness_tasks import HarnessTasks
     from mtrain_cli.evaluation.request import EvaluationRequest, Weights
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.launch.environment import Environment
@@ -119,7 +120,7 @@ def perplexity(
     if keys_from is not None and short is None:
         raise ConfigError(f"--keys-from {keys_from}: needs --short N, with which it was measured")
     options = PerplexityOptions(text, text_key, _one_length("--short", short), _text(keys_from))
-    _run(PERPLEXITY, common, model, overrides, samples, perplexity=options)
+    run_evaluation(PERPLEXITY, common, model, overrides, samples, perplexity=options)
 
 
 @app.command()
@@ -169,7 +170,7 @@ def niah(
     if share and form == SENTENCES:
         raise ConfigError(f"--chains {chains}: only with --form {PYTHON}")
     options = NeedleOptions(form, haystack, needles, share, seed)
-    _run(NIAH, common, model, overrides, samples, niah=options)
+    run_evaluation(NIAH, common, model, overrides, samples, niah=options)
 
 
 @app.command()
@@ -229,10 +230,10 @@ def ruler(
         files=tuple(str(path.expanduser().absolute()) for path in file or ()),
         max_new=max_new,
     )
-    _run(RULER, common, model, overrides, samples, ruler=options)
+    run_evaluation(RULER, common, model, overrides, samples, ruler=options)
 
 
-def _run(
+def run_evaluation(
     kind: str,
     common: Common,
     model: Path,
@@ -245,7 +246,7 @@ def _run(
 
     words = list(overrides or ())
     warn_of_unused_settings(words)
-    lengths = token_lengths(common.length)
+    lengths = token_lengths(common.length) if kind != "lm-eval" else [0]
     sources = _sources(model, words, common.attention)
     first = next(iter(sources.values()))
     _require_positions(first, common.length, lengths, beyond=common.beyond)
@@ -271,9 +272,13 @@ def _run(
     from mtrain_cli.launch.environment import resolve_environment
 
     environment = resolve_environment(first.config)
-    _check_samples(request, first, beyond=common.beyond)
+    tasks = None
+    if kind == "lm-eval":
+        tasks = _check_tasks(request, first, beyond=common.beyond)
+    else:
+        _check_samples(request, first, beyond=common.beyond)
     with _locked(out):
-        code = _evaluate(request, configs, environment, words)
+        code = _evaluate(request, configs, environment, words, tasks)
     if code:
         raise typer.Exit(code)
     _show(request, as_json=common.as_json)
@@ -398,6 +403,25 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
                 require_prompts(source, [[0]], cell.length - 1, beyond=True)
 
 
+def _check_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> HarnessTasks:
+    """Load the tasks of lm-eval and check their requests, so that mistakes are reported first.
+
+    Raises:
+        ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
+    """
+    from mtrain_cli.evaluation.harness_runner import load_tasks
+    from mtrain_cli.evaluation.request import require_tokenizer
+    from mtrain_cli.inference.limits import require_hidden_labels
+    from mtrain_cli.inference.text import open_codec
+
+    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+    require_tokenizer(codec)
+    require_hidden_labels(source.config, "this evaluation")
+    tasks = load_tasks(request)
+    tasks.plan(codec, source.max_position, source.config.model.vocab_size, beyond=beyond)
+    return tasks
+
+
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Keep other evaluations out of a folder of results."""
@@ -426,14 +450,21 @@ def _evaluate(
     configs: tuple[Config, ...],
     environment: Environment,
     words: list[str],
+    tasks: HarnessTasks | None,
 ) -> int:
     """Evaluate on one worker or on several. Return the exit code."""
+    from mtrain_cli.evaluation.harness_runner import HarnessRunner
     from mtrain_cli.evaluation.runner import Runner
     from mtrain_cli.evaluation.worker import TARGET, evaluate
 
     if environment.dims.workers == 1:
+        runner: Runner | HarnessRunner
+        if tasks is None:
+            runner = Runner(request, configs, environment)
+        else:
+            runner = HarnessRunner(request, configs, environment, tasks=tasks)
         try:
-            evaluate(Runner(request, configs, environment), environment)
+            evaluate(runner, environment)
         except KeyboardInterrupt:
             typer.echo("stopped; the same command continues", err=True)
             raise

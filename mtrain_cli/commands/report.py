@@ -34,6 +34,7 @@ def report(
     """Show how much each worker computed in each step, which workers waited, and why.
 
     Reads training runs with a profile, measurements and simulations. Given several, compares them.
+    Also shows the folder of a `mtrain study`.
 
     [bold]Examples[/bold]
 
@@ -54,9 +55,15 @@ def report(
         as_json: Print the analysis as JSON only; write no files.
         show: Open the page in a browser, if there is one.
     """
+    from mtrain_cli.learning.cells import Study
     from mtrain_cli.reporting import report_source
     from mtrain_cli.reporting.terminal import make_console, show_sources
 
+    if runs and len(runs) == 1 and (study := Study.open(report_source.find(runs[0]))) is not None:
+        from mtrain_cli.commands.study_learning import show as show_study
+
+        show_study(study, as_json=as_json)
+        return
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
     paths = [report_source.find(name) for name in runs or ()] or report_source.default()

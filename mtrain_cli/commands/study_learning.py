@@ -75,6 +75,8 @@ def learning(
         raise ConfigError(
             f"--budget-minutes {budget_minutes:g}: must be from 0 to {_MOST_MINUTES:,}"
         )
+    if packages is not None and not packages.is_dir():
+        raise ConfigError(f"--packages {packages}: no such folder")
     names = [name.strip() for name in only.split(",") if name.strip()]
     numbers = parse_items("--seeds", seeds, parse_whole_number, "0,1") if seeds else []
     cells = cells_of(chosen, names, numbers)
@@ -90,7 +92,7 @@ def learning(
         return
     study = _prepare(study, packages, console)
     _compute(study, cells, budget_minutes, console)
-    _show(study, as_json=as_json)
+    show(study, as_json=as_json)
 
 
 def _tier(name: str, base_steps: int) -> Tier:
@@ -106,10 +108,9 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     from mtrain_cli.learning import package_corpus
     from mtrain_cli.learning.outcomes import predictions_file
 
-    if packages is not None and not packages.is_dir():
-        raise ConfigError(f"--packages {packages}: no such folder")
     with writing(study.folder):
         study.folder.mkdir(parents=True, exist_ok=True)
+        study.save()
         written = study.folder / predictions_file().name
         if not written.exists():
             written.write_text(predictions_file().read_text())
@@ -175,7 +176,8 @@ def _free_gpu() -> None:
         torch.cuda.empty_cache()
 
 
-def _show(study: Study, *, as_json: bool) -> None:
+def show(study: Study, *, as_json: bool) -> None:
+    """Print what is known of a study, and write its page."""
     import json
 
     from mtrain_cli.learning.outcomes import summarize

@@ -50,12 +50,15 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Tokenizer of UTF-8 bytes. Ids 0 to 255 are bytes, 256 begin, 257 end and 258 padding.
 
+    begin: None: training data have no begin token.
+
     Ids 259 to 263 are unused: 264 is a multiple of 8.
     """
 
     name = "bytes"
     identity = "bytes-1"
     bos, pad = 256, 258
+    begin: int | None = None
     eos: int | None = 257
     vocab_size = 264
     exact_pieces = True
@@ -84,7 +87,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package."""
+    """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package.
+
+    begin: id that the file puts before each text; None if it puts none.
+    """
 
     def __init__(self, path: Path, content: bytes, tokenizer: Any) -> None:
         # Some files tell the tokenizer to truncate every text to 512 tokens, or to pad it. Both
@@ -99,6 +105,8 @@ class FileTokenizer:
         self.identity = f"sha256:{hashlib.sha256(content).hexdigest()} eos:{self.eos}"
         self.vocab_size = max(vocabulary.values()) + 1
         self.content = content
+        framed = tokenizer.encode("a", add_special_tokens=True)
+        self.begin: int | None = framed.ids[0] if any(framed.special_tokens_mask[:1]) else None
         # SentencePiece-like tokenizers put a space before every text. If pieces are encoded one by
         # one, each of them gets such a space.
         whole, first, second = self.encode(["one two\nthree", "one two\n", "three"])

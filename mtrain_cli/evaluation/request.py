@@ -31,6 +31,7 @@ from mtrain_cli.launch.run_dir import PLAN
 from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
 
 RULER = "ruler"
+LM_EVAL = "lm-eval"
 STDLIB = "stdlib"
 _HAYSTACK_CHARACTERS = 1 << 23  # of a corpus, which then repeats
 
@@ -67,6 +68,15 @@ class RulerOptions:
     words: str | None = None
     files: tuple[str, ...] = ()
     max_new: int = 128
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """Tasks of lm-eval. See `harness_tasks.HarnessTasks.load`."""
+
+    tasks: tuple[str, ...] = ()
+    include_path: str | None = None
+    num_fewshot: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,13 +128,13 @@ class Weights:
 class EvaluationRequest:
     """What to evaluate. Every combination of weights, attention, task and length gives a result.
 
-    kind: `PERPLEXITY`, `NIAH` or `RULER`.
+    kind: `PERPLEXITY`, `NIAH`, `RULER` or `LM_EVAL`.
     out: folder of the results.
     model: name of the model in the results (`results.model_name`).
     weights: newest first.
     attentions: names of the patterns.
     lengths: tokens of a sample.
-    samples: number of samples for each result.
+    samples: number of samples for each result. 0 with lm-eval means all samples of a task.
     tokenizer: folder of a tokenizer to use instead of the model's.
     """
 
@@ -139,6 +149,7 @@ class EvaluationRequest:
     perplexity: PerplexityOptions = PerplexityOptions()
     niah: NeedleOptions = NeedleOptions()
     ruler: RulerOptions = RulerOptions()
+    lm_eval: HarnessOptions = HarnessOptions()
 
     def save(self, folder: Path, configs: tuple[Config, ...]) -> None:
         """Write the request, and the configuration of each attention."""
@@ -168,8 +179,8 @@ def open_measurement(
     """
     if request.kind == PERPLEXITY:
         return _perplexity(request, source, codec)
-    if codec.tokenizer is None:
-        raise ConfigError(_without_tokenizer(codec))
+    require_tokenizer(codec)
+    assert codec.tokenizer is not None
     if request.kind == NIAH:
         return _retrieval(request, codec.tokenizer)
     options = request.ruler
@@ -184,15 +195,17 @@ def open_measurement(
     )
 
 
-def _without_tokenizer(codec: TextCodec) -> str:
-    return f"{codec.missing.partition('. Give')[0]}. Give --tokenizer FOLDER"
+def require_tokenizer(codec: TextCodec) -> None:
+    """Raise ConfigError if a model has no tokenizer."""
+    if codec.tokenizer is None:
+        raise ConfigError(f"{codec.missing.partition('. Give')[0]}. Give --tokenizer FOLDER")
 
 
 def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCodec) -> Perplexity:
     options = request.perplexity
     if options.text is not None:
-        if codec.tokenizer is None:
-            raise ConfigError(_without_tokenizer(codec))
+        require_tokenizer(codec)
+        assert codec.tokenizer is not None
         read = partial(sequences_of_files, options.text, options.text_key, codec.tokenizer)
         origin = options.text
     elif source.is_folder:

@@ -125,10 +125,10 @@ class ResultsFolder:
         path.mkdir(parents=True, exist_ok=True)
         replace_text(path / ABOUT, json.dumps({"model": model}) + "\n")
         opened = ResultsFolder(path)
-        for row in _kept(path / SAMPLES):
+        for row in kept_rows(path / SAMPLES):
             if isinstance(row.get("key"), str) and isinstance(row.get("index"), int):
                 opened.samples.setdefault(row["key"], {})[row["index"]] = row
-        for result in _results(_kept(path / RESULTS)):
+        for result in _results(kept_rows(path / RESULTS)):
             opened.results[result.key] = result
         return opened
 
@@ -152,7 +152,7 @@ class ResultsFolder:
     def add_sample(self, row: dict[str, Any]) -> None:
         """Append the row of a sample. It has the keys ``key``, ``index`` and ``score``."""
         self.samples.setdefault(row["key"], {})[row["index"]] = row
-        _append(self.path / SAMPLES, row)
+        append_row(self.path / SAMPLES, row)
 
     def add_result(self, result: Result) -> None:
         """Append a result. It replaces an earlier result of the same key."""
@@ -162,7 +162,7 @@ class ResultsFolder:
             _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
             return
         self.results[result.key] = result
-        _append(self.path / RESULTS, asdict(result))
+        append_row(self.path / RESULTS, asdict(result))
 
 
 def model_name(model: Path, out: Path) -> str:
@@ -232,7 +232,8 @@ def _results(rows: Iterable[dict[str, Any]]) -> list[Result]:
     return results
 
 
-def _append(file: Path, row: Mapping[str, Any]) -> None:
+def append_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Append a JSON object to a file of rows."""
     with file.open("a", encoding="utf-8") as open_file:
         open_file.write(json.dumps(row) + "\n")
 
@@ -241,8 +242,8 @@ def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _kept(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, and remove its other lines."""
+def kept_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, and remove its other lines. A missing file has none."""
     if not file.exists():
         return []
     rows = list(_rows(file))

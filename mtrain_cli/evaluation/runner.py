@@ -20,7 +20,7 @@ from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
-from mtrain_cli.evaluation.results import IN_TRAINING, NATS, Result, ResultsFolder, key_of
+from mtrain_cli.evaluation.results import IN_TRAINING, PERCENT, Result, ResultsFolder, key_of
 from mtrain_cli.inference.answers import describe, report
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.model_source import ModelSource
@@ -272,7 +272,7 @@ class Runner:
             task=cell.task,
             length=cell.length,
             attention=setting.attention,
-            pattern=_pattern(setting.config),
+            pattern=pattern_text(setting.config),
             step=setting.weights.step,
             samples=len(chosen),
             score=None,
@@ -330,12 +330,13 @@ def score_text(result: Result) -> str:
     """Return ``97.5 ± 1.2 %`` or ``2.3456 ± 0.0012 nats``."""
     if result.score is None:
         return "not finite"
-    digits = 4 if result.unit == NATS else 1
+    digits = 1 if result.unit == PERCENT else 4
     error = "" if result.error is None else f" ± {result.error:.{digits}f}"
-    return f"{result.score:.{digits}f}{error} {result.unit}"
+    return f"{result.score:.{digits}f}{error} {result.unit}".rstrip()
 
 
-def _pattern(config: Config) -> str:
+def pattern_text(config: Config) -> str:
+    """Return the settings of a pattern for the user; "" for dense attention."""
     from mtrain_cli.sparsity.pattern_registry import make_pattern
 
     pattern: Any = make_pattern(config.sparsity, config.seed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.evaluation.request import EvaluationRequest
+from mtrain_cli.evaluation.harness_runner import HarnessRunner
+from mtrain_cli.evaluation.request import LM_EVAL, EvaluationRequest
 from mtrain_cli.evaluation.runner import Runner, StoppedError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import RunError
@@ -19,14 +20,15 @@ def run(_config: Config, run_dir: RunDir, environment: Environment, _resume: boo
     """Evaluate on one worker. Return whether a stop request ended it early."""
     request, configs = EvaluationRequest.load(run_dir.path)
     flag = StopFlag(run_dir, environment)
+    kind = HarnessRunner if request.kind == LM_EVAL else Runner
     try:
-        evaluate(Runner(request, configs, environment, flag.requested), environment)
+        evaluate(kind(request, configs, environment, flag.requested), environment)
     except StoppedError:
         return True
     return False
 
 
-def evaluate(runner: Runner, environment: Environment) -> None:
+def evaluate(runner: Runner | HarnessRunner, environment: Environment) -> None:
     """Run an evaluation.
 
     Raises:

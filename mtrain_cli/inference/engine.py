@@ -79,6 +79,18 @@ class _Decoding:
         )
 
 
+@dataclass(frozen=True)
+class _Endings:
+    """What ends a text, as in `Engine.generate`."""
+
+    stop: frozenset[int]
+    ended: Callable[[Sequence[int]], bool] | None
+
+    def after(self, token: int, ids: Sequence[int]) -> bool:
+        """Return whether the text ends. ids: the new ids, without the id of an end token."""
+        return token in self.stop or (self.ended is not None and self.ended(ids))
+
+
 class Engine(Scorer):
     """A model on this worker. All workers call each method together.
 
@@ -183,6 +195,7 @@ class Engine(Scorer):
         sampling: Sampling,
         stop: frozenset[int] = frozenset(),
         on_token: OnToken | None = None,
+        ended: Callable[[Sequence[int]], bool] | None = None,
     ) -> Iterator[Completion]:
         """Generate tokens, and yield the completion of each prompt in order.
 
@@ -190,6 +203,7 @@ class Engine(Scorer):
             prompts: token ids, checked by `limits.require_prompts`.
             stop: ids that end a text.
             on_token: called with the number of a prompt, from 0, and each of its new ids.
+            ended: returns whether new ids end a text, for endings other than an id.
 
         Raises:
             ConfigError: the keys and values of a prompt do not fit the memory.
@@ -205,7 +219,8 @@ class Engine(Scorer):
             report = partial(_report_token, on_token, first)
             uniforms = [sampling.uniforms(number, max_new) for number in numbers]
             chosen = [prompts[number] for number in numbers]
-            yield from self._generate(chosen, max_new, uniforms, stop, report, decoding)
+            endings = _Endings(stop, ended)
+            yield from self._generate(chosen, max_new, uniforms, endings, report, decoding)
 
     def _decoding(self, batch: int, capacity: int, max_new: int, sampling: Sampling) -> _Decoding:
         """Return a cache and its step: those of the previous call if they suffice.
@@ -231,7 +246,7 @@ class Engine(Scorer):
         prompts: Sequence[Sequence[int]],
         max_new: int,
         uniforms: list[np.ndarray],
-        stop: frozenset[int],
+        endings: _Endings,
         report: OnToken,
         decoding: _Decoding,
     ) -> list[Completion]:
@@ -258,12 +273,12 @@ class Engine(Scorer):
             for row, token in enumerate(copied()[: len(prompts)]):
                 if row not in open_rows:
                     continue
-                if token in stop:
+                if token not in endings.stop:
+                    completions[row].ids.append(token)
+                    report(row, token)
+                if endings.after(token, completions[row].ids):
                     completions[row].finish = END
                     open_rows.remove(row)
-                    continue
-                completions[row].ids.append(token)
-                report(row, token)
             if not open_rows:
                 break
         for completion in completions:

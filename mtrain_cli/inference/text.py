@@ -32,11 +32,14 @@ class TextCodec:
     tokenizer: None if the model has none.
     stop: ids that end a text.
     missing: why there is no tokenizer; "" if there is one.
+    first: id that begins a text without a prompt: the begin token, or the end token of the text
+        before; None if the tokenizer has neither.
     """
 
     tokenizer: ByteTokenizer | FileTokenizer | None
     stop: frozenset[int]
     missing: str = ""
+    first: int | None = None
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt.
@@ -54,6 +57,17 @@ class TextCodec:
                 "surrogate pair, or a byte that is not UTF-8"
             ) from None
         return self.tokenizer.encode_prompt(text).tolist()
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens. There must be a tokenizer."""
+        assert self.tokenizer is not None
+        return self.tokenizer.encode([text])[0].tolist()
+
+    def decode_plain(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without special tokens. There must be a tokenizer."""
+        assert self.tokenizer is not None
+        known = [one for one in ids if 0 <= one < self.tokenizer.vocab_size]
+        return self.tokenizer.decode_batch([np.asarray(known, dtype=np.int64)])[0]
 
     def decode(self, ids: Sequence[int]) -> str | None:
         """Return the text of ids; None without a tokenizer."""
@@ -126,7 +140,10 @@ def codec_of_files(files: TokenizerFiles) -> TextCodec:
     stop = _ids([named, files.ids["eos_token_id"]])
     if not stop and tokenizer.eos is not None:
         stop = frozenset([tokenizer.eos])
-    return TextCodec(tokenizer, stop)
+    first = tokenizer.begin
+    if first is None:
+        first = tokenizer.eos if tokenizer.eos is not None else min(stop, default=None)
+    return TextCodec(tokenizer, stop, first=first)
 
 
 def _ids(values: Iterable[object]) -> frozenset[int]:

@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,11 +69,14 @@ class _ProgressRecord:
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._current = 0
         self.training_step = 0
+        self.place = ""
 
     def write(self, doing: str, waits_for: int) -> None:
         self._current = 1 - self._current
         at = _SLOTS[self._current]
-        text = doing.encode()[: _SLOT - _HEAD.size - 1] + b"\0"
+        text = (
+            ": ".join(filter(None, (self.place, doing))).encode()[: _SLOT - _HEAD.size - 1] + b"\0"
+        )
         _HEAD.pack_into(self._map, at, time.time(), self.training_step, waits_for)
         self._map[at + _HEAD.size : at + _HEAD.size + len(text)] = text
         self._map[0] = self._current + 1
@@ -97,6 +100,20 @@ def note(doing: str, waits_for: int | None = None) -> None:
     """Record what the host does from now on. Do nothing if this worker keeps no record."""
     if _record is not None:
         _record.write(doing, _NOBODY if waits_for is None else waits_for)
+
+
+@contextlib.contextmanager
+def inside(place: str) -> Iterator[None]:
+    """Begin every record of the ``with`` block with ``place``, such as a stage of a pipeline."""
+    if _record is None:
+        yield
+        return
+    _record.place = place
+    _record.write("", _NOBODY)
+    try:
+        yield
+    finally:
+        _record.place = ""
 
 
 def begin_step(training_step: int) -> None:

@@ -2,6 +2,7 @@
 
 A finished cell has `DONE`, and is never computed again. The folder of a study:
 
+- `ABOUT`: what the folder is
 - ``corpus/``: the texts
 - ``NAME/seed-N/``: a cell: ``run/``, ``evaluation/``, `DONE`; of a base also ``hf/`` and
   ``stretched/``, the weights that the other cells of the seed begin with
@@ -10,6 +11,7 @@ A finished cell has `DONE`, and is never computed again. The folder of a study:
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -23,14 +25,15 @@ from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
 from mtrain_cli.learning import package_corpus
-from mtrain_cli.learning.tiers import DENSE, OTHER_ORDER, Cell, Tier, digest
+from mtrain_cli.learning.tiers import DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
 from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_metrics
 
 if TYPE_CHECKING:
     from mtrain_cli.inference.model_source import ModelSource
 
 DONE, RUN, HF, STRETCHED, EVALUATION = "done.json", "run", "hf", "stretched", "evaluation"
-CORPUS = "corpus"
+CORPUS, ABOUT = "corpus", "study.json"
+_KIND = "learning"
 _QUESTIONS_SEED = 1000  # of the needles to measure, which no training document has
 _CHECKPOINTS = 5  # of a training, for one that is interrupted
 
@@ -68,6 +71,29 @@ class Study:
     folder: Path
     tier: Tier
     sha256: str = ""
+
+    @staticmethod
+    def open(folder: Path) -> Study | None:
+        """Open a folder that `save` marked; None if it is no study.
+
+        Raises:
+            ConfigError: it is of another version of mtrain.
+        """
+        try:
+            about = documents.read_json(folder / ABOUT)
+        except (OSError, ValueError):
+            return None
+        if not isinstance(about, dict) or about.get("study") != _KIND:
+            return None
+        tier, steps = TIERS.get(str(about.get("tier"))), about.get("base_steps")
+        if tier is None or not isinstance(steps, int):
+            raise ConfigError(f"{folder / ABOUT}: no such tier; allowed: {', '.join(TIERS)}")
+        return Study(folder, replace(tier, base_steps=steps))
+
+    def save(self) -> None:
+        """Mark the folder as a study of this tier."""
+        about = {"study": _KIND, "tier": self.tier.name, "base_steps": self.tier.base_steps}
+        replace_text(self.folder / ABOUT, json.dumps(about) + "\n")
 
     def path(self, cell: Cell) -> Path:
         return self.folder / cell.key
@@ -113,15 +139,13 @@ def training_words(study: Study, cell: Cell) -> list[str]:
     """Return the settings of a cell's training, as `mtrain train` takes them."""
     tier, variant = study.tier, cell.variant
     is_base = variant is None
-    needles = package_corpus.NEEDLES_BASE if is_base else package_corpus.NEEDLES_LONG
-    share = package_corpus.NEEDLE_SHARE
     seed = cell.seed + (OTHER_ORDER if variant is not None and variant.other_order else 0)
     steps = tier.base_steps if is_base else _steps(study, cell)
     words = [
         *tier.machine,
         "data=text",
         f"data.path={study.texts.absolute()}",
-        f"data.mix={{{package_corpus.CODE}: {1 - share:g}, {needles}: {share:g}}}",
+        f"data.mix={_mix(is_base)}",
         f"data.tokenizer={package_corpus.tokenizer_path(study.texts, tier)}",
         "data.document_mask=false",
         f"seq={tier.base_seq if is_base else tier.long_seq}",
@@ -147,6 +171,16 @@ def training_words(study: Study, cell: Cell) -> list[str]:
     ]
 
 
+def _mix(is_base: bool) -> str:
+    """Return the value of data.mix."""
+    own = package_corpus.NEEDLES_BASE if is_base else package_corpus.NEEDLES_LONG
+    needles = {own: package_corpus.NEEDLE_SHARE}
+    if is_base:
+        needles[package_corpus.NEEDLES_SHORT] = package_corpus.SHORT_SHARE
+    weights = {package_corpus.CODE: 1 - sum(needles.values()), **needles}
+    return "{" + ", ".join(f"{name}: {weight:g}" for name, weight in weights.items()) + "}"
+
+
 def _steps(study: Study, cell: Cell) -> int:
     """Return the steps of a cell: those of the tier, or as many as fit the time of another cell."""
     variant = cell.variant
@@ -161,19 +195,19 @@ def _steps(study: Study, cell: Cell) -> int:
 def _density_words(study: Study, cell: Cell) -> list[str]:
     """Return the settings of `fixed` that compute as many pairs as another cell.
 
-    Half of the pairs are in slashes and half in columns. A column of all sequence has on average
-    half as many pairs as tokens.
+    Slashes and columns have the same share s of the pairs. They are drawn independently, so that
+    together they have 1 - (1 - s)^2. A column has on average a share of 1 / seq.
     """
     variant = cell.variant
     if variant is None or not variant.density_of:
         return []
     tier = study.tier
     density = _required(study, study.other(cell, variant.density_of)).density
-    columns = max(1, round(density / 4 * tier.long_seq))
+    share = 1 - math.sqrt(max(0.0, 1 - density))
     block = compose(list(tier.variant(variant.density_of).words)).sparsity.block
     return [
-        f"sparsity.density={density / 2:.6g}",
-        f"sparsity.columns={columns}",
+        f"sparsity.density={share:.6g}",
+        f"sparsity.columns={max(1, round(share * tier.long_seq))}",
         f"sparsity.block={block}",
     ]
 

@@ -26,9 +26,11 @@ from mtrain_cli.learning.tiers import Tier
 
 BLOCK = 256  # bytes
 CODE, HELD_OUT, ABOUT, TOKENIZER = "code", "held_out.jsonl", "corpus.json", "tokenizer.json"
-NEEDLES_BASE, NEEDLES_LONG = "needles_base", "needles_long"
+NEEDLES_BASE, NEEDLES_LONG, NEEDLES_SHORT = "needles_base", "needles_long", "needles_short"
 CHAINS = 0.25  # share of questions that follow a link
 NEEDLE_SHARE = 0.2  # of the training sequences
+SHORT_SHARE = 0.1  # of the sequences of a base, from which a model first learns to copy a number
+_SHORT, _SHORT_QUESTIONS, _MOST_SHORT = 256, 5, 20_000
 _MOST_OF_PACKAGE = 16 << 20  # bytes, so that no package is a large part of the text
 _HELD_OUT_SHARE = 8  # one of this number of packages
 _SKIPPED = {"__pycache__", "test", "tests"}
@@ -213,14 +215,17 @@ def _tokenizer(folder: Path, tier: Tier) -> Tokenizer:
 def _write_needles(folder: Path, tier: Tier, tokenizer: Tokenizer) -> None:
     """Write needles between lines of the training code, for the base and for the cells."""
     haystack = text_corpus(str(folder / CODE), "text")
+    base, cells = tier.base_steps * tier.base_batch, tier.steps * tier.batch
+    short = min(_MOST_SHORT, int(SHORT_SHARE * base * tier.base_seq / _SHORT))
+    of_base, of_cells = (tier.base_seq, tier.base_pairs), (tier.long_seq, tier.long_pairs)
+    # As many documents as training reads, up to a limit for the short ones.
     sequences = {
-        NEEDLES_BASE: (tier.base_seq, tier.base_pairs, tier.base_steps * tier.base_batch, 1),
-        NEEDLES_LONG: (tier.long_seq, tier.long_pairs, tier.steps * tier.batch, 2),
+        NEEDLES_BASE: (NeedleSettings(*of_base, CHAINS, 1, tier.questions), NEEDLE_SHARE * base),
+        NEEDLES_LONG: (NeedleSettings(*of_cells, CHAINS, 2, tier.questions), NEEDLE_SHARE * cells),
+        NEEDLES_SHORT: (NeedleSettings(_SHORT, 1, 0.0, 3, _SHORT_QUESTIONS), short),
     }
-    for name, (length, pairs, trained, seed) in sequences.items():
-        settings = NeedleSettings(length, pairs, CHAINS, seed, tier.questions)
-        # Each document once in training, if a fifth of the sequences are needles.
-        count = max(8, int(NEEDLE_SHARE * trained) + 1)
+    for name, (settings, read) in sequences.items():
+        count = max(8, int(read) + 1)
         made = needle_documents(haystack, tokenizer, settings, count)
         (folder / name).mkdir(parents=True, exist_ok=True)
         replace_text(folder / name / "needles.jsonl", "".join(document.line() for document in made))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,7 @@ class Decision(NamedTuple):
     ends_E: int32, number of pairs of this and all earlier experts.
     load_BE: number of tokens of a whole sequence that chose each expert, divided by the mean; None
         without `Routing`.
+    chunks: how rows travel between the workers that share the experts (`expert_parallel.Chunk`).
     """
 
     chosen_TK: Tensor
@@ -76,6 +77,7 @@ class Decision(NamedTuple):
     place_S: Tensor
     ends_E: Tensor
     load_BE: Tensor | None = None
+    chunks: tuple[Any, ...] = ()
 
 
 class Routing:

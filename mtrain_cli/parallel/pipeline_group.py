@@ -171,9 +171,9 @@ class PipelineExecutor:
         (receive,) = pipeline.received(action) or (None,)
         (send,) = pipeline.sent(action) or (None,)
         arrived = None if receive is None else self._arrived(receive)
-        progress_record.note(f"{self._where(action)}, {action.kind}")
         compute = passes.forward if forward else passes.backward
-        with self._recorded(recording.STAGE, action):
+        place = f"{self._where(action)}, {action.kind}"
+        with progress_record.inside(place), self._recorded(recording.STAGE, action):
             result = compute(action.virtual_stage, action.micro_batch, arrived)
         if send is not None:
             assert result is not None, action

@@ -7,6 +7,7 @@ import numpy as np
 from mtrain_cli.profiling.measurement import Bench
 from mtrain_cli.records.expert_loads import ROW
 from mtrain_cli.training.router_batches import OwnLoads
+from mtrain_cli.training.trainer import Trainer
 
 
 def own_rows(own: OwnLoads | None, case: int, step: int, rank: int) -> np.ndarray:
@@ -20,6 +21,11 @@ def own_rows(own: OwnLoads | None, case: int, step: int, rank: int) -> np.ndarra
     rows["layer"], rows["expert"] = np.array(own.layers, np.int64)[layers], experts
     rows["tokens"], rows["dropped"] = tokens.reshape(-1), dropped.reshape(-1)
     return rows
+
+
+def expert_workers(trainer: Trainer) -> int:
+    """Return the number of workers over which a run deals the experts of a layer."""
+    return 1 if trainer.experts is None else trainer.experts.size
 
 
 def collect_loads(bench: Bench, own: OwnLoads | None, case: int, step: int) -> np.ndarray:

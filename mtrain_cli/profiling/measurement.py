@@ -99,13 +99,17 @@ class MeasurementPlan(BenchmarkPlan):
 
 @dataclass(frozen=True)
 class MeasurementCase:
-    """One configuration, ready to measure."""
+    """One configuration, ready to measure.
+
+    expert_parallel: number of workers over which the experts of a layer are dealt.
+    """
 
     number: int
     label: str
     config: Config
     choices: ResolvedRun
     exchange: Exchange
+    expert_parallel: int = 1
 
     def facts(self, environment: Environment) -> dict[str, Any]:
         """Return the case's entry in summary.json."""
@@ -126,7 +130,7 @@ class MeasurementCase:
             "cp": environment.dims.cp,
             **({"tp": environment.dims.tp} if environment.dims.tp > 1 else {}),
             **self._pipeline(environment.dims),
-            **expert_facts(config.model, parallel=1),
+            **expert_facts(config.model, self.expert_parallel),
             "per_node": schedule.per_node,
             "heads": schedule.heads,
             "layers": model.num_layers,

@@ -14,6 +14,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.profiling.load_collector import expert_workers
 from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.recorded_work import estimated
@@ -90,7 +91,8 @@ class TrainingProfile(Callback):
             label = (
                 f"{config.sparsity.pattern} {choices.layout.name} {choices.exchange.label}{what}"
             )
-            return MeasurementCase(number, label, config, choices, trainer.exchange)
+            dealt = expert_workers(trainer)
+            return MeasurementCase(number, label, config, choices, trainer.exchange, dealt)
 
         cases = [case(0, config, choices, "")]
         if choices.dense_kernel is not None and trainer.step < config.sparsity.dense_steps:

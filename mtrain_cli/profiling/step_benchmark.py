@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.profiling.load_collector import expert_workers
 from mtrain_cli.profiling.measurement import (
     Bench,
     MeasurementCase,
@@ -38,7 +40,9 @@ def run(bench: Bench, plan: MeasurementPlan) -> bool:
         progress.now("preparing")
         trainer = Trainer(plan.cases[0][1], bench.environment)
         bench.adopt(trainer.choices, trainer.exchange.group)
-        writer = ProfileWriter(plan, bench, bench.cases(plan))
+        dealt = expert_workers(trainer)
+        cases = [replace(case, expert_parallel=dealt) for case in bench.cases(plan)]
+        writer = ProfileWriter(plan, bench, cases)
         rehearsal = _Rehearsal(bench, trainer, writer, progress)
         trainer.callbacks.append(rehearsal)
         while writer.samples < plan.samples:

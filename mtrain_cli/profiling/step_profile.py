@@ -21,7 +21,7 @@ import torch
 
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.profiling.load_collector import own_rows
+from mtrain_cli.profiling.load_collector import expert_workers, own_rows
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
 from mtrain_cli.records import record_files
 from mtrain_cli.records.expert_loads import expert_facts, join_loads, write_loads
@@ -245,7 +245,7 @@ def _document(
             "compile": choices.compile,
             "activation_checkpoint": config.train.activation_checkpoint,
             "shard": config.train.shard,
-            **expert_facts(config.model, parallel=1),
+            **expert_facts(config.model, expert_workers(trainer)),
         },
         "losses": losses,
         # Medians of rank 0; for memory, the highest peak of all ranks.

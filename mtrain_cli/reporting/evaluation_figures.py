@@ -81,7 +81,7 @@ def _over_steps(sources: Named) -> Figure:
     """Draw the scores over the checkpoints of a run, for results of several checkpoints."""
     views = []
     for run, results in sources:
-        for unit in dict.fromkeys(result.unit for result in results):
+        for unit in dict.fromkeys(result.unit for result in results if result.unit):
             lines: list[plots.Trace] = []
             own = [r for r in results if r.unit == unit and r.step is not None]
             kinds = dict.fromkeys((r.task, r.length, r.attention) for r in own)

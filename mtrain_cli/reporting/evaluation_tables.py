@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
-from mtrain_cli.evaluation.results import NATS, Part, Result
+from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 
-RULER = "ruler:"
+RULER, LM_EVAL = "ruler:", "lm-eval:"
 _MARK = "@"  # in the name of a task with another haystack, which no mean includes
 
 
@@ -33,7 +33,7 @@ def score(value: float | None, error: float | None, unit: str) -> str:
     """Return a score with its standard error, ``97.5 ± 1.2``; ``-`` without a score."""
     if value is None:
         return "-"
-    digits = 4 if unit == NATS else 1
+    digits = 1 if unit == PERCENT else 4
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
@@ -44,10 +44,8 @@ def evaluation_tables(results: Sequence[Result]) -> list[EvaluationTable]:
     for step in steps:
         own = [result for result in results if result.step == step]
         suffix = "" if len(steps) == 1 else f", step {step}"
-        tables += [
-            _with_title(table, suffix)
-            for table in (*_by_length(own), *_ruler(own), *_depths(own), *_contexts(own))
-        ]
+        kinds = (_by_length, _ruler, _lm_eval, _depths, _contexts)
+        tables += [_with_title(table, suffix) for kind in kinds for table in kind(own)]
     return tables
 
 
@@ -69,8 +67,9 @@ def _with_title(table: EvaluationTable, suffix: str) -> EvaluationTable:
 
 
 def _by_length(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield a table per task that is not of RULER: a row per length, a column per attention."""
-    for task in dict.fromkeys(r.task for r in results if not r.task.startswith(RULER)):
+    """Yield a table per task with lengths: a row per length, a column per attention."""
+    others = (RULER, LM_EVAL)
+    for task in dict.fromkeys(r.task for r in results if not r.task.startswith(others)):
         own = [result for result in results if result.task == task]
         attentions = list(dict.fromkeys(result.attention for result in own))
         with_keys = any(result.key_tokens is not None for result in own)
@@ -129,6 +128,27 @@ def _mean(found: Sequence[Result | None]) -> str:
     if all(one is not None for one in errors):
         error = math.sqrt(sum((one or 0.0) ** 2 for one in errors)) / len(errors)
     return score(mean, error, present[0].unit)
+
+
+def _lm_eval(results: Sequence[Result]) -> Iterator[EvaluationTable]:
+    """Yield the table of lm-eval: a row per task and metric, a column per attention."""
+    own = [result for result in results if result.task.startswith(LM_EVAL)]
+    if not own:
+        return
+    attentions = list(dict.fromkeys(result.attention for result in own))
+    rows = []
+    for task, note in dict.fromkeys((result.task, result.note) for result in own):
+        found = [
+            next((r for r in own if (r.task, r.note, r.attention) == (task, note, attention)), None)
+            for attention in attentions
+        ]
+        name, _, metric = task.removeprefix(LM_EVAL).rpartition(":")
+        present = [result for result in found if result is not None]
+        label = f"{metric}, %" if present[0].unit == PERCENT else metric
+        samples = ", ".join(str(n) for n in sorted({result.samples for result in present}))
+        rows.append([name, label, note, *(_cell(result) for result in found), samples])
+    heads = ("task", "metric", "shots", *attentions, "samples")
+    yield EvaluationTable("lm-eval ± standard error", heads, rows, words=3)
 
 
 def _depths(results: Sequence[Result]) -> Iterator[EvaluationTable]:

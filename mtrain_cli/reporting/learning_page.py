@@ -19,14 +19,16 @@ from mtrain_cli.learning.outcomes import (
     Compared,
     Measured,
     Summary,
+    dense_of,
 )
-from mtrain_cli.learning.t_interval import interval
 from mtrain_cli.reporting import elements, plots
 from mtrain_cli.reporting.learning_tables import label, remarks, tables
 from mtrain_cli.reporting.plots import Figure, FigureView
 
 PAGE = "report.html"
 _TITLE = "Does sparse training lose anything?"
+_BELOW = {"orientation": "v", "y": -0.3, "yanchor": "top", "x": 0}
+_SYMBOLS, _DASHES = ("circle", "diamond", "square"), ("solid", "dot", "dash")
 
 
 def write_page(study: Study, summary: Summary) -> Path:
@@ -67,68 +69,87 @@ def figures(summary: Summary) -> list[Figure]:
 
 
 def _frontier(summary: Summary) -> Figure:
-    """Draw the loss against the density and against the seconds of training."""
+    """Draw the difference from dense against the density and the seconds of training."""
     views = []
     for measure in (LOSS, LONG_LOSS):
-        for title, facts in (("density", "density"), ("seconds of training", "seconds")):
+        for title, fact in (("density", "density"), ("seconds of training", "seconds")):
             points = [
-                plots.line(
-                    escape(label(each)),
-                    [getattr(each, facts)],
-                    [each.mean[measure].mean],
-                    plots.PALETTE[number % len(plots.PALETTE)],
-                    mode="markers",
-                    marker={
-                        "color": plots.PALETTE[number % len(plots.PALETTE)],
-                        "size": 10,
-                        "symbol": "circle" if number < len(plots.PALETTE) else "diamond",
-                    },
-                    error_y={
-                        "type": "data", "array": plots.numbers([_half(each, measure)]),
-                        "thickness": 1,
-                    },
-                )
+                _point(each, number, getattr(each, fact), measure)
                 for number, each in enumerate(summary.compared)
-                if measure in each.mean and each.variant.is_trained
-            ]  # fmt: skip
+                if measure in each.difference and each.variant.is_trained
+            ]
             if points:
-                axes = plots.from_zero(title), plots.axis("nats per token")
-                layout = plots.layout(340 + 8 * len(points), *axes)
+                axes = plots.from_zero(title), plots.axis("nats above dense", zeroline=True)
+                layout = plots.layout(380 + 20 * len(points), *axes, legend=_BELOW)
                 views.append(FigureView((f"{MEASURES[measure]} against {title}",), points, layout))
-    note = "Bars: 95 % t-interval over seeds."
+    note = "Bars: 95 % t-interval over seeds, paired. Dense is at 0."
     return Figure("frontier", "Loss against density and time", (), views, note, together=True)
+
+
+def _point(each: Compared, number: int, x: float, measure: str) -> plots.Trace:
+    """Return a point with its interval."""
+    over = each.difference[measure]
+    half = 0.0 if over.high is None else over.high - over.mean
+    marker = {**_style(number), "size": 10, "symbol": _SYMBOLS[_round(number)]}
+    bars = {"type": "data", "array": plots.numbers([half]), "thickness": 1}
+    return plots.line(
+        escape(label(each)), [x], [over.mean], _style(number)["color"],
+        mode="markers", marker=marker, error_y=bars,
+    )  # fmt: skip
 
 
 def _by_context(summary: Summary) -> Figure:
     """Draw the loss by context, and its difference from dense."""
-    lines: list[plots.Trace] = []
+    drawn: dict[str, list[plots.Trace]] = {"nats per token": [], "nats above dense": []}
     for number, each in enumerate(summary.compared):
         own = _of(summary, each)
+        dense = [dense_of(summary.measured, one.cell.seed) for one in own]
+        pairs = [(one, other) for one, other in zip(own, dense, strict=True) if other is not None]
         spans = sorted({span for one in own for span in one.buckets})
-        over = [
-            interval([one.buckets[span] for one in own if span in one.buckets]) for span in spans
-        ]
-        lines.append(
-            plots.line(
-                escape(label(each)),
-                [end for _, end in spans],
-                [float("nan") if one is None else one.mean for one in over],
-                plots.PALETTE[number % len(plots.PALETTE)],
-                line={
-                    "color": plots.PALETTE[number % len(plots.PALETTE)],
-                    "dash": "solid" if number < len(plots.PALETTE) else "dot",
-                },
-            )
-        )
-    ticks = sorted({end for line in lines for end in line["x"]})
-    x = plots.axis(
-        "earlier tokens (up to)", type="log", tickvals=ticks,
-        ticktext=[format_size(end) for end in ticks],
-    )  # fmt: skip
-    layout = plots.layout(360 + 8 * len(lines), x, plots.axis("nats per token"))
-    views = [FigureView(("loss by context",), lines, layout)] if ticks else []
-    note = "Mean over seeds. The table above has the numbers."
+        lines: dict[str, Sequence[Sequence[float | None]]] = {
+            "nats per token": [[one.buckets.get(span) for one in own] for span in spans],
+            "nats above dense": [
+                [
+                    one.buckets[span] - other.buckets[span]
+                    for one, other in pairs
+                    if span in one.buckets and span in other.buckets
+                ]
+                for span in spans
+            ],
+        }
+        for title, values in lines.items():
+            style = {**_style(number), "dash": _DASHES[_round(number)]}
+            drawn[title].append(
+                plots.line(
+                    escape(label(each)), [end for _, end in spans], list(map(_mean, values)),
+                    style["color"], line=style,
+                )
+            )  # fmt: skip
+    views = []
+    for title, traces in drawn.items():
+        ticks = sorted({end for trace in traces for end in trace["x"]})
+        x = plots.axis(
+            "earlier tokens (up to)", type="log", tickvals=ticks,
+            ticktext=[format_size(end) for end in ticks],
+        )  # fmt: skip
+        layout = plots.layout(380 + 20 * len(traces), x, plots.axis(title), legend=_BELOW)
+        views += [FigureView((title,), traces, layout)] if ticks else []
+    note = "Mean over seeds; differences are from the dense cell of the same seed."
     return Figure("loss-by-context", "Loss by context", (), views, note, together=True)
+
+
+def _style(number: int) -> dict[str, str]:
+    return {"color": plots.PALETTE[number % len(plots.PALETTE)]}
+
+
+def _round(number: int) -> int:
+    """Return how often the palette was used up before."""
+    return min(number // len(plots.PALETTE), len(_SYMBOLS) - 1)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else float("nan")
 
 
 def _by_depth(summary: Summary) -> Figure:
@@ -172,10 +193,4 @@ def _of(summary: Summary, compared: Compared) -> list[Measured]:
 
 
 def _mean_at(measured: Sequence[Measured], place: str, at: int) -> float:
-    found = [one.depths[place, at] for one in measured if (place, at) in one.depths]
-    return sum(found) / len(found) if found else float("nan")
-
-
-def _half(compared: Compared, measure: str) -> float:
-    over = compared.mean[measure]
-    return 0.0 if over.high is None else over.high - over.mean
+    return _mean([one.depths.get((place, at)) for one in measured])

@@ -182,29 +182,37 @@ def _needles(summary: Summary) -> EvaluationTable:
     from mtrain_cli.learning.outcomes import PLACES
 
     rows = [
-        [label(each), *(value(each.mean.get(name), loss=False) for name in (NEEDLES, *PLACES))]
+        [label(each), *(_found(each, name) for name in (NEEDLES, *PLACES))]
         for each in summary.compared
     ]
     heads = ("trained with", *(MEASURES[name] for name in (NEEDLES, *PLACES)))
     probe = summary.tier.probe
-    note = f"% found exactly, by the place of the question; probed rows: the last {probe} tokens"
+    note = (
+        "% found exactly, by the place of the question, and points above dense [95 % interval]; "
+        f"probed rows: the last {probe} tokens"
+    )
     return EvaluationTable("Needles", heads, rows, note=note)
 
 
+def _found(compared: Compared, name: str) -> str:
+    """Return ``94.2, -1.8 [-2.0, -1.6]``: percent found, and the difference from dense."""
+    mean, difference = compared.mean.get(name), compared.difference.get(name)
+    if mean is None:
+        return "-"
+    beside = "" if difference is None else f", {value(difference, loss=False, signed=True)}"
+    return f"{mean.mean:.1f}{beside}"
+
+
 def _contexts(summary: Summary) -> EvaluationTable:
-    own = [
-        (label(each), [m for m in summary.measured if _is_of(m, each)]) for each in summary.compared
-    ]
-    spans = sorted({span for _, found in own for m in found for span in m.buckets})
+    spans = sorted({span for m in summary.measured for span in m.buckets})
     rows = []
-    for begin, end in spans:
-        cells = []
-        for _, found in own:
-            losses = [m.buckets[begin, end] for m in found if (begin, end) in m.buckets]
-            cells.append(f"{sum(losses) / len(losses):.4f}" if losses else "-")
-        rows.append([f"{format_size(begin)} to {format_size(end)}", *cells])
-    heads = ("earlier tokens", *(name.replace(", ", "\n") for name, _ in own))
-    note = "nats per token, mean over seeds"
+    for each in summary.compared:
+        own = [m for m in summary.measured if _is_of(m, each)]
+        found = [[m.buckets[span] for m in own if span in m.buckets] for span in spans]
+        means = [f"{sum(losses) / len(losses):.4f}" if losses else "-" for losses in found]
+        rows.append([label(each), *means])
+    heads = ("trained with", *(f"{format_size(a)} to {format_size(b)}" for a, b in spans))
+    note = "nats per token by the number of earlier tokens, mean over seeds"
     return EvaluationTable("Loss by context", heads, rows, note=note)
 
 

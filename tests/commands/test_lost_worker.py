@@ -113,6 +113,7 @@ def test_a_worker_killed_in_a_ring_is_named_with_step_and_resume_command():
     )
 
 
+TENSORS = ["topology.workers=2", "topology.tensor_parallel=2"]
 STAGES = ["topology.workers=2", "topology.pipeline_parallel=2", "train.global_batch=4"]
 
 
@@ -125,6 +126,40 @@ def test_a_stage_lost_in_a_hop_is_named_with_stage_and_micro_batch(signum):
     assert end.worker(1) == f"training step 3, {': '.join(hop)}"
     waits = "waits for gradients from rank 1"
     assert end.worker(0) == f"training step 3, pipeline, stage 0, micro-batch 1: {waits}"
+
+
+def test_a_worker_killed_in_a_message_of_its_tensor_group_is_named():
+    """A tensor group gathers once before q, k and v: its third message is that of layer 1."""
+    end = train(Fault(1, signal.SIGKILL, 3, "", "message 3"), *TENSORS)
+    check(end, 2, within=TIMEOUT_S + MARGIN_S)
+    assert end.lines[0] == "error: rank 1 was killed by SIGKILL (host out of memory? see dmesg)"
+    assert end.worker(1).startswith("training step 3")
+    assert end.worker(0) == "training step 3, tensor parallelism: waits for rank 1"
+
+
+EXPERTS = ["model=tiny_moe", "topology.workers=2", "topology.expert_parallel=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_worker_lost_while_rows_travel_to_experts_is_named(signum):
+    place = "expert parallelism", "sends rows"
+    end = train(Fault(1, signum, 3, *place), *EXPERTS)
+    check(end, 2, within=TIMEOUT_S + MARGIN_S)
+    assert "rank 1" in end.lines[0]
+    assert end.worker(1).startswith("training step 3, ")
+    assert end.worker(0) == "training step 3, expert parallelism: waits for rows from rank 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_worker_lost_in_a_tensor_group_of_a_stage_is_named_with_stage_and_micro_batch(signum):
+    words = ["topology.workers=4", *TENSORS[1:], *STAGES[1:]]
+    end = train(Fault(3, signum, 2, "", "message 1"), *words)
+    check(end, 4, within=TIMEOUT_S + MARGIN_S)
+    assert "rank 3" in end.lines[0]
+    place = "training step 2, pipeline, stage 1, micro-batch 0, forward: "
+    assert end.worker(2) == f"{place}tensor parallelism: waits for rank 3"
 
 
 @pytest.mark.parametrize(

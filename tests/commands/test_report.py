@@ -283,3 +283,19 @@ def test_many_ranks_are_summarized_in_the_terminal():
     times = np.random.default_rng(0).gamma(9, 0.1, (40, 40))
     recorded_once(Path("measurements/many"), Play(ring(40), lambda _d, r, s: float(times[r, s])))
     assert "each cell is the maximum of 2 workers x 2 steps" in report("many", "--no-html")
+
+
+def test_the_folder_of_a_study_is_shown(tmp_path):
+    from mtrain_cli.learning.cells import Study
+    from mtrain_cli.learning.tiers import TIERS
+
+    study = Study(tmp_path / "learning", TIERS["tiny"])
+    study.folder.mkdir()
+    study.save()
+    result = CliRunner().invoke(app, ["report", str(study.folder)])
+    assert result.exit_code == 0, result.output
+    assert "0 of 18 cells are finished." in result.stdout
+    assert (study.folder / "report.html").is_file()
+    (study.folder / "study.json").write_text('{"study": "learning", "tier": "z"}')
+    result = CliRunner().invoke(app, ["report", str(study.folder)])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

@@ -176,6 +176,7 @@ def stub_heavy_work(monkeypatch: Any = None) -> None:
     import hydra
 
     from mtrain_cli.launch import local
+    from mtrain_cli.learning import cells
     from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark, pattern_quality
 
     replace = setattr if monkeypatch is None else monkeypatch.setattr
@@ -193,6 +194,7 @@ def stub_heavy_work(monkeypatch: Any = None) -> None:
 
     replace(hydra, "compose", cached)
     replace(local, "launch", lambda *_, **__: 0)
+    replace(cells, "compute", lambda *_, **__: None)
     replace(kernel_benchmark, "profile_kernels", lambda *_, **__: [])
     replace(non_attention_benchmark, "profile_non_attention", lambda *_, **__: [])
     replace(pattern_quality, "profile_sparsity", lambda *_, **__: [])

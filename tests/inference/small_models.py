@@ -38,7 +38,13 @@ def write_run(folder: Path, *overrides: str, steps: tuple[int, ...] = (3,)) -> C
     )  # fmt: skip
     folder.mkdir(parents=True)
     resolved_file.save(config, folder / "resolved.yaml")
-    weights = dict(make_decoder(dataclasses.replace(config.model, init_std=0.2)).named_parameters())
+    decoder = make_decoder(dataclasses.replace(config.model, init_std=0.2))
+    saved = decoder.state_dict()
+    weights = {
+        name: one
+        for name, one in (*decoder.named_parameters(), *decoder.named_buffers())
+        if name in saved
+    }
     checkpointer = Checkpointer(folder / "checkpoints", keep=len(steps))
     for number, step in enumerate(steps):
         state = {

@@ -158,6 +158,21 @@ def alone(folder) -> dict:
     return on_workers(0, 1, str(folder), ())
 
 
+def test_experts_serve_new_tokens_as_they_serve_a_text(tmp_path):
+    """A token goes to the same experts whether its text is computed whole or token by token."""
+    write_run(tmp_path / "run", "model=tiny_moe", "model.moe.expert_size=24")
+    expected = on_workers(0, 1, str(tmp_path / "run"), ())
+    found, ids = engine(tmp_path / "run"), tokens(60)
+    logits, whole = cached_logits(found, ids)
+    x_1NC, _ = found.hidden(whole)
+    again = found.decoder.head(x_1NC[:, len(ids) - 1 : len(whole)])[0]
+    torch.testing.assert_close(logits, again, atol=1e-5, rtol=0)
+    for result in gloo.run(2, on_workers, str(tmp_path / "run"), ("topology.workers=2",)):
+        assert result["greedy"] == expected["greedy"]
+        assert result["sampled"] == expected["sampled"]
+        np.testing.assert_allclose(result["losses"], expected["losses"], atol=2e-5)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_workers_and_layouts_do_not_change_the_tokens(folder, alone, world, layout):

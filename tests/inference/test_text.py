@@ -36,6 +36,9 @@ def test_a_run_has_the_tokenizer_of_its_training(tmp_path):
     assert codec.encode("hé") == [104, 195, 169]
     assert codec.decode([104, 195, 169]) == "hé"
     assert codec.stop == {257}
+    assert codec.first == 257  # documents follow the end of others
+    assert codec.encode_plain("hé") == [104, 195, 169]
+    assert codec.decode_plain([104, 257, 9999, 195, 169]) == "hé"
 
 
 def test_a_folder_has_its_tokenizer_and_all_its_end_tokens(tmp_path):
@@ -84,6 +87,9 @@ def test_special_tokens_of_the_file_begin_a_prompt(tmp_path, bpe):
     codec = open_codec(source(write_hf(tmp_path / "hf")), bpe)
     assert codec.encode("caf")[0] == 0
     assert codec.encode("caf") == made.encode("caf").ids
+    assert codec.first == 0
+    assert codec.encode_plain("caf") == codec.encode("caf")[1:]
+    assert codec.decode_plain(codec.encode("caf")) == "caf"
 
 
 def test_pieces_of_text_hold_whole_characters_and_add_up(tmp_path, bpe):

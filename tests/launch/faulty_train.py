@@ -16,15 +16,17 @@ HANGS = 0  # instead of a signal
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank, just before it posts a hop of an exchange or of a pipeline.
+    """A fault of one rank, just before it posts a message: of an exchange, a pipeline, or others.
 
     On CPUs the fault waits until the other ranks have gone as far as they can.
 
     rank: the rank that fails.
     signum: the signal it sends itself, or HANGS.
     training_step: number of the training step.
-    what: such as ``ring, layer 1, forward``, or ``pipeline, stage 1, micro-batch 0``.
-    exchange_step: such as ``step 2 of 3``, or ``sends gradients to rank 0``.
+    what: such as ``ring, layer 1, forward``, or ``pipeline, stage 1, micro-batch 0``. Empty for
+        the messages of a tensor group.
+    exchange_step: such as ``step 2 of 3``, or ``sends gradients to rank 0``. ``message 5`` is the
+        fifth that a tensor group gathers in the step.
     later: steps in which it fails again after restarts.
     once: whether it stops failing after those.
     fewer: whether the launcher then finds a single device only.
@@ -48,18 +50,27 @@ def train(config, run_dir, environment, resume):
     import torch.distributed as dist
 
     from mtrain_cli.launch import progress_record
+    from mtrain_cli.parallel.expert_group import ExpertGroup
+    from mtrain_cli.parallel.tensor_group import TensorGroup
     from mtrain_cli.parallel.transport import Transport
     from mtrain_cli.training import loop
     from mtrain_cli.training.trainer import Trainer
 
     fault = Fault(**json.loads(os.environ[VARIABLE]))
     (run_dir.path / f"pid-{environment.rank}").write_text(str(os.getpid()))
-    at = [0]
+    at, gathered = [0], [0]
     step, start_hop, message = Trainer.train_step, Transport.start_hop, dist.P2POp
+    start_rows = ExpertGroup.start
+    start_gather = TensorGroup.start_gather
 
     def counted(self, stop):
-        at[0] = self.step + 1
+        at[0], gathered[0] = self.step + 1, 0
         return step(self, stop)
+
+    def faulty_gather(self, rows):
+        gathered[0] += 1
+        fail_if_due("", f"message {gathered[0]}")
+        return start_gather(self, rows)
 
     def faulty(self, *arguments):
         fail_if_due(self.pass_name, f"step {self.at + 1} of {self.steps}")
@@ -70,6 +81,10 @@ def train(config, run_dir, environment, resume):
         if here is not None and here.doing.startswith("pipeline"):
             fail_if_due(*here.doing.split(": "))
         return message(*arguments)
+
+    def faulty_rows(self, *arguments):
+        fail_if_due("expert parallelism", "sends rows")
+        return start_rows(self, *arguments)
 
     def fail_if_due(what, exchange_step):
         before = len(list(run_dir.path.glob("fault*")))
@@ -90,6 +105,8 @@ def train(config, run_dir, environment, resume):
             os.kill(os.getpid(), signal.Signals(fault.signum))
 
     Trainer.train_step, Transport.start_hop, dist.P2POp = counted, faulty, faulty_message
+    ExpertGroup.start = faulty_rows
+    TensorGroup.start_gather = faulty_gather
     return loop.train(config, run_dir, environment, resume)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -37,6 +38,18 @@ def test_the_last_note_is_read_back(tmp_path):
     activity = progress_record.read_activity(tmp_path / "where")
     assert set(activity.doing) == {"x"}
     assert activity.waits_for is None
+
+
+def test_notes_inside_a_place_begin_with_it(tmp_path):
+    path = tmp_path / "where"
+    progress_record.start_record(path)
+    with contextlib.suppress(OSError), progress_record.inside("stage 1, micro-batch 2"):
+        assert progress_record.read_activity(path).doing == "stage 1, micro-batch 2"
+        progress_record.note("ring: waits", 1)
+        raise OSError
+    assert progress_record.read_activity(path).doing == "stage 1, micro-batch 2: ring: waits"
+    progress_record.note("optimizer")
+    assert progress_record.read_activity(path).doing == "optimizer"
 
 
 def test_a_note_survives_the_death_of_its_process(tmp_path):

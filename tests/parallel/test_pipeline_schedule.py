@@ -66,6 +66,22 @@ def stage_of_torch(number: int, stages: int, total: int) -> Any:
     )
 
 
+def passes_of_torch(actions: list[Any]) -> list[tuple[bool, int, int]]:
+    """Return whether each pass is forward, its virtual stage and its micro-batch."""
+    return [
+        (str(action.computation_type.name) == "FORWARD", *action[::2])
+        for action in actions
+        if action and "REDUCE" not in action.computation_type.name
+    ]
+
+
+def passes(pipeline: Pipeline, stage: int) -> list[tuple[bool, int, int]]:
+    return [
+        (action.kind == FORWARD, action.virtual_stage, action.micro_batch)
+        for action in pipeline.computations(stage)
+    ]
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 @pytest.mark.parametrize("parts", [2, 3])
 def test_interleaved_orders_equal_those_of_torch(stages, parts):
@@ -76,16 +92,26 @@ def test_interleaved_orders_equal_those_of_torch(stages, parts):
         torchs = ScheduleInterleaved1F1B(own, count).pipeline_order
         pipeline = Pipeline("interleaved", stages, parts, count)
         for stage in range(stages):
-            theirs = [
-                (str(action.computation_type.name) == "FORWARD", *action[::2])
-                for action in torchs[stage]
-                if action and "REDUCE" not in action.computation_type.name
-            ]
-            ours = [
-                (action.kind == FORWARD, action.virtual_stage, action.micro_batch)
-                for action in pipeline.computations(stage)
-            ]
-            assert ours == theirs, (stages, parts, count, stage)
+            assert passes(pipeline, stage) == passes_of_torch(torchs[stage]), (
+                stages, parts, count, stage,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_gpipe_and_1f1b_orders_equal_those_of_torch(stages):
+    from torch.distributed import pipelining
+
+    for count in range(stages, 25):
+        own: Any = stage_of_torch(0, stages, stages)
+        torchs = pipelining.ScheduleGPipe(own, count).pipeline_order or {}
+        for stage in range(stages):
+            found = passes(Pipeline("gpipe", stages, 1, count), stage)
+            assert found == passes_of_torch(torchs[stage]), (count, stage)
+        torchs = pipelining.Schedule1F1B(own, count).pipeline_order or {}
+        # torch 2.13 numbers the forward passes of the last stage from 1.
+        for stage in range(stages - 1):
+            found = passes(Pipeline("1f1b", stages, 1, count), stage)
+            assert found == passes_of_torch(torchs[stage]), (count, stage)
 
 
 def test_a_receive_is_posted_one_computation_ahead_and_a_send_at_once():

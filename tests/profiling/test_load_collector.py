@@ -42,7 +42,8 @@ def test_rows_name_layer_expert_and_rank():
 def profiled(rank: int, world: int, folder: str) -> None:
     words = "model=tiny_moe seq=75 topology.block_size=16 model.moe.expert_size=20"
     words += " train.global_batch=2 train.micro_batch=1 model.num_layers=2 model.moe.dense_layers=1"
-    config = compose([*words.split(), "train.expert_capacity=1", "model.hidden_size=32"])
+    words += " topology.expert_parallel=2 model.hidden_size=32"
+    config = compose([*words.split(), "train.expert_capacity=1"])
     plan = MeasurementPlan(TRAINING, [("a", config)], samples=1, warmup=0, quiet=True)
     plan.save(RunDir(Path(folder)))
     assert not step_benchmark.run(
@@ -55,6 +56,8 @@ def test_a_profile_on_two_ranks_counts_every_token_once(tmp_path):
     recorded = open_records(tmp_path)
     (found,) = analyse_experts(recorded)
     assert (found.layers, found.ranks, found.experts) == ((1,), (0, 1), 8)
+    assert found.parallel == 2
+    assert found.worker == found.dealt[2]
     tokens = found.by_rank.sum()
     dropped = found.dropped * 2 * 2 * 75
     assert 0 < dropped < 150

@@ -66,3 +66,17 @@ def test_names_cannot_steer_the_terminal():
     assert "red[bold]" in out.getvalue()
     show_evaluations(Console(file=out), [])
     assert "no results" in out.getvalue()
+
+
+def test_tasks_of_lm_eval_have_a_row_per_metric():
+    acc = dataclasses.replace(NIAH, task="lm-eval:arc:acc", length=0, parts=(), note="5-shot")
+    sparse = dataclasses.replace(acc, attention="moba", score=96.0, error=None)
+    words = dataclasses.replace(
+        acc, task="lm-eval:text:word_perplexity", score=12.34567, error=None, unit="", note="0-shot"
+    )
+    (table,) = evaluation_tables([acc, sparse, words])
+    assert table.heads == ("task", "metric", "shots", "dense", "moba", "samples")
+    assert table.rows == [
+        ["arc", "acc, %", "5-shot", "97.5 ± 1.2", "96.0", "10"],
+        ["text", "word_perplexity", "0-shot", "12.3457", "-", "10"],
+    ]

@@ -1,0 +1,145 @@
+"""What lm-eval asks of a model: scores of continuations, and texts that go on until a string.
+
+This module needs neither torch nor lm-eval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.inference.sampling import Sampling
+
+Pair = tuple[list[int], list[int]]
+Score = tuple[float, bool]
+MOST_NEW = 256  # tokens to generate if a task gives no number, as in lm-eval's own models
+# Names that tasks use for the number of new tokens, the first given counts.
+_MOST_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_KNOWN = (*_MOST_NEW, "until", "do_sample", "temperature", "top_p", "top_k")
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Continuing:
+    """How to go on with a prompt.
+
+    max_new: most tokens to generate.
+    until: strings that end the text. The text does not contain them.
+    """
+
+    max_new: int
+    until: tuple[str, ...] = ()
+    sampling: Sampling = GREEDY
+
+    @staticmethod
+    def of(settings: Mapping[str, Any]) -> Continuing:
+        """Return what the generation settings of a task mean.
+
+        Raises:
+            ConfigError: mtrain does not know a setting, or a value is wrong.
+        """
+        for key, value in settings.items():
+            if key not in _KNOWN:
+                raise ConfigError(
+                    f"generation_kwargs {key}={value}: mtrain does not support this setting; "
+                    f"allowed: {', '.join(_KNOWN)}"
+                )
+        until = settings.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        if not all(isinstance(one, str) for one in until):
+            raise ConfigError(f"generation_kwargs until={until}: must be texts")
+        given = [settings[key] for key in _MOST_NEW if settings.get(key) is not None]
+        sampled = settings.get("do_sample")
+        temperature = settings.get("temperature", 1.0 if sampled else 0.0)
+        try:
+            max_new = int(given[0]) if given else MOST_NEW
+            sampling = Sampling(
+                float(temperature) if sampled is not False else 0.0,
+                float(settings.get("top_p") or 1.0),
+                int(settings.get("top_k") or 0),
+            )
+        except (TypeError, ValueError):
+            raise ConfigError(f"generation_kwargs {dict(settings)}: must be numbers") from None
+        if max_new < 1:
+            raise ConfigError(f"generation_kwargs max_gen_toks={max_new}: must be at least 1")
+        sampling.require_valid()
+        return Continuing(max_new, tuple(one for one in until if one), sampling)
+
+    def cut(self, text: str) -> str:
+        """Return a text up to the first string that ends it."""
+        for one in self.until:
+            text = text.partition(one)[0]
+        return text
+
+
+class Answers(Protocol):
+    """Answers requests. What it does not answer, it refuses with a `ConfigError`."""
+
+    def scores(self, pairs: Sequence[Pair]) -> list[Score]:
+        """Return the log-probability of each continuation of a context, and whether it is greedy.
+
+        pairs: token ids of context and continuation.
+        """
+        ...
+
+    def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
+        """Return the text that follows each prompt."""
+        ...
+
+
+@dataclass
+class Plan:
+    """Counts requests instead of answering them, and refuses those that are too long.
+
+    positions, vocabulary: of the model.
+    beyond: allow more tokens than the model has positions.
+    task: name of the task for messages; "" if unknown.
+    lengths: tokens of each request, those to generate included.
+    """
+
+    positions: int
+    vocabulary: int
+    beyond: bool = False
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def scores(self, pairs: Sequence[Pair]) -> list[Score]:
+        for context, continuation in pairs:
+            if not context or not continuation:
+                part = "continuation" if context else "context"
+                raise ConfigError(f"{self._place}a request has a {part} without tokens")
+            self._count([*context, *continuation], -1)  # the last token needs no position
+        return [(0.0, False)] * len(pairs)
+
+    def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
+        for prompt in prompts:
+            if not prompt:
+                raise ConfigError(f"{self._place}a request has an empty prompt")
+            self._count(prompt, how.max_new)
+        return [""] * len(prompts)
+
+    @property
+    def _place(self) -> str:
+        return f"--tasks {self.task}: " if self.task else ""
+
+    def _count(self, ids: list[int], new: int) -> None:
+        """Count a request of these ids and some new tokens."""
+        outside = next((one for one in ids if not 0 <= one < self.vocabulary), None)
+        if outside is not None:
+            raise ConfigError(
+                f"{self._place}a request has the id {outside}; the model's "
+                f"{self.vocabulary:,} ids are 0 to {self.vocabulary - 1}"
+            )
+        if len(ids) + new > self.positions and not self.beyond:
+            room = f" and {new:,} new ones" if new > 0 else ""
+            raise ConfigError(
+                f"{self._place}a request has {len(ids):,} tokens{room}, more than the "
+                f"{self.positions:,} positions of the model. mtrain cuts no request: leave out the "
+                "task, give a smaller --num-fewshot, or add --beyond to go on anyway"
+            )
+        self.lengths.append(len(ids) + max(new, 0))

@@ -1,0 +1,319 @@
+"""Evaluate models with the tasks of lm-eval, and continue a stopped evaluation.
+
+The first worker runs lm-eval. It divides the requests into calls, such as a packed sequence or some
+prompts, and sends each call to the other workers. All workers compute it together. The folder of
+the results keeps every answer, so that no request is computed twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.evaluation.continuations import pack_size, packs, score_together
+from mtrain_cli.evaluation.cost import format_flop, forward_flop
+from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
+from mtrain_cli.evaluation.harness_requests import Continuing, Pair, Plan, Score
+from mtrain_cli.evaluation.harness_results import measured
+from mtrain_cli.evaluation.harness_tasks import HarnessTasks
+from mtrain_cli.evaluation.request import EvaluationRequest
+from mtrain_cli.evaluation.results import Result, ResultsFolder, append_row, kept_rows, key_of
+from mtrain_cli.evaluation.runner import Setting, StoppedError, pattern_text, score_text
+from mtrain_cli.inference.answers import describe, report
+from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.limits import MOST_TOGETHER
+from mtrain_cli.inference.sampling import Sampling
+from mtrain_cli.inference.text import TextCodec, open_codec
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.parallel.collectives import share
+
+ANSWERS = "answers.jsonl"
+_MARGIN = 8  # tokens before an ending string that are decoded again
+
+
+class EngineAnswers:
+    """Answers requests with a model in this process. All workers make the same calls together.
+
+    plan: checks requests first; None if they are checked.
+    """
+
+    def __init__(self, engine: Engine, codec: TextCodec, plan: Plan | None = None) -> None:
+        self._engine, self._codec, self._plan = engine, codec, plan
+
+    def scores(self, pairs: Sequence[Pair]) -> list[Score]:
+        if self._plan is not None:
+            self._plan.scores(pairs)
+        found: dict[int, Score] = {}
+        for numbers in packs_of(pairs, self._engine.config, self._engine.device.type):
+            together = score_together(self._engine, [pairs[number] for number in numbers])
+            found |= dict(zip(numbers, together, strict=True))
+        return [found[number] for number in range(len(pairs))]
+
+    def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
+        if self._plan is not None:
+            self._plan.texts(prompts, how)
+        codec, longest = self._codec, max((len(one.encode()) for one in how.until), default=0)
+
+        def ended(ids: Sequence[int]) -> bool:
+            # A token has at least a byte, so the last tokens hold the whole string.
+            tail = codec.decode_plain(ids[-(longest + _MARGIN) :])
+            return any(one in tail for one in how.until)
+
+        completions = self._engine.generate(
+            prompts, how.max_new, how.sampling, codec.stop, ended=ended if how.until else None
+        )
+        return [how.cut(codec.decode_plain(completion.ids)) for completion in completions]
+
+
+def packs_of(pairs: Sequence[Pair], config: Config, device: str) -> list[list[int]]:
+    """Return the numbers of the texts that share a sequence, for each sequence."""
+    lengths = [len(context) + len(rest) for context, rest in pairs]
+    return packs(lengths, pack_size(config, device))
+
+
+class HarnessRunner:
+    """Evaluates on this worker. All workers call `run` together.
+
+    tasks: loaded tasks; None to load them. Only the first worker needs them.
+    stop: returns whether the user asked to stop. Only the first worker's counts.
+    """
+
+    def __init__(
+        self,
+        request: EvaluationRequest,
+        configs: Sequence[Config],
+        environment: Environment,
+        stop: Callable[[], bool] = lambda: False,
+        tasks: HarnessTasks | None = None,
+    ) -> None:
+        self._request, self._environment, self._stop = request, environment, stop
+        self._tasks, self._first = tasks, environment.rank == 0
+        pairs = list(zip(request.attentions, configs, strict=True))
+        self._settings = [
+            Setting(weights, name, config) for weights in request.weights for name, config in pairs
+        ]
+        folder = None if request.tokenizer is None else Path(request.tokenizer)
+        self._codec = open_codec(self._settings[0].source(), folder)
+        self._opened: tuple[int, EngineAnswers] | None = None
+        self.device = environment.device
+        self.calls = 0  # that computed something
+        self._together = True  # whether the other workers wait for a call
+
+    def run(self) -> None:
+        """Evaluate all settings.
+
+        Raises:
+            StoppedError: the user asked to stop.
+            ConfigError: lm-eval or a task refuses to run, or the folder has results of another
+                model.
+        """
+        if not self._first:
+            self._follow()
+            return
+        try:
+            self._lead()
+        finally:
+            if self._together:
+                self._send(None)
+
+    def _lead(self) -> None:
+        request, source = self._request, self._settings[0].source()
+        folder = ResultsFolder.open(Path(request.out), request.model)
+        tasks = self._tasks or load_tasks(request)
+        plan = tasks.plan(
+            self._codec, source.max_position, source.config.model.vocab_size, beyond=True
+        )
+        flop = plan_flop(plan, source.config)
+        progress = EvaluationProgress(flop * len(self._settings))
+        many = f"{len(plan.lengths):,} requests of {len(tasks.loaded['tasks'])} tasks"
+        progress.say(f"{many}, up to {format_flop(flop)} each time (dense attention)")
+        try:
+            for number, setting in enumerate(self._settings):
+                started = time.perf_counter()
+                answers = _KeptAnswers(self, folder, number, setting, progress)
+                found = tasks.evaluate(self._codec, source.max_position, answers)
+                seconds = time.perf_counter() - started
+                self._keep(folder, setting, found, seconds, progress)
+        finally:
+            progress.close()
+
+    def origin(self, setting: Setting) -> dict[str, Any]:
+        """Return what determines the answers of a model, for a key."""
+        assert self._codec.tokenizer is not None
+        return {"model": setting.origin, "tokenizer": self._codec.tokenizer.identity}
+
+    def _keep(
+        self,
+        folder: ResultsFolder,
+        setting: Setting,
+        found: dict[str, Any],
+        seconds: float,
+        progress: EvaluationProgress,
+    ) -> None:
+        """Write results and samples that the folder lacks."""
+        names: dict[str, Any] = {
+            "length": 0,
+            "attention": setting.attention,
+            "step": setting.weights.step,
+        }
+        known = Result(
+            key="", task="", pattern=pattern_text(setting.config), samples=0, score=None,
+            error=None, unit="", seconds=seconds, **names,
+        )  # fmt: skip
+        for one in measured(found, known, self.origin(setting)):
+            held = folder.samples.get(one.result.key, {})
+            for row in one.rows:
+                if row["index"] not in held:
+                    folder.add_sample(
+                        {"key": one.result.key, "task": one.result.task, **names, **row}
+                    )
+            before = folder.results.get(one.result.key)
+            if before is None or before.samples != one.result.samples:
+                folder.add_result(one.result)
+            progress.say(f"{one.result.task} {setting.label}: {score_text(one.result)}")
+
+    def call(self, setting: int, kind: str, *arguments: Any) -> Any:
+        """Compute a call on all workers. Only the first worker makes calls.
+
+        Raises:
+            StoppedError: the user asked to stop.
+        """
+        self._together = False  # if this fails, it fails on all workers
+        if self._stop():
+            self._send([])
+            raise StoppedError
+        self._send([setting, kind, *arguments])
+        result = self._compute(setting, kind, *arguments)
+        self._together = True
+        return result
+
+    def _follow(self) -> None:
+        """Compute the calls of the first worker."""
+        while (call := share(None)[0]) is not None:
+            if not call:
+                raise StoppedError
+            self._compute(*call)
+
+    def _send(self, call: list[Any] | None) -> None:
+        if self._environment.dims.workers > 1:
+            share(call)
+
+    def _compute(self, setting: int, kind: str, *arguments: Any) -> Any:
+        self.calls += 1
+        if self._opened is None or self._opened[0] != setting:
+            self._opened = None  # frees the memory
+            self._opened = setting, self._open(self._settings[setting])
+        answers = self._opened[1]
+        if kind == "scores":
+            return answers.scores(arguments[0])
+        prompts, max_new, until, sampling = arguments
+        return answers.texts(prompts, Continuing(max_new, tuple(until), Sampling(**sampling)))
+
+    def _open(self, setting: Setting) -> EngineAnswers:
+        warn = partial(_warn, first=self._first)
+        engine = Engine(setting.source(), self._environment, warn)
+        if self._first:
+            report(describe(engine)[: 1 + (setting.attention != "dense")])
+        return EngineAnswers(engine, self._codec)
+
+
+class _KeptAnswers:
+    """Answers requests from the folder, and computes the others."""
+
+    def __init__(
+        self,
+        runner: HarnessRunner,
+        folder: ResultsFolder,
+        number: int,
+        setting: Setting,
+        progress: EvaluationProgress,
+    ) -> None:
+        self._runner, self._number, self._setting = runner, number, setting
+        self._progress, self._device = progress, runner.device
+        self._file, self._key = folder.path / ANSWERS, key_of(runner.origin(setting))
+        rows = kept_rows(self._file)
+        self._held = {row["request"]: row["answer"] for row in rows if row.get("key") == self._key}
+
+    def scores(self, pairs: Sequence[Pair]) -> list[Score]:
+        names = [_name(["scores", *pair]) for pair in pairs]
+        missing = list({name: pair for name, pair in zip(names, pairs, strict=True)
+                        if name not in self._held}.values())  # fmt: skip
+        config = self._setting.config
+        for numbers in packs_of(missing, config, self._device):
+            own = [missing[number] for number in numbers]
+            found = self._runner.call(self._number, "scores", own)
+            for pair, score in zip(own, found, strict=True):
+                self._add(_name(["scores", *pair]), list(score), len(pair[0]) + len(pair[1]))
+        return [(float(self._held[name][0]), bool(self._held[name][1])) for name in names]
+
+    def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
+        about = [how.max_new, list(how.until), asdict(how.sampling)]
+        copies: dict[str, int] = {}
+        names = []
+        for prompt in prompts:
+            name = _name(["texts", prompt, *about])
+            # Each sample of one prompt is another. Greedy ones are all the same.
+            number = copies[name] = copies.get(name, -1) + 1 if how.sampling.temperature else 0
+            names.append(f"{name}-{number}")
+        by_name = dict(zip(names, prompts, strict=True))
+        missing = [name for name in by_name if name not in self._held]
+        missing.sort(key=lambda name: (-len(by_name[name]), name))
+        for group in _groups(missing):
+            own = [by_name[name] for name in group]
+            # Prompts of a group have random numbers of their own.
+            seed = int(group[0][:12], 16) if how.sampling.temperature else 0
+            sampling = {**asdict(how.sampling), "seed": seed}
+            found = self._runner.call(
+                self._number, "texts", own, how.max_new, list(how.until), sampling
+            )
+            for name, text in zip(group, found, strict=True):
+                self._add(name, text, len(by_name[name]) + how.max_new)
+        return [self._held[name] for name in names]
+
+    def _add(self, name: str, answer: Any, tokens: int) -> None:
+        self._held[name] = answer
+        append_row(self._file, {"key": self._key, "request": name, "answer": answer})
+        self._progress.advance(
+            forward_flop(self._setting.config, tokens), f"lm-eval {self._setting.label}"
+        )
+
+
+def load_tasks(request: EvaluationRequest) -> HarnessTasks:
+    """Load the tasks of a request.
+
+    Raises:
+        ConfigError: as in `HarnessTasks.load`.
+    """
+    options = request.lm_eval
+    return HarnessTasks.load(
+        options.tasks, options.include_path, options.num_fewshot, request.samples or None
+    )
+
+
+def plan_flop(plan: Plan, config: Config) -> float:
+    """Return the FLOP of all requests with dense attention, each computed alone."""
+    counts: dict[int, int] = {}
+    for length in plan.lengths:
+        counts[length] = counts.get(length, 0) + 1
+    return sum(count * forward_flop(config, length) for length, count in counts.items())
+
+
+def _name(request: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(request, separators=(",", ":")).encode()).hexdigest()[:24]
+
+
+def _groups(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    for first in range(0, len(names), MOST_TOGETHER):
+        yield names[first : first + MOST_TOGETHER]
+
+
+def _warn(line: str, *, first: bool) -> None:
+    if first:
+        report([f"mtrain: warning: {line}"])

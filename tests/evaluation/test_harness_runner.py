@@ -1,0 +1,130 @@
+"""The first worker leads, answers are kept, and equal on one worker and two. No lm-eval needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gloo
+import pytest
+from evaluation.evaluated_runs import configs_of, request_of, small_run
+from evaluation.harness_fakes import GREEDY, SAMPLED, FakeTasks
+from inference.small_models import engine, source
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.harness_requests import Plan
+from mtrain_cli.evaluation.harness_runner import EngineAnswers, HarnessRunner, plan_flop
+from mtrain_cli.evaluation.request import LM_EVAL
+from mtrain_cli.evaluation.results import read_results
+from mtrain_cli.evaluation.runner import StoppedError
+from mtrain_cli.inference.text import open_codec
+from mtrain_cli.launch.environment import Environment, resolve_environment
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return small_run(tmp_path)
+
+
+def runner(run: Path, tasks: FakeTasks, environment: Environment | None = None, **changes):
+    stop = changes.pop("stop", lambda: False)
+    request = request_of(run, LM_EVAL, lengths=(0,), samples=0, **changes)
+    configs = configs_of(run, request.attentions)
+    environment = environment or resolve_environment(configs[0])
+    return HarnessRunner(request, configs, environment, stop, tasks)  # type: ignore[arg-type]
+
+
+def answers(run: Path, plan: Plan | None = None) -> EngineAnswers:
+    return EngineAnswers(engine(run), open_codec(source(run)), plan)
+
+
+def on_workers(rank: int, world: int, run: str) -> tuple:
+    tasks = FakeTasks()
+    environment = gloo.environment(rank, world)
+    led = runner(Path(run), tasks, environment)
+    led.run()
+    return tasks.asked, led.calls
+
+
+def test_two_workers_give_the_answers_of_one(run, tmp_path):
+    alone = FakeTasks()
+    runner(run, alone, out=str(tmp_path / "alone")).run()
+    (first, calls), (second, followed) = gloo.run(2, on_workers, str(run))
+    assert second == []  # only the first worker runs lm-eval
+    assert calls == followed == 3
+    (expected,), (found,) = alone.asked, first
+    assert found[1:] == expected[1:]
+    for (mine, greedy), (other, greedy_too) in zip(found[0], expected[0], strict=True):
+        assert mine == pytest.approx(other, abs=1e-4)
+        assert greedy == greedy_too
+    (result,) = read_results(run)
+    assert (result.task, result.samples, result.step) == ("lm-eval:choices:acc", 4, 3)
+
+
+def test_answers_are_those_of_the_model_alone(run):
+    tasks = FakeTasks()
+    runner(run, tasks).run()
+    ((scores, texts, sampled),) = tasks.asked
+    codec, model = open_codec(source(run)), engine(run)
+    losses, _ = model.token_scores(codec.encode("Line 2 says no, no"))
+    assert scores[5][0] == pytest.approx(-float(losses[-len(" no, no") :].sum()), abs=1e-4)
+    own = answers(run)
+    assert texts == own.texts([codec.encode(f"Line {n} says") for n in (0, 1, 2, 3, 0)], GREEDY)
+    assert len(set(sampled)) > 1  # samples of one prompt differ
+    assert len(own.texts([[3]], SAMPLED)) == 1
+
+
+def test_a_text_ends_as_soon_as_its_ending_is_there(run, monkeypatch):
+    own = answers(run)
+    seen: list[int] = []
+    monkeypatch.setattr(
+        "mtrain_cli.inference.text.TextCodec.decode_plain",
+        lambda _self, ids: (seen.append(len(ids)), "xya")[1] if len(ids) > 1 else "x",
+    )
+    assert own.texts([[3, 4]], GREEDY) == ["xy"]
+    assert seen == [2, 2]  # two of six tokens, decoded once more at the end
+
+
+def test_a_stopped_evaluation_asks_only_for_what_is_missing(run):
+    asked = iter([False, True])
+    with pytest.raises(StoppedError):
+        runner(run, FakeTasks(), stop=lambda: next(asked)).run()
+    assert read_results(run) == []
+    file = run / "evaluation/answers.jsonl"
+    kept = file.read_text().splitlines()
+    assert len(kept) == 8
+    file.write_text("\n".join(kept) + '\n{"cut sho')  # a crash while it wrote
+    again, tasks = runner(run, FakeTasks()), FakeTasks()
+    again.run()
+    assert again.calls == 2
+    third = runner(run, tasks)
+    third.run()
+    assert third.calls == 0
+    rows = (run / "evaluation/samples.jsonl").read_text().splitlines()
+    assert [json.loads(row)["index"] for row in rows] == [0, 1, 2, 3]
+    assert len(read_results(run)) == 1
+
+
+def test_each_attention_has_answers_of_its_own(run):
+    tasks = FakeTasks()
+    led = runner(run, tasks, attentions=("dense", "vertical_slash"))
+    led.run()
+    assert len(tasks.asked) == 2
+    assert {result.attention for result in read_results(run)} == {"dense", "vertical_slash"}
+    assert led.calls > 6  # sparse sequences hold one text
+
+
+def test_requests_that_are_too_long_are_refused(run):
+    own = answers(run, Plan(positions=8, vocabulary=264))
+    with pytest.raises(ConfigError, match="a request has 12 tokens, more than the 8 positions"):
+        own.scores([([1] * 6, [2] * 6)])
+    with pytest.raises(ConfigError, match="4 tokens and 6 new ones"):
+        own.texts([[1] * 4], GREEDY)
+
+
+def test_the_cost_counts_every_request(run):
+    config, plan = source(run).config, Plan(100, 264)
+    plan.scores([([1] * 6, [2] * 6)] * 2)
+    twice = plan_flop(plan, config)
+    plan.texts([[1] * 6], GREEDY)
+    assert plan_flop(plan, config) == pytest.approx(1.5 * twice)
