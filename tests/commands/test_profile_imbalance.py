@@ -317,7 +317,7 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
         ),
         (
             ["--fail-above experts.total=1 model=tiny_moe"],
-            "--fail-above experts.total=1: no such degree (did you mean experts.step?); allowed: ",
+            "--fail-above experts.total=1: no such degree (did you mean work.total?); allowed: ",
         ),
         (
             ["--fail-above experts.worker=1.5"],
