@@ -61,6 +61,11 @@ def _expert_parallel(config: Config) -> Iterator[str]:
         allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         yield f"{given}: must divide model.moe.experts={experts}; allowed: auto, {allowed}"
     yield from unsupported(config, given, _NEED_ALL_EXPERTS)
+    if config.train.memory == "auto":
+        yield (
+            f"{given}: train.memory=auto does not count the rows that travel to experts; allowed: "
+            "topology.expert_parallel=1, or train.memory=manual"
+        )
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain_cli.config.cluster import Constant
-from mtrain_cli.simulation import costs, non_attention_cost, timeline
+from mtrain_cli.simulation import costs, expert_cost, non_attention_cost, timeline
 from mtrain_cli.simulation.calibration import HIGH, LOW, UNKNOWN
 
 
@@ -27,6 +27,9 @@ _MEASURED, _BEYOND = non_attention_cost.MEASURED, non_attention_cost.BEYOND
 CONSTANTS: dict[str, Constant] = {
     "non_attention.eager": non_attention_cost.EAGER,
     "non_attention.launches": non_attention_cost.LAUNCHES,
+    "expert_cost.grouped": expert_cost.GROUPED,
+    "expert_cost.float32": expert_cost.FLOAT32,
+    "expert_cost.expert_launches": expert_cost.EXPERT_LAUNCHES,
     "non_attention.measured": _factor(
         _MEASURED[LOW],
         _MEASURED[HIGH],
