@@ -146,12 +146,16 @@ def expert_layers(layers: Sequence[nn.Module] | nn.ModuleList) -> list[MixtureOf
 
 
 @torch.no_grad()
-def reset_biases(decoder: nn.Module) -> None:
-    """Set the routers' biases to 0 in float32, whatever happened to the buffers before."""
+def reset_biases(decoder: nn.Module, device: torch.device | None = None) -> None:
+    """Set the routers' biases to 0 in float32, whatever happened to the buffers before.
+
+    device: None for the device on which they are.
+    """
     for module in decoder.modules():
         if isinstance(module, MixtureOfExperts):
-            bias = module.selection_bias
-            module.selection_bias = torch.zeros_like(bias, dtype=torch.float32)
+            module.selection_bias = torch.zeros_like(
+                module.selection_bias, dtype=torch.float32, device=device
+            )
 
 
 def _shared(x_TC: Tensor, mlp: SwiGLU) -> Tensor:

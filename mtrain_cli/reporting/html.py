@@ -23,6 +23,7 @@ from mtrain_cli.reporting.report_source import RESOLVED, ReportSource, labelled_
 from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
+from mtrain_cli.reporting.study_tables import study_section
 from mtrain_cli.reporting.sweeps import WORDS, cells
 from mtrain_cli.reporting.training_tables import medians_note, training_headings, training_row
 from mtrain_cli.training.dry_run import mask_rows
@@ -43,6 +44,7 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         _experts(sources),
         _sparsity(sources),
         _evaluations(sources),
+        *(study_section(source.study) for source in sources),
         *map(_attention, sources),
         *map(_steps, sources),
         _pipelines(sources),

@@ -34,6 +34,7 @@ from mtrain_cli.records.record_files import (
     RecordedFolder,
     open_records,
 )
+from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
 from mtrain_cli.reporting.run_settings import read_settings, with_choices
 from mtrain_cli.reporting.step_tables import damage_of_step
 from mtrain_cli.training.evaluation import Evaluation, read_evaluations
@@ -65,6 +66,7 @@ class ReportSource:
     step: summary of `mtrain profile step`.
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
     attention: what `mtrain profile sparsity` found about attention itself.
+    study: published tables with predictions, of `mtrain study`.
     settings: resolved configuration by dotted key, with the layout, exchange and kernel of the run
         instead of ``auto``.
     restarts: restarts of the run after failures.
@@ -85,6 +87,7 @@ class ReportSource:
     sparsity: tuple[dict[str, Any], ...] = ()
     results: tuple[evaluation_results.Result, ...] = ()
     attention: AttentionFiles = field(default_factory=AttentionFiles)
+    study: tuple[StudyTable, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
     experts: tuple[ExpertAnalysis, ...] = ()
@@ -98,6 +101,8 @@ class ReportSource:
             return "recorded step"
         if self.sparsity:
             return "sparsity profile"
+        if self.study:
+            return "study"
         if self.results and not self.metrics and self.recorded is None:
             return "evaluation"
         if self.metrics or self.recorded is None:
@@ -130,6 +135,8 @@ class ReportSource:
         cluster = self.summary.get("cluster")
         if isinstance(cluster, dict):
             return f"predicted for {cluster.get('name')}, {cluster.get('gpu')}"
+        if self.study:
+            return ""  # nothing ran on this machine
         gpus = self.facts.get("gpus") or []
         return f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if self.facts else ""
 
@@ -303,9 +310,8 @@ def _evaluation_places(folder: Path) -> tuple[Path, ...]:
 
 
 def _has_figures(place: Path) -> bool:
-    return any((place / name).exists() for name in (RECORDS, SWEEP, KERNELS, HEAD_ROWS)) or any(
-        (place / PARTS).glob("*.parquet")
-    )
+    files = RECORDS, SWEEP, KERNELS, HEAD_ROWS, STUDY_ROWS
+    return any((place / name).exists() for name in files) or any((place / PARTS).glob("*.parquet"))
 
 
 def open_source(path: Path) -> ReportSource:
@@ -339,6 +345,8 @@ def open_source(path: Path) -> ReportSource:
                 experts=experts,
                 damage=damaged,
             )
+        if kind == STUDY:
+            return ReportSource(*named, study=tables_of(recorded.summary, recorded.folder))
         if kind == SPARSITY:
             return ReportSource(
                 *named,

@@ -19,6 +19,7 @@ from mtrain_cli.reporting.program_figure import program_table
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.run_settings import attention_lines
 from mtrain_cli.reporting.step_tables import show_step, side_by_side
+from mtrain_cli.reporting.study_tables import show_study
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
 from mtrain_cli.reporting.terminal_width import limit, print_table, say
 
@@ -82,6 +83,8 @@ def _show_source(console: Console, source: ReportSource) -> None:
         show_sparsity(console, source.sparsity)
     if source.results:
         show_evaluations(console, source.results)
+    if source.study:
+        show_study(console, source.study)
     show_attention(console, source.attention)
 
 

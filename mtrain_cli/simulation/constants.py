@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtrain_cli.config.cluster import Constant
 from mtrain_cli.simulation import costs, expert_cost, non_attention_cost, timeline
-from mtrain_cli.simulation.calibration import HIGH, LOW, UNKNOWN
+from mtrain_cli.simulation.calibration import HIGH, LOW, PUBLISHED, UNKNOWN
 
 
 def _fixed(value: float, note: str) -> Constant:
@@ -58,6 +58,9 @@ CONSTANTS: dict[str, Constant] = {
     "costs.least_copy_us": _fixed(costs.LEAST_COPY_US, "shortest time of a copy"),
     "timeline.least_power": _fixed(
         timeline.LEAST_POWER, "messages leave at least this share of a GPU to computation"
+    ),
+    "calibration.published": _factor(
+        *PUBLISHED, "kernel times that others published for this GPU; clocks drop in a run"
     ),
     "calibration.unknown": _factor(
         *UNKNOWN, "kernel times measured on another GPU (scaled by peak FLOP/s) or another kernel"

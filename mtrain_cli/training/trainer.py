@@ -283,7 +283,8 @@ class Trainer:
         if not skipped:
             self._update(grad_norm)
             if routing is not None:
-                routing.change_biases(self.decoder, self.config.train.balance_bias)
+                for decoder in {self.decoder, self.states.masters}:
+                    routing.change_biases(decoder, self.config.train.balance_bias)
         self.states.drop_gradients()
         progress_record.note("done")
         self.step += 1
