@@ -7,6 +7,7 @@ Text is at least 12 units high in a figure 480 units wide, so that it stays legi
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -299,7 +300,70 @@ def waits() -> str:
     return d.finish(bottom + 16)
 
 
-FIGURES = {"layouts": layouts, "ring": ring, "timeline": timeline, "waits": waits}
+BALANCE = "expert-balance-cpu.json"  # of profiles/expert_balance.py
+KINDS = {"none": "no balance", "loss": "balance loss 0.01", "bias": "bias, steps of 0.01"}
+CURVES = {
+    "load": "largest load of an expert / mean",
+    "entropy": "entropy of the router, nats",
+    "loss": "loss",
+}
+CURVE_STYLE = (
+    "<style>.c0 { stroke: #2f6fc4 } .c1 { stroke: #c26a10 } .c2 { stroke: #1f8563 } "
+    ".c0, .c1, .c2 { fill: none; stroke-width: 1.6 }</style>"
+)
+PANEL, SMOOTH = 92, 5  # height of a panel; steps of a moving mean
+
+
+def experts() -> str:
+    """Draw loads, entropy and loss of tiny_moe with and without balancing, three seeds each."""
+    recorded = json.loads((resource_dir("profiles") / BALANCE).read_text())["curves"]
+    drawing = Drawing(
+        "Balancing the experts of tiny_moe",
+        "Largest load of an expert, entropy of the router and loss over 60 steps, for three seeds "
+        "each: without balancing, with a balance loss, and with a bias.",
+    )
+    drawing.add(CURVE_STYLE)
+    drawing.text(20, 28, "tiny_moe, 60 steps, three seeds each", "title")
+    for place, label in enumerate(KINDS.values()):
+        x = 20 + 150 * place
+        drawing.box(x, 41, 18, 6, f"w{place}")
+        drawing.text(x + 24, 49, label, "small")
+    for row, (name, label) in enumerate(CURVES.items()):
+        _panel(drawing, 66 + row * (PANEL + 34), name, label, recorded)
+    bottom = 66 + len(CURVES) * (PANEL + 34)
+    drawing.text(250, bottom + 8, "step, 1 to 60 (moving mean of 5 steps)", "small", "middle")
+    return drawing.finish(bottom + 22)
+
+
+def _panel(drawing: Drawing, top: float, name: str, label: str, recorded: dict) -> None:
+    lines = {
+        kind: [np.convolve(run[name], np.ones(SMOOTH) / SMOOTH, "valid") for run in recorded[kind]]
+        for kind in KINDS
+    }
+    low = min(line.min() for runs in lines.values() for line in runs)
+    high = max(line.max() for runs in lines.values() for line in runs)
+    left, width = 56, WIDTH - 76
+    drawing.text(20, top + 12, label, "small")
+    drawing.box(left, top + 20, width, PANEL, "grid")
+    for value, y in ((high, top + 30), (low, top + 20 + PANEL)):
+        drawing.text(left - 6, y, f"{value:.2f}", "small", "end")
+    for place, runs in enumerate(lines.values()):
+        for line in runs:
+            points = " ".join(
+                f"{left + width * n / (len(line) - 1):.1f},"
+                f"{top + 20 + PANEL * (1 - (value - low) / (high - low)):.1f}"
+                for n, value in enumerate(line)
+            )
+            drawing.add(f'<polyline points="{points}" class="c{place}"/>')
+
+
+FIGURES = {
+    "layouts": layouts,
+    "ring": ring,
+    "timeline": timeline,
+    "waits": waits,
+    "experts": experts,
+}
 # Each mask by the settings with which `mtrain mask show --plot FILE.svg` draws its picture.
 MASKS = {
     "causal": (),

@@ -44,6 +44,7 @@ from mtrain_cli.commands import (
     status,
     study,
     study_learning,
+    study_published,
     train,
 )
 from mtrain_cli.commands.options import describe, described_parameters
@@ -276,7 +277,7 @@ def mtrain(
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="eval")
-assert study_learning.app is study.app
+assert study_learning.app is study_published.app is study.app
 app.add_typer(study.app, name="study")
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.

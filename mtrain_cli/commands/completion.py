@@ -125,6 +125,15 @@ def complete_tokenizers(incomplete: str) -> list[Candidate]:
     )
 
 
+def complete_published(incomplete: str) -> list[Candidate]:
+    """Complete the name of a published table."""
+    from mtrain_cli.simulation import published
+
+    titles = [(name, published.read(name).title) for name in published.names()]
+    groups = [(name, f"all tables of {paper}") for name, paper in published.PAPERS.items()]
+    return [(name, text) for name, text in [*titles, *groups] if name.startswith(incomplete)]
+
+
 def complete_tiers(incomplete: str) -> list[Candidate]:
     """Complete a tier of `mtrain study learning`."""
     from mtrain_cli.learning.tiers import TIERS

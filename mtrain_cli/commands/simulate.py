@@ -152,6 +152,8 @@ class SimulateOptions:
         of a recorded index.
     kernel: Attention kernel; auto = the kernel of train.kernel, or else the usual kernel of the
         GPU.
+    expert_loads: Loads of experts: zipf:X, with which the expert of rank r gets a share ~ 1 / r^X,
+        or a run, whose largest loads are taken; zipf:0 (equal loads) by default.
     slow: Stragglers as RANK=X, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
     jitter: Spread of message times: standard deviation of their logarithm.
     tokens: Tokens to train on, such as 20b. Adds the days and dollars of the training run.
@@ -173,6 +175,7 @@ class SimulateOptions:
     layers: Annotated[int | None, bounded(1, MOST_WORKERS)] = None
     kernel: Annotated[str, option("NAME")] = "auto"
     calibration: Calibrations = None
+    expert_loads: Annotated[str | None, option("zipf:X|RUN")] = None
     slow: Annotated[str, option("RANK=X,...")] = ""
     jitter: Annotated[float, option("X")] = 0.0
     tokens: Annotated[str | None, option("N")] = None

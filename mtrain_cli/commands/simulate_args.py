@@ -190,6 +190,7 @@ def parse_job(
         typed.slow,
         typed.jitter,
         name,
+        expert_loads=typed.expert_loads,
     )
     cluster = load_cluster(name, cluster_typed, nodes=typed.nodes)
     # Check the files before anything slow is imported.

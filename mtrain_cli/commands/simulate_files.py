@@ -68,6 +68,8 @@ def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> 
     calibration: the user's own calibration; None for the shipped calibrations.
     """
     constants = {**cluster.constants(), **CONSTANTS}
+    found = [*(more.get("cases") or ()), *(more.get("sweep") or ())]
+    kernel = next((one["kernel"] for one in found if one.get("kernel")), None)
     return {
         "kind": "simulation",
         "mode": "attention",
@@ -87,7 +89,7 @@ def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> 
             "gpus_per_node": cluster.gpus_per_node, "gpu": cluster.gpu.name,
             "constants": {key: dataclasses.asdict(constant) for key, constant in constants.items()},
         },
-        "calibration": describe_source(cluster.gpu.name, calibration),
+        "calibration": describe_source(cluster.gpu.name, calibration, kernel),
         **more,
     }  # fmt: skip
 

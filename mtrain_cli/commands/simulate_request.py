@@ -35,6 +35,7 @@ class SimulateRequest:
     slow: RANK=X,..., the factors by which computation on these ranks takes longer.
     jitter: standard deviation of the logarithm of message times.
     cluster: name or file of the cluster.
+    expert_loads: zipf:X, or a run whose loads to take.
     swept: which of density and columns come from a sweep instead of an option.
     """
 
@@ -49,6 +50,7 @@ class SimulateRequest:
     jitter: float
     cluster: str = ""
     swept: tuple[str, ...] = ()
+    expert_loads: str | None = None
 
     def scenario(
         self, extra: Sequence[str] = (), density: float | None = None, columns: int | None = None
@@ -63,6 +65,7 @@ class SimulateRequest:
             ConfigError: a setting or an option is wrong.
         """
         from mtrain_cli.simulation.calibration import load_user_calibration
+        from mtrain_cli.simulation.expert_cost import parse_loads
         from mtrain_cli.simulation.scenario import Scenario, pattern_words
 
         point = {"density": density, "columns": columns}
@@ -99,6 +102,7 @@ class SimulateRequest:
             load_user_calibration(self.calibration),
             self.disturbances(),
             (*words, *more),
+            parse_loads(self.expert_loads, config.model),
         )
 
     @property

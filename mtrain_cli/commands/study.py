@@ -1,18 +1,43 @@
-"""`mtrain study`: repeat an experiment with one command."""
+"""`mtrain study`: repeat an experiment, or compare with a published table, with one command."""
 
 from __future__ import annotations
 
-import typer
+from typing import Any
 
-app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
+import typer
+from typer.core import TyperGroup
+
+from mtrain_cli.simulation import published
+
+_PUBLISHED = "published"  # the command that takes names of tables
+
+
+class _Group(TyperGroup):
+    """A command group in which `mtrain study table3` means `mtrain study published table3`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = args[0] if args else ""
+        is_table = first in (*published.PAPERS, "all") or first in published.names()
+        if first not in self.commands and is_table:
+            args = [_PUBLISHED, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_Group, rich_markup_mode="rich", no_args_is_help=True)
 
 
 @app.callback()
 def study() -> None:
-    """Repeat an experiment with one command.
+    """Repeat an experiment, or compare with a published table.
+
+    The name of a published table stands for `published` with that name.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain study learning --tier a --dry-run[/cyan]
           List the runs that compare sparse with dense training, with their cost
+      [cyan]mtrain study list[/cyan]
+          List the published tables
+      [cyan]mtrain study burst-table2[/cyan]
+          Compare an ablation of 32 GPUs with what the simulator predicts
     """

@@ -37,6 +37,8 @@ LATER: dict[str, Any] = {
     "topology.stages": "auto",
     "topology.tensor_parallel": 1,
     "topology.tensor_chunks": "auto",
+    "topology.expert_parallel": 1,
+    "topology.expert_chunks": "auto",
     "topology.pipeline_parallel": 1,
     "topology.schedule": "auto",
     "topology.virtual_stages": 1,

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from mtrain_cli.config.expert_settings import DENSE_KEYS
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config
+from mtrain_cli.config.tensor_parallel import unsupported
 
 BALANCE_LOSS = 0.001  # train.balance_loss=auto (DeepSeek-V2 and Qwen3 use 0.001 to 0.003)
+# Settings that need all experts on each worker, and the value that turns each of them off.
+_NEED_ALL_EXPERTS = {"optim.offload": False, "optim.offload_gradients": False}
 # Settings of the router, and the values with which a dense model has none.
 _OF_ROUTERS = {
     "balance_loss": ("auto", 0),
@@ -41,10 +44,33 @@ def _dense(config: Config) -> Iterator[str]:
         value = getattr(config.train, name)
         if value not in off:
             yield f"train.{name}={show(value)}: a model with model.moe.experts=0 {hint}"
+    degree = config.topology.expert_parallel
+    if degree not in ("auto", 1):
+        yield (
+            f"topology.expert_parallel={show(degree)}: a model with model.moe.experts=0 has no "
+            "experts; leave this setting out, or choose experts, such as model=tiny_moe"
+        )
+
+
+def _expert_parallel(config: Config) -> Iterator[str]:
+    degree, experts = config.topology.expert_parallel, config.model.moe.experts
+    if degree == 1:
+        return
+    given = f"topology.expert_parallel={show(degree)}"
+    if isinstance(degree, int) and degree > 1 and experts > 0 and experts % degree:
+        allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        yield f"{given}: must divide model.moe.experts={experts}; allowed: auto, {allowed}"
+    yield from unsupported(config, given, _NEED_ALL_EXPERTS)
+    if config.train.memory == "auto":
+        yield (
+            f"{given}: train.memory=auto does not count the rows that travel to experts; allowed: "
+            "topology.expert_parallel=1, or train.memory=manual"
+        )
 
 
 def _model(config: Config) -> Iterator[str]:
     model, moe = config.model, config.model.moe
+    yield from _expert_parallel(config)
     if not 1 <= moe.top_k <= moe.experts:
         yield (
             f"model.moe.top_k={moe.top_k}: must be between 1 and model.moe.experts={moe.experts}"

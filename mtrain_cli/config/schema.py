@@ -188,6 +188,11 @@ class TopologyConfig:
         model.intermediate_size and the workers of a node
     tensor_chunks: tensor_parallel: number of chunks of tokens in which a layer computes its part
         after attention; the messages of a chunk overlap with other chunks; auto = up to 4, by size
+    expert_parallel: number of workers over which the experts of each layer are dealt; rows of
+        tokens travel to their experts; must divide model.moe.experts and the workers of a stage;
+        auto = whichever moves fewer bytes, rows or weights
+    expert_chunks: expert_parallel: number of chunks of tokens; the rows of a chunk travel while
+        other chunks are computed; auto = up to 4, by size
     pipeline_parallel: number of stages, which hold different layers (pipeline parallelism);
         micro-batches of a step pass through the stages one after another
     schedule: pipeline_parallel: order of forward and backward passes; gpipe = all forward passes
@@ -234,6 +239,8 @@ class TopologyConfig:
     context_parallel: int | str = option(_WORKERS)
     tensor_parallel: int = option(_WORKERS)
     tensor_chunks: int | str = option(_HEADS)
+    expert_parallel: int | str = option(_WORKERS)
+    expert_chunks: int | str = option(_HEADS)
     pipeline_parallel: int = option(_WORKERS)
     schedule: str = option(PIPELINE_SCHEDULES)
     virtual_stages: int = option(_STAGES)

@@ -95,6 +95,8 @@ def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterato
         yield "topology.columns", f"sparsity.pattern={config.sparsity.pattern} chooses no columns"
     if config.topology.tensor_parallel == 1:
         yield "topology.tensor_chunks", "topology.tensor_parallel=1; a worker shares no layer"
+    if config.topology.expert_parallel == 1:
+        yield "topology.expert_chunks", "topology.expert_parallel=1; no row travels"
     if device == "cpu":
         for name in ("topology.gpu_memory_gib", "topology.host_memory_gib"):
             yield name, "workers on a CPU share the machine's memory"

@@ -9,7 +9,7 @@ token, S = T K pairs of a token and an expert, ordered by expert, I width of an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,14 @@ from torch.nn import functional
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.expert_settings import SIGMOID
 from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.expert_spans import record_experts
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import Decision, Routing, decide_alone
 from mtrain_cli.parallel.parameter_shards import own_part
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import SwiGLU
+    from mtrain_cli.model.expert_parallel import ExpertSharing
 
 BIAS = "selection_bias"  # name of the router's buffer
 
@@ -43,9 +45,19 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
 
+    def forward(self, body: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Return the result of the layer's body, for which FSDP gathers these weights.
+
+        The hooks of FSDP are around this call. The second forward pass of a checkpoint is inside,
+        so it does not gather the weights again.
+        """
+        return body(*arguments)
+
 
 class MixtureOfExperts(nn.Module):
     """The router, the experts and the shared expert of one layer.
+
+    sharing: the workers that share the experts; None if this worker computes all of them.
 
     selection_bias: float32 [E], added to the scores for the choice of experts only
         (arXiv:2408.15664). `train.balance_bias` changes it after each update. It is a buffer, since
@@ -58,6 +70,7 @@ class MixtureOfExperts(nn.Module):
         """Build the module. shared: MLP that computes all tokens; None if the model has none."""
         super().__init__()
         self.moe, self.layer = model.moe, layer
+        self.sharing: ExpertSharing | None = None
         self.gate = nn.Linear(model.hidden_size, model.moe.experts, bias=False)
         self.experts = Experts(model)
         self.shared = shared
@@ -82,6 +95,8 @@ class MixtureOfExperts(nn.Module):
         scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
         again = bool(kept)
         decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
+        if not again and self.sharing is not None:
+            decision = decision._replace(chunks=self.sharing.plan(decision))
         if kept is not None and not kept:
             kept.append(decision)
         scores_TK = scores_TE.gather(1, decision.chosen_TK)
@@ -90,7 +105,14 @@ class MixtureOfExperts(nn.Module):
             scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + least)
         if self.moe.scale != 1.0:
             scores_TK = scores_TK * self.moe.scale
-        out_TC = compute_experts(x_TC, scores_TK, self.experts, decision, inputs_only=again)
+        compute = compute_experts if self.sharing is None else self.sharing.compute
+        out_TC = record_experts(
+            lambda x_TC: compute(x_TC, scores_TK, self.experts, decision, inputs_only=again),
+            x_TC,
+            None if routing is None else routing.recorder,
+            self.layer,
+            again=again,
+        )
         if self.shared is not None:
             out_TC = out_TC + _shared(x_TC, self.shared)
         if routing is not None:
@@ -124,12 +146,16 @@ def expert_layers(layers: Sequence[nn.Module] | nn.ModuleList) -> list[MixtureOf
 
 
 @torch.no_grad()
-def reset_biases(decoder: nn.Module) -> None:
-    """Set the routers' biases to 0 in float32, whatever happened to the buffers before."""
+def reset_biases(decoder: nn.Module, device: torch.device | None = None) -> None:
+    """Set the routers' biases to 0 in float32, whatever happened to the buffers before.
+
+    device: None for the device on which they are.
+    """
     for module in decoder.modules():
         if isinstance(module, MixtureOfExperts):
-            bias = module.selection_bias
-            module.selection_bias = torch.zeros_like(bias, dtype=torch.float32)
+            module.selection_bias = torch.zeros_like(
+                module.selection_bias, dtype=torch.float32, device=device
+            )
 
 
 def _shared(x_TC: Tensor, mlp: SwiGLU) -> Tensor:

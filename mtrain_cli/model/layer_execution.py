@@ -70,6 +70,13 @@ class ExecutedLayer(DecoderLayer):
     def forward(
         self, x_BNC: Tensor, rope: Rotation, attend: Attend, routing: Routing | None = None
     ) -> Tensor:
+        if isinstance(self.mlp, MixtureOfExperts) and self.mlp.sharing is not None:
+            return self.mlp.experts(self._run, x_BNC, rope, attend, routing)
+        return self._run(x_BNC, rope, attend, routing)
+
+    def _run(
+        self, x_BNC: Tensor, rope: Rotation, attend: Attend, routing: Routing | None
+    ) -> Tensor:
         passes = _Passes()
         compute = partial(self._stages, rope=rope, attend=attend, passes=passes, routing=routing)
         if not self.execution.recompute:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from mtrain_cli.model.decoder import Decoder, ProjectionWeights
+from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.feed_forward import FeedForwardWeights
 from mtrain_cli.parallel.parameter_shards import own_part
 
@@ -18,7 +19,7 @@ _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUT = ("o_proj", "down_proj")
 
 
-def cut_layers(decoder: Decoder, mesh: DeviceMesh) -> None:
+def cut_layers(decoder: Decoder, mesh: DeviceMesh, *, experts: bool = True) -> None:
     """Cut the parameters of all layers over a tensor group, in place.
 
     q, k, v, gate and up keep a part of their output features, o and down a part of their input
@@ -28,9 +29,12 @@ def cut_layers(decoder: Decoder, mesh: DeviceMesh) -> None:
     Args:
         decoder: a decoder on the meta device.
         mesh: the tensor group, one-dimensional.
+        experts: whether experts belong to the tensor group; False leaves them as they are.
     """
     for layer in decoder.layers:
         for name, module in layer.named_modules():
+            if isinstance(module, Experts) and not experts:
+                continue
             placement = _placement(name)
             for key, parameter in module.named_parameters(recurse=False):
                 part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)

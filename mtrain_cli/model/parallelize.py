@@ -2,7 +2,8 @@
 
 The order of the steps, from the innermost to the outermost:
 
-1. tensor parallelism: cut the matrices of the layers over a tensor group
+1. tensor parallelism: cut the matrices of the layers over a tensor group; expert parallelism: deal
+   the experts over an expert group
 2. compile: the operations of a layer before attention and after it
 3. tiling: the part of a layer after attention, one tile of the sequence after another
 4. checkpointing: run a layer's forward pass again in the backward pass
@@ -19,12 +20,15 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from mtrain_cli.config.schema import Config, TrainConfig
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.expert_parallel import ExpertSharing, deal_experts
+from mtrain_cli.model.experts import expert_layers
 from mtrain_cli.model.layer_execution import ExecutedLayer, LayerExecution
 from mtrain_cli.model.layer_parts import cut_layers
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import ActivationOffload
+from mtrain_cli.parallel.expert_group import EXPERTS, SHARD_OF_EXPERTS
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import TENSOR
 from mtrain_cli.parallel.tensor_group import TensorGroup
@@ -39,6 +43,8 @@ def parallelize(
     compile: bool,
     offload: ActivationOffload | None,
     tensor: TensorGroup | None = None,
+    experts: ExpertSharing | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> Decoder:
     """Prepare a decoder on the meta device for training, in place, and return it.
 
@@ -51,9 +57,16 @@ def parallelize(
         offload: host memory for the inputs of checkpointed layers. None keeps the inputs on the
             device.
         tensor: the workers that share each layer; None if this worker computes whole layers.
+        experts: the workers that share the experts; None if this worker computes all of them.
+        expert_mesh: with ``experts``, the mesh that holds them (`make_expert_mesh`).
     """
     if tensor is not None:
-        cut_layers(decoder, mesh[TENSOR])
+        cut_layers(decoder, mesh[TENSOR], experts=experts is None)
+    if experts is not None:
+        assert expert_mesh is not None
+        deal_experts(decoder, expert_mesh[EXPERTS])
+        for mlp in expert_layers(decoder.layers):
+            mlp.sharing = experts
     set_execution(
         decoder,
         config.train,
@@ -70,6 +83,8 @@ def parallelize(
         dtype,
         shard=config.train.shard,
         reduce_dtype=getattr(torch, config.train.reduce_dtype),
+        experts=[] if experts is None else [m.experts for m in expert_layers(decoder.layers)],
+        expert_mesh=None if expert_mesh is None else expert_mesh[SHARD_OF_EXPERTS],
     )
     # Evaluation calls this method instead of `forward`. FSDP must gather weights for it, too.
     register_fsdp_forward_method(decoder, "token_losses")

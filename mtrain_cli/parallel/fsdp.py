@@ -13,12 +13,14 @@ so all three modes write the same checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from mtrain_cli.parallel.mesh import SHARD, TENSOR
 
@@ -30,6 +32,8 @@ def shard_parameters(
     *,
     shard: str = "full",
     reduce_dtype: torch.dtype = torch.float32,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard a decoder in place, layer by layer. Parameters keep their dtype.
 
@@ -45,6 +49,9 @@ def shard_parameters(
         compute_dtype: dtype of gathered weights.
         shard: ``full``, ``gradients`` or ``optimizer``.
         reduce_dtype: dtype in which gradients are sent and summed over workers.
+        experts: modules inside layers that are units of their own, because other workers hold
+            other experts.
+        expert_mesh: the workers that hold the same experts.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
@@ -55,14 +62,41 @@ def shard_parameters(
     reshard = None if shard == "full" else False
     cut = TENSOR in (mesh.mesh_dim_names or ())
     of_layers, of_root = (mesh[SHARD], mesh._flatten()) if cut else (mesh, mesh)
+    for module in experts:
+        assert expert_mesh is not None
+        fully_shard(
+            module,
+            mesh=expert_mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=partial(_expert_shards, workers=expert_mesh.size()),
+        )
     for module in _units(decoder):
         own_mesh = of_root if module is decoder else of_layers
         fully_shard(module, mesh=own_mesh, mp_policy=policy, reshard_after_forward=reshard)
-    for module in _units(decoder):
+    for module in [*experts, *_units(decoder)]:
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         # Without this, NCCL would scale inside its reduction. gloo can only sum.
         module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_dimension(shape: Sequence[int], workers: int) -> int | None:
+    """Return the dimension along which the weight of experts is sharded; None if there is none.
+
+    FSDP2 shards dimensions other than the first only into equal parts.
+
+    Args:
+        shape: ``[experts, rows, columns]``.
+        workers: number of workers that hold the same experts.
+    """
+    return next((dim for dim in (1, 2) if shape[dim] % workers == 0), None)
+
+
+def _expert_shards(weight: nn.Parameter, *, workers: int) -> Shard:
+    dimension = sharded_dimension(weight.shape, workers)
+    assert dimension is not None, (weight.shape, workers)
+    return Shard(dimension)
 
 
 def begin_micro_batch(
@@ -85,14 +119,15 @@ def begin_micro_batch(
         units = [decoder.layers.get_submodule(str(n)) for n in layers] or units  # type: ignore
     for unit in units:
         assert isinstance(unit, FSDPModule)
-        unit.set_reshard_after_backward(last, recurse=layers is None)
+        whole = layers is None or unit is not decoder  # a layer includes its experts
+        unit.set_reshard_after_backward(last, recurse=whole)
         if shard == "optimizer":
-            unit.set_requires_gradient_sync(last, recurse=layers is None)
+            unit.set_requires_gradient_sync(last, recurse=whole)
 
 
 def reshard(decoder: nn.Module) -> None:
     """Free all gathered weights. The next gather reads the current shards."""
-    for module in _units(decoder):
+    for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 

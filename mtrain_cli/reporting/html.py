@@ -14,7 +14,7 @@ from mtrain_cli import __version__, resource_dir
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.reporting import attention_tables, elements, mask_svg, tables
+from mtrain_cli.reporting import attention_tables, elements, expert_tables, mask_svg, tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.evaluation_tables import evaluation_tables
 from mtrain_cli.reporting.figures import figures
@@ -23,6 +23,7 @@ from mtrain_cli.reporting.report_source import RESOLVED, ReportSource, labelled_
 from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
+from mtrain_cli.reporting.study_tables import study_section
 from mtrain_cli.reporting.sweeps import WORDS, cells
 from mtrain_cli.reporting.training_tables import medians_note, training_headings, training_row
 from mtrain_cli.training.dry_run import mask_rows
@@ -40,8 +41,10 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         _differences(sources),
         _trained(sources),
         _recorded_steps(sources),
+        _experts(sources),
         _sparsity(sources),
         _evaluations(sources),
+        *(study_section(source.study) for source in sources),
         *map(_attention, sources),
         *map(_steps, sources),
         _pipelines(sources),
@@ -229,6 +232,19 @@ def _recorded_steps(sources: Sequence[ReportSource]) -> str:
         content += f"{title}{table}<ul>{''.join(facts)}</ul>"
     note = "ms per step: mean, min and max over ranks."
     return elements.section("One training step", content, note)
+
+
+def _experts(sources: Sequence[ReportSource]) -> str:
+    """Return the tables of experts: the routing of runs, and recorded loads."""
+    notes = {False: expert_tables.ROUTING_NOTE, True: expert_tables.NOTE}
+    routing = elements.table(expert_tables.ROUTING_HEADS, expert_tables.routing_cells(sources))
+    loads = elements.table(expert_tables.HEADS, expert_tables.expert_cells(sources))
+    content = "".join(
+        f"{table}{elements.note(f'{notes[recorded][:1].upper()}{notes[recorded][1:]}.')}"
+        for recorded, table in ((False, routing), (True, loads))
+        if table
+    )
+    return elements.section("Experts", content)
 
 
 def _sparsity(sources: Sequence[ReportSource]) -> str:

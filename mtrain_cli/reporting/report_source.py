@@ -20,6 +20,7 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import read_state
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.attention_files import AttentionFiles, read_attention_files
+from mtrain_cli.records.expert_loads import ExpertAnalysis, analyse_experts
 from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics, read_metrics
 from mtrain_cli.records.record_files import (
     HEAD_ROWS,
@@ -33,6 +34,7 @@ from mtrain_cli.records.record_files import (
     RecordedFolder,
     open_records,
 )
+from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
 from mtrain_cli.reporting.run_settings import read_settings, with_choices
 from mtrain_cli.reporting.step_tables import damage_of_step
 from mtrain_cli.training.evaluation import Evaluation, read_evaluations
@@ -64,9 +66,11 @@ class ReportSource:
     step: summary of `mtrain profile step`.
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
     attention: what `mtrain profile sparsity` found about attention itself.
+    study: published tables with predictions, of `mtrain study`.
     settings: resolved configuration by dotted key, with the layout, exchange and kernel of the run
         instead of ``auto``.
     restarts: restarts of the run after failures.
+    experts: loads of the experts in `recorded`.
     damage: why a damaged file is skipped; empty if no file is damaged.
     """
 
@@ -83,8 +87,10 @@ class ReportSource:
     sparsity: tuple[dict[str, Any], ...] = ()
     results: tuple[evaluation_results.Result, ...] = ()
     attention: AttentionFiles = field(default_factory=AttentionFiles)
+    study: tuple[StudyTable, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
+    experts: tuple[ExpertAnalysis, ...] = ()
     damage: str = ""
 
     @property
@@ -95,6 +101,8 @@ class ReportSource:
             return "recorded step"
         if self.sparsity:
             return "sparsity profile"
+        if self.study:
+            return "study"
         if self.results and not self.metrics and self.recorded is None:
             return "evaluation"
         if self.metrics or self.recorded is None:
@@ -127,6 +135,8 @@ class ReportSource:
         cluster = self.summary.get("cluster")
         if isinstance(cluster, dict):
             return f"predicted for {cluster.get('name')}, {cluster.get('gpu')}"
+        if self.study:
+            return ""  # nothing ran on this machine
         gpus = self.facts.get("gpus") or []
         return f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if self.facts else ""
 
@@ -300,9 +310,8 @@ def _evaluation_places(folder: Path) -> tuple[Path, ...]:
 
 
 def _has_figures(place: Path) -> bool:
-    return any((place / name).exists() for name in (RECORDS, SWEEP, KERNELS, HEAD_ROWS)) or any(
-        (place / PARTS).glob("*.parquet")
-    )
+    files = RECORDS, SWEEP, KERNELS, HEAD_ROWS, STUDY_ROWS
+    return any((place / name).exists() for name in files) or any((place / PARTS).glob("*.parquet"))
 
 
 def open_source(path: Path) -> ReportSource:
@@ -322,12 +331,22 @@ def open_source(path: Path) -> ReportSource:
     if recorded is None and not metrics and not results:
         raise ConfigError(_nothing(path))
     cases: tuple[CaseAnalysis, ...] = ()
+    experts: tuple[ExpertAnalysis, ...] = ()
     if recorded is not None:
         kind, named = recorded.summary.get("kind"), (_name(path), path, _facts(path, recorded))
         if kind == STEP:
             if damage := damage_of_step(recorded.summary):
                 raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
-            return ReportSource(*named, step=recorded.summary, settings=_settings(path, recorded))
+            experts, damaged = _experts(recorded)
+            return ReportSource(
+                *named,
+                step=recorded.summary,
+                settings=_settings(path, recorded),
+                experts=experts,
+                damage=damaged,
+            )
+        if kind == STUDY:
+            return ReportSource(*named, study=tables_of(recorded.summary, recorded.folder))
         if kind == SPARSITY:
             return ReportSource(
                 *named,
@@ -337,6 +356,8 @@ def open_source(path: Path) -> ReportSource:
             )
         recorded.check_schemas()
         cases = tuple(analyse(recorded))
+        experts, unread = _experts(recorded)
+        damaged = "; ".join(filter(None, (damaged, unread)))
         if not cases and not metrics and not recorded.summary.get("sweep"):
             if recorded.complete or recorded.summary.get("samples"):
                 raise ConfigError(
@@ -358,8 +379,17 @@ def open_source(path: Path) -> ReportSource:
         results=results,
         settings=_settings(path, recorded),
         restarts=tuple(restart.read_restarts(RunDir(path))),
+        experts=experts,
         damage=damaged,
     )
+
+
+def _experts(recorded: RecordedFolder) -> tuple[tuple[ExpertAnalysis, ...], str]:
+    """Return the loads of the experts, and an error about their file or ""."""
+    try:
+        return tuple(analyse_experts(recorded)), ""
+    except ConfigError as error:
+        return (), f"{error.problems[0]}; loads of experts are not shown"
 
 
 def _settings(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from mtrain_cli.console import Console
 from mtrain_cli.reporting import comparison, tables, training_tables
 from mtrain_cli.reporting.attention_tables import show_attention
 from mtrain_cli.reporting.evaluation_tables import show_evaluations
+from mtrain_cli.reporting.expert_tables import show_experts
 from mtrain_cli.reporting.pipeline_page import SPARE_OF_PIPELINES, pipeline_table
 from mtrain_cli.reporting.program_figure import program_table
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.run_settings import attention_lines
 from mtrain_cli.reporting.step_tables import show_step, side_by_side
+from mtrain_cli.reporting.study_tables import show_study
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
 from mtrain_cli.reporting.terminal_width import limit, print_table, say
 
@@ -52,6 +54,7 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
         print_table(console, table, training_tables.SPARE_OF_TRAINING)
     if (positions := training_tables.positions_table(sources)) is not None:
         print_table(console, positions)
+    show_experts(console, sources)
     if (pipelines := pipeline_table(sources)) is not None:
         print_table(console, pipelines, SPARE_OF_PIPELINES)
     _show_cases(console, sources)
@@ -80,6 +83,8 @@ def _show_source(console: Console, source: ReportSource) -> None:
         show_sparsity(console, source.sparsity)
     if source.results:
         show_evaluations(console, source.results)
+    if source.study:
+        show_study(console, source.study)
     show_attention(console, source.attention)
 
 

@@ -1,15 +1,11 @@
-"""Fit times of attention kernels to measurements.
+"""Curves of attention kernels, fitted to measurements, and the curves to take for a GPU.
 
-The model: a call takes a fixed time, plus its work divided by a rate. Slashes and single columns
-have separate rates. Forward and backward are fitted separately. A kernel's efficiency therefore
-grows with the work w of a call as w / (w + w0). At full speed, the work w0 takes the fixed time.
-
-The error of a fit is a leave-one-out error: each point is predicted from a fit to the other points.
+Forward and backward are fitted separately (`simulation.curve_fit`). A kernel's efficiency grows
+with the work w of a call as w / (w + w0). At full speed, the work w0 takes the fixed time.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +27,7 @@ from mtrain_cli.simulation.calibration_files import (
     read_calibration,
     shipped_files,
 )
+from mtrain_cli.simulation.curve_fit import CalibrationPoint, fit_together, held_out_errors
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
 
@@ -47,25 +44,14 @@ LOSS = "loss"
 LOW, VALUE, HIGH = "low", "value", "high"
 # Bounds of a kernel's time on a GPU that was not measured, as factors on the expected time.
 UNKNOWN = (1 / 1.6, 2.0)
+# The same bounds for times that others published for this GPU: clocks drop in a run, and kernels
+# differ between versions.
+PUBLISHED = (0.95, 1.25)
 _LEAST_ERROR = 0.05  # relative; GPUs of one model differ by this much
 # The smallest size is launch-bound if its measured / expected time exceeds the lowest such ratio by
 # this factor.
 _WAITS = 1.5
 _NEAR = 0.5  # a size is near the measured ones if it exceeds their range by at most this share
-
-
-@dataclass(frozen=True)
-class CalibrationPoint:
-    """One measured call.
-
-    flop: work on slashes, or the whole work of a dense call, in 1e12 FLOP.
-    column_flop: work on single columns, in 1e12 FLOP.
-    ms: measured time.
-    """
-
-    flop: float
-    column_flop: float
-    ms: float
 
 
 @dataclass(frozen=True)
@@ -111,56 +97,6 @@ class Curve:
         ms = ms + column_flop * (self.ms_per_column_tflop / 1e12)
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
         return np.where(flop + column_flop > 0, ms * 1e3 * factor, 0.0)
-
-
-def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
-    """Fit the calls of one form: minimize the sum of squared relative errors.
-
-    Return the fixed ms, the ms per 1e12 FLOP, and the ms per 1e12 FLOP of single columns. None of
-    them is negative.
-    """
-    return fit_together([points])[0]
-
-
-def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
-    """Fit several forms of calls to one kernel together; see `fit`.
-
-    Each form has its own fixed time, and all forms share the two rates. The calls of one form may
-    not suffice to fit both rates, because they all have the same ratio of slashes to columns or
-    are all small.
-    """
-    rows = [(number, point) for number, points in enumerate(forms) for point in points]
-    table = np.zeros((len(rows), len(forms) + 2))
-    for row, (number, point) in zip(table, rows, strict=True):
-        row[[number, -2, -1]] = np.array([1.0, point.flop, point.column_flop]) / point.ms
-    # Fewer than three points of a form cannot determine a fixed time.
-    lengths = [*map(len, forms), 3, 3]
-    used = [i for i, length in enumerate(lengths) if table[:, i].any() and length > 2]
-    best, least = np.zeros(table.shape[1]), np.inf
-    ones = np.ones(len(rows))
-    for count in range(1, len(used) + 1):
-        for chosen in itertools.combinations(used, count):
-            solution = np.zeros(table.shape[1])
-            solution[list(chosen)] = np.linalg.lstsq(table[:, chosen], ones, rcond=None)[0]
-            error = float(((table @ solution - 1) ** 2).sum())
-            if (solution >= 0).all() and error < least * (1 - 1e-9):
-                best, least = solution, error
-    return [(float(fixed), float(best[-2]), float(best[-1])) for fixed in best[:-2]]
-
-
-def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
-    """Return the mean absolute relative leave-one-out error of each form."""
-    means = []
-    for number, points in enumerate(forms):
-        errors = []
-        for i, left_out in enumerate(points):
-            others = [list(p) for p in forms]
-            del others[number][i]
-            fixed, rate, column_rate = fit_together(others)[number]
-            ms = fixed + left_out.flop * rate + left_out.column_flop * column_rate
-            errors.append(abs(ms / left_out.ms - 1))
-        means.append(float(np.mean(errors)) if len(points) > 2 else float("nan"))
-    return means
 
 
 @dataclass(frozen=True)
@@ -251,17 +187,23 @@ class Calibration:
     curves: times of attention kernels.
     files: names of the files that hold the measurements.
     non_attention: times of the other parts of a step, if measured.
+    published: whether the times are published figures and no measurements of mtrain.
     """
 
     device: str
     curves: tuple[Curve, ...]
     files: tuple[str, ...]
     non_attention: NonAttentionTimes | None = None
+    published: bool = False
 
     def find(self, kernel: str, form: str, direction: str) -> Curve | None:
         sought = kernel, form, direction
         same = (c for c in self.curves if (c.kernel, c.form, c.direction) == sought)
         return next(same, None)
+
+    def times(self, kernel: str) -> bool:
+        """Return whether there are times of this kernel."""
+        return any(curve.kernel == kernel for curve in self.curves)
 
 
 def load_calibration(*paths: Path) -> Calibration:
@@ -275,8 +217,10 @@ def load_calibration(*paths: Path) -> Calibration:
     dtypes: list[str] = []
     dense_only: set[str] = set()  # kernels that also compute the pairs that an index leaves out
     devices: list[str] = []
+    published = False
     for path in paths:
         document = read_calibration(path)
+        published = published or document.get("published") is True
         _add_same(path, devices, str(document["device"]), "GPU")
         try:
             if document["kind"] == NON_ATTENTION_FILE:
@@ -305,7 +249,8 @@ def load_calibration(*paths: Path) -> Calibration:
             name, number = (kernel, form, direction), len(form_points)
             curves.append(Curve(*name, *constants, error, number, low, high, skips=skips))
     times = NonAttentionTimes(tuple(non_attention), dtypes[0]) if non_attention else None
-    return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths), times)
+    names = tuple(path.name for path in paths)
+    return Calibration(devices[0], tuple(curves), names, times, published)
 
 
 def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]:
@@ -407,12 +352,15 @@ class KernelCurves:
     remarks: sentences for the user.
     alone: by form and direction, the measured curve of calls with only slashes or only columns.
     non_attention: times of the other parts of a step; None if not measured on this GPU model.
+    by_stripes: whether a step takes one call per stripe of a striped layout. ``whole`` then holds
+        the times of the calls alone, and `costs.stripes_us` gives the rest.
     """
 
     whole: dict[str, Curve]
     remarks: tuple[str, ...]
     alone: dict[tuple[str, str], Curve] = field(default_factory=dict)
     non_attention: NonAttentionTimes | None = None
+    by_stripes: bool = False
 
     def part(self, direction: str, form: str) -> Curve:
         """Return the curve of calls with only slashes or only columns.
@@ -444,20 +392,13 @@ def kernels_for(
         peaks: peak FLOP/s of the measured devices, by name.
         calibration: the user's calibration.
     """
-    source, measured = _source(gpu, calibration)
-    remarks: list[str] = []
-    factor, low, high = 1.0, 1.0, 1.0
-    if not measured:
-        factor, (low, high) = peaks[source.device] / peak, UNKNOWN
+    source, measured = _source(gpu, calibration, kernel)
+    factor, low, high, remarks = _scale(gpu, peak, kernel, source, measured, peaks)
+    by_stripes = _takes_call_per_stripe(source, kernel, form)
+    if by_stripes:
         remarks.append(
-            f"not calibrated on {gpu}: kernel times are those of {source.device}, scaled by peak "
-            f"FLOP/s (x {factor:.2f}), with bounds x {low:.2f} and x {high:.2f}; run "
-            "`mtrain profile kernels --out FILE` on that GPU and give --calibration FILE"
-        )
-    elif source.device != gpu:
-        remarks.append(
-            f"kernel times are those of {source.device}: {gpu} computes as fast, but its memory "
-            "may be faster or slower"
+            f"{kernel} was not measured on striped layouts of {gpu}: a step takes one call per "
+            "stripe, and adds the gradients of the keys of each call"
         )
     curves, alone, device = {}, {}, None if measured else source.device
     for direction in (FORWARD, BACKWARD):
@@ -466,7 +407,7 @@ def kernels_for(
             if exactly is not None:
                 alone[part, direction] = _scaled(exactly, factor, low, high, device)
         curve, stands = _curve(source, kernel, form, direction)
-        if stands is not None:
+        if stands is not None and not by_stripes:
             low, high = min(low, UNKNOWN[0]), max(high, UNKNOWN[1])
             remark = (
                 f"{kernel} was not measured on {form} calls: times are those of {stands}, with "
@@ -480,7 +421,52 @@ def kernels_for(
             f"times other than attention were measured on {own.device}, so they are not used for "
             f"{gpu}"
         )
-    return KernelCurves(curves, tuple(remarks), alone, non_attention)
+    return KernelCurves(curves, tuple(remarks), alone, non_attention, by_stripes)
+
+
+def _scale(
+    gpu: str,
+    peak: float,
+    kernel: str,
+    source: Calibration,
+    measured: bool,
+    peaks: dict[str, float],
+) -> tuple[float, float, float, list[str]]:
+    """Return the factor on a calibration's times, their bounds, and remarks about the source.
+
+    measured: whether the calibration is of this GPU model.
+    """
+    remarks: list[str] = []
+    factor, low, high = 1.0, 1.0, 1.0
+    if measured and source.published:
+        low, high = PUBLISHED
+        remarks.append(
+            f"times of {kernel} on {gpu} are published figures of {source.device} "
+            f"({', '.join(source.files)}), with bounds x {low:.2f} and x {high:.2f}: mtrain was "
+            "not run on that GPU"
+        )
+    elif not measured:
+        factor, (low, high) = peaks[source.device] / peak, UNKNOWN
+        remarks.append(
+            f"not calibrated on {gpu}: kernel times are those of {source.device}, scaled by peak "
+            f"FLOP/s (x {factor:.2f}), with bounds x {low:.2f} and x {high:.2f}; run "
+            "`mtrain profile kernels --out FILE` on that GPU and give --calibration FILE"
+        )
+    elif source.device != gpu:
+        remarks.append(
+            f"kernel times are those of {source.device}: {gpu} computes as fast, but its memory "
+            "may be faster or slower"
+        )
+    return factor, low, high, remarks
+
+
+def _takes_call_per_stripe(source: Calibration, kernel: str, form: str) -> bool:
+    """Return whether the calls of a striped layout are priced from those of whole intervals.
+
+    `attention.sdpa` computes each stripe with a call of its own.
+    """
+    missing = source.find(kernel, LISTS, FORWARD) is None
+    return kernel == "sdpa" and form == LISTS and missing and source.times(kernel)
 
 
 def _scaled(curve: Curve, factor: float, low: float, high: float, device: str | None) -> Curve:
@@ -501,11 +487,22 @@ def _scaled(curve: Curve, factor: float, low: float, high: float, device: str | 
     )
 
 
-def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
-    """Return the calibration for a GPU's kernels, and whether it was measured on this GPU model."""
-    known = (calibration,) if calibration is not None and calibration.curves else shipped()
+def _source(
+    gpu: str, calibration: Calibration | None, kernel: str | None = None
+) -> tuple[Calibration, bool]:
+    """Return the calibration for a GPU's kernels, and whether it was measured on this GPU model.
+
+    kernel: the kernel of which a shipped calibration must have times; None for any kernel.
+    """
+    if calibration is not None and calibration.curves:
+        known: tuple[Calibration, ...] = (calibration,)
+    else:
+        known = tuple(c for c in shipped() if kernel is None or c.times(kernel)) or shipped()
     same = [c for c in known if c.device == gpu] or [c for c in known if same_device(c.device, gpu)]
-    return (same or known)[0], bool(same)
+    if same:
+        return same[0], True
+    # Scale times that mtrain measured, if there are any.
+    return min(known, key=lambda c: c.published), False
 
 
 def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
@@ -519,12 +516,14 @@ def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttention
     return None
 
 
-def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
+def describe_source(
+    gpu: str, calibration: Calibration | None, kernel: str | None = None
+) -> dict[str, Any]:
     """Describe the calibration in use, for a summary file.
 
     ``scaled`` says whether the times are scaled from another device.
     """
-    source, measured = _source(gpu, calibration)
+    source, measured = _source(gpu, calibration, kernel)
     # The user's file may hold other times of this GPU but no kernel times.
     own: tuple[str, ...] = ()
     if calibration is not None and calibration != source and same_device(calibration.device, gpu):
@@ -559,8 +558,9 @@ def same_device(device: str, gpu: str) -> bool:
     """Return whether compute-bound kernels take equally long on both devices.
 
     Chip (H200, A100, ...), form factor (SXM, NVL, PCIe) and peak FLOP/s must be the same. Memory
-    may differ (A100 with 40 or 80 GB).
+    may differ (A100 with 40 or 80 GB). The A800 is an A100 with slower NVLink.
     """
+    device, gpu = (name.replace("A800", "A100") for name in (device, gpu))
     if device == gpu:
         return True
     chips = [re.search(r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", name) for name in (device, gpu)]

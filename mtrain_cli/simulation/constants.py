@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtrain_cli.config.cluster import Constant
-from mtrain_cli.simulation import costs, non_attention_cost, timeline
-from mtrain_cli.simulation.calibration import HIGH, LOW, UNKNOWN
+from mtrain_cli.simulation import costs, expert_cost, non_attention_cost, timeline
+from mtrain_cli.simulation.calibration import HIGH, LOW, PUBLISHED, UNKNOWN
 
 
 def _fixed(value: float, note: str) -> Constant:
@@ -27,6 +27,9 @@ _MEASURED, _BEYOND = non_attention_cost.MEASURED, non_attention_cost.BEYOND
 CONSTANTS: dict[str, Constant] = {
     "non_attention.eager": non_attention_cost.EAGER,
     "non_attention.launches": non_attention_cost.LAUNCHES,
+    "expert_cost.grouped": expert_cost.GROUPED,
+    "expert_cost.float32": expert_cost.FLOAT32,
+    "expert_cost.expert_launches": expert_cost.EXPERT_LAUNCHES,
     "non_attention.measured": _factor(
         _MEASURED[LOW],
         _MEASURED[HIGH],
@@ -55,6 +58,9 @@ CONSTANTS: dict[str, Constant] = {
     "costs.least_copy_us": _fixed(costs.LEAST_COPY_US, "shortest time of a copy"),
     "timeline.least_power": _fixed(
         timeline.LEAST_POWER, "messages leave at least this share of a GPU to computation"
+    ),
+    "calibration.published": _factor(
+        *PUBLISHED, "kernel times that others published for this GPU; clocks drop in a run"
     ),
     "calibration.unknown": _factor(
         *UNKNOWN, "kernel times measured on another GPU (scaled by peak FLOP/s) or another kernel"

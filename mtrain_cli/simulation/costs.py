@@ -46,6 +46,12 @@ INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
 INDEX_BOUNDS = {LOW: 0.7, VALUE: 1.0, HIGH: 1.5}
 
 
+# Bytes that `attention.sdpa` moves per key, number of a head and call in backward: the call writes
+# the gradients of keys and values in 2 bytes each, and they are added to float32 sums.
+_SUMMED_BYTES = 2 * (2 + 2 + 4 + 4)
+# Kernels that such a call launches, counted in `attention.sdpa`.
+_STRIPE_LAUNCHES = {FORWARD: 3, BACKWARD: 8}
+
 # The fields latency, busy, outer and share of a `PricedMessage`, [workers] each
 LinkPrice = tuple[FloatArray, FloatArray, np.ndarray, FloatArray]
 
@@ -69,6 +75,7 @@ class Costs:
     estimated: number of tokens over which an index is estimated; 0 if there is no index or if
         the prediction leaves out the time of the estimate.
     measured: whether estimating this kind of index was measured on this GPU model.
+    stripe: number of tokens per stripe, if a kernel takes one call per stripe; else 0.
     bound: `LOW` (the shortest time), `VALUE` or `HIGH` (the longest time).
     """
 
@@ -80,6 +87,7 @@ class Costs:
     sparse: bool = False
     estimated: int = 0
     measured: bool = True
+    stripe: int = 0
     bound: str = VALUE
     _messages: dict[tuple, LinkPrice] = field(default_factory=dict, repr=False, compare=False)
 
@@ -220,6 +228,25 @@ class Costs:
         name = f"{'sparse' if self.sparse else 'dense'} step" if what == "step" else what
         return LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
 
+    def stripes_us(self, pairs: IntArray, direction: str) -> FloatArray:
+        """Return the time of a step that its kernel calls do not have alone, in microseconds.
+
+        A kernel that takes one call per stripe launches each call, and in backward adds the key
+        gradients of each call. The time is 0 if one call computes a step.
+
+        pairs: number of pairs of each step, summed over heads. Each of the stripe's queries sees
+            about the same keys, so ``pairs / stripe`` is the sum over calls and heads of the keys.
+        """
+        if not self.stripe:
+            return np.zeros(pairs.shape)
+        stripes = self.sizes.tokens * self.spmd.grid.heads / self.stripe
+        calls = np.where(pairs > 0, stripes, 0.0)
+        us = calls * _STRIPE_LAUNCHES[direction] * self.burden(self.cluster.gpu.launch_us)
+        if direction != BACKWARD:
+            return us
+        moved = pairs / self.stripe * self.head_dim * _SUMMED_BYTES
+        return us + moved / (self.rate(self.cluster.gpu.hbm_gbps) * 1e3)
+
     def index_us(self) -> float:
         if not self.estimated:
             return 0.0
@@ -276,7 +303,7 @@ class LayerPrices(Prices):
             pairs, of_columns = masked[counted].pairs, 0
         self._attention = curve.us(
             float(per_pair) * (pairs - of_columns), float(per_pair) * of_columns, bound
-        )
+        ) + costs.stripes_us(pairs, counted)
         zero = np.zeros(len(self.counts.columns))
         of_gathered = kernels.part(counted, calibration.ALONE_COLUMNS)
         self._columns = of_gathered.us(

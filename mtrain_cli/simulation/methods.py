@@ -204,7 +204,7 @@ def cost_of(plan: RunPlan, name: str = "", limit: str = "") -> MethodCost:
     config, e = plan.config, plan.dtype_bytes
     states = largest_states(config, plan.dims.workers, plan.micro_batches, e)
     pipeline, received = plan.pipeline, plan.received
-    layers = states.layers
+    layers = len(states.numbers)
     of_layer = (
         received.forward + received.backward + received.tensor_forward + received.tensor_backward
     )

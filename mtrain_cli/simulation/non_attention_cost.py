@@ -7,7 +7,7 @@ fused kernels, as with ``torch.compile``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtrain_cli.config.cluster import Constant, Gpu
 from mtrain_cli.model.tiling import layers_with_products
@@ -15,7 +15,19 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.training.flops import layer_matmul, own_tiles, recomputed_matmul
+from mtrain_cli.simulation.expert_cost import (
+    EXPERT_LAUNCHES,
+    ExpertLoads,
+    GroupedProduct,
+    expert_work,
+)
+from mtrain_cli.training.flops import (
+    layer_kinds,
+    layer_matmul,
+    layer_recomputed,
+    matrix_elements,
+    own_tiles,
+)
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.model_part import ModelPart
 from mtrain_cli.training.run_plan import RunPlan
@@ -51,16 +63,35 @@ class ComputeCost:
     flop: FLOP of matrix products.
     moved: number of bytes that element-wise kernels read and write.
     launches: number of kernels that the host launches.
+    products: products of routers and experts, which are not in ``flop``.
     """
 
     flop: float = 0.0
     moved: float = 0.0
     launches: float = 0.0
+    products: tuple[GroupedProduct, ...] = ()
 
     def __add__(self, other: ComputeCost) -> ComputeCost:
         return ComputeCost(
-            self.flop + other.flop, self.moved + other.moved, self.launches + other.launches
+            self.flop + other.flop,
+            self.moved + other.moved,
+            self.launches + other.launches,
+            self.products + other.products,
         )
+
+    def scaled(self, share: float) -> ComputeCost:
+        """Return a share of this work."""
+        return ComputeCost(
+            self.flop * share,
+            self.moved * share,
+            self.launches * share,
+            tuple(replace(each, times=each.times * share) for each in self.products),
+        )
+
+    @property
+    def every_flop(self) -> float:
+        """FLOP of all products, those of experts, too."""
+        return self.flop + sum(each.flop * each.times for each in self.products)
 
 
 @dataclass(frozen=True)
@@ -206,39 +237,33 @@ class NonAttentionCost:
         return max(self.rows, min(self.tokens, DEVICE_ROWS))
 
     @staticmethod
-    def of(plan: RunPlan, part: ModelPart | None = None) -> NonAttentionCost:
-        """Count the work of a worker.
+    def of(
+        plan: RunPlan, part: ModelPart | None = None, loads: ExpertLoads | None = None
+    ) -> NonAttentionCost:
+        """Count the work of a worker. The work of a layer is the mean over its layers.
 
-        part: the worker's part of the model, on a stage of a pipeline; None for the whole model.
+        Args:
+            part: the worker's part of the model, on a stage of a pipeline; None for the whole
+                model.
+            loads: the loads of experts; None if they are equal.
         """
-        # With tensor parallelism, the worker's part of each layer has the tokens of its tensor
-        # group, and its residual stream has its own tokens.
         config, model, train = plan.config, plan.config.of_worker.model, plan.config.train
         optim, e = config.optim, plan.dtype_bytes
         workers = plan.dims.workers // plan.dims.pp
         layer_workers = workers // plan.dims.tp
         tokens = plan.layout.tokens_per_worker * train.micro_batch
         own, own_rows = own_tiles(config, plan.layout, e)
-        stream, wide = own * model.hidden_size, tokens * model.intermediate_size
-        rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-        matmul = layer_matmul(model, experts=False)
         states = StateMemory(config, plan.dims.workers, plan.micro_batches, e, part)
-        layer, root, shard, r = states.layer_weights, states.root_weights, states.shard, states.r
-        eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
-        whole = train.activation_checkpoint != "none"
-        tiles = -(-own // own_rows)
-        by_hand = tiles > 1 or plan.dims.tp > 1
-        again_of_all = recomputed_matmul(
-            model, recomputed=whole, tiled=by_hand, keep_mlp=train.keep_mlp
-        )
-        again = again_of_all / model.num_layers
-        without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
-        once_more = 6 * stream + rotated if whole else 4 * stream
-        # With several tiles the weight gradients accumulate in float32.
-        width = model.num_heads * model.head_dim
-        of_tiles = model.hidden_size * (3 * model.intermediate_size + width)
-        sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
-        launches = LAUNCHES.value
+        layers = len(states.numbers)
+        layer, root = states.weights_of(states.numbers) / layers, states.root_weights
+        shard, r = states.shard, states.r
+        forward, recomputed, backward = ComputeCost(), ComputeCost(), ComputeCost()
+        for kind, number in layer_kinds(model, states.numbers).items():
+            found = _with_experts(plan, loads or ExpertLoads()) if kind else _with_mlp(plan)
+            forward, recomputed, backward = (
+                total + each.scaled(number / layers)
+                for total, each in zip((forward, recomputed, backward), found, strict=True)
+            )
         # Weights are cast, gathered and copied out; gradients are copied in and added to the shard.
         out, out_of_shard = 2 * e, e + (e if optim.offload else 4)
         back, to_shard = r + e, 8 + r
@@ -247,21 +272,9 @@ class NonAttentionCost:
         stepped = 0 if optim.offload else _ADAMW * shard
         share, layer_share = ((n - 1) / n for n in (workers, layer_workers))
         return NonAttentionCost(
-            forward=ComputeCost(
-                2.0 * matmul * tokens,
-                eager * e * (9 * stream + rotated + 3 * wide),
-                launches + (tiles - 1) * _TILE_LAUNCHES[0],
-            ),
-            recomputed=ComputeCost(
-                2.0 * again * tokens,
-                eager * e * (once_more + 3 * wide * without) if again else 0.0,
-                launches if whole else 0.0,
-            ),
-            backward=ComputeCost(
-                4.0 * matmul * tokens,
-                eager * e * (15 * stream + rotated + 5 * wide) + sums,
-                2 * launches + (tiles - 1) * _TILE_LAUNCHES[1],
-            ),
+            forward=forward,
+            recomputed=recomputed,
+            backward=backward,
             loss=_loss_cost(plan, own) if part is None or part.last else ComputeCost(),
             gathered=ComputeCost(moved=out * layer + out_of_shard * layer / layer_workers),
             reduced=ComputeCost(moved=back * layer + to_shard * layer / layer_workers),
@@ -277,6 +290,89 @@ class NonAttentionCost:
             tokens=tokens,
             rows=min(tokens, own_rows * plan.dims.tp),
         )
+
+
+def _with_mlp(plan: RunPlan) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
+    """Return the forward, recomputed and backward work of a layer without experts."""
+    # With tensor parallelism, the worker's part of each layer has the tokens of its tensor group,
+    # and its residual stream has its own tokens.
+    config, model, train = plan.config, plan.config.of_worker.model, plan.config.train
+    e = plan.dtype_bytes
+    tokens = plan.layout.tokens_per_worker * train.micro_batch
+    own, own_rows = own_tiles(config, plan.layout, e)
+    stream, wide = own * model.hidden_size, tokens * model.intermediate_size
+    rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    matmul = layer_matmul(model, experts=False)
+    eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
+    whole = train.activation_checkpoint != "none"
+    tiles = -(-own // own_rows)
+    by_hand = tiles > 1 or plan.dims.tp > 1
+    without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
+    again = layer_recomputed(
+        model, experts=False, recomputed=whole, tiled=by_hand, without_products=without
+    )
+    once_more = 6 * stream + rotated if whole else 4 * stream
+    # With several tiles the weight gradients accumulate in float32.
+    width = model.num_heads * model.head_dim
+    of_tiles = model.hidden_size * (3 * model.intermediate_size + width)
+    sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
+    launches = LAUNCHES.value
+    return (
+        ComputeCost(
+            2.0 * matmul * tokens,
+            eager * e * (9 * stream + rotated + 3 * wide),
+            launches + (tiles - 1) * _TILE_LAUNCHES[0],
+        ),
+        ComputeCost(
+            2.0 * again * tokens,
+            eager * e * (once_more + 3 * wide * without) if again else 0.0,
+            launches if whole else 0.0,
+        ),
+        ComputeCost(
+            4.0 * matmul * tokens,
+            eager * e * (15 * stream + rotated + 5 * wide) + sums,
+            2 * launches + (tiles - 1) * _TILE_LAUNCHES[1],
+        ),
+    )
+
+
+def _with_experts(
+    plan: RunPlan, loads: ExpertLoads
+) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
+    """Return the forward, recomputed and backward work of a layer with experts."""
+    model, train, e = plan.config.model, plan.config.train, plan.dtype_bytes
+    tokens = plan.layout.tokens_per_worker * train.micro_batch
+    stream = tokens * model.hidden_size
+    rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
+    dense = matrix_elements(model, experts=True)  # attention and the shared MLP
+    matmul = sum(dense.values())
+    again = matmul if train.activation_checkpoint != "none" else 0
+    forward, second, backward = expert_work(model, tokens, e, loads)
+    kernels = LAUNCHES.value + EXPERT_LAUNCHES.value
+    recomputed = ComputeCost()
+    if again:
+        recomputed = ComputeCost(
+            2.0 * again * tokens,
+            eager * e * (6 * stream + rotated) + second.moved,
+            kernels,
+            second.products,
+        )
+    return (
+        ComputeCost(
+            2.0 * matmul * tokens,
+            eager * e * (9 * stream + rotated) + forward.moved,
+            kernels,
+            forward.products,
+        ),
+        recomputed,
+        ComputeCost(
+            4.0 * matmul * tokens,
+            eager * e * (15 * stream + rotated) + backward.moved,
+            2 * kernels,
+            backward.products,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -308,7 +404,7 @@ def longer_than_expected(
     """Return measured / expected time of each part of `profiling.non_attention_benchmark`.
 
     The expected time is `expected_us`. The ratios are for the bound of ``costs``. The result lacks
-    parts that were not measured on this GPU model in this dtype.
+    parts that were not measured on this GPU model in this dtype, and layers with experts.
     """
     gpu, measured = costs.cluster.gpu, costs.kernels.non_attention
     if measured is None or measured.dtype != dtype:
@@ -319,7 +415,8 @@ def longer_than_expected(
         (BACKWARD, non_attention.backward + non_attention.recomputed),
         (LOSS, non_attention.loss),
     ):
-        if part in measured.parts and work != ComputeCost():
+        # Layers with experts were not measured.
+        if part in measured.parts and work != ComputeCost() and not work.products:
             us = expected_us(work.flop, work.moved, gpu)
             us = us * non_attention.size(part) / non_attention.tokens
             share, inside = measured.share(
@@ -341,6 +438,10 @@ def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> Expe
     else:
         matrices = longer * expected_us(work.flop, 0.0, gpu)
         elements = longer * expected_us(0.0, work.moved, gpu)
+    for each in work.products:
+        rate = costs.rate(gpu.gemm_tflops) * costs.rate(each.share) * 1e6
+        memory = each.moved / (costs.rate(gpu.hbm_gbps) * 1e3)
+        matrices += each.times * max(each.flop / rate, memory)
     share = costs.burden(LAUNCHES) / LAUNCHES.value
     host = work.launches * share * costs.burden(gpu.launch_us)
     return ExpectedTime(matrices, elements, max(0.0, host - matrices - elements))

@@ -25,6 +25,7 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
+from mtrain_cli.simulation.expert_cost import ExpertLoads
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
 from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
@@ -164,17 +165,19 @@ def predict_step(
     conditions: Disturbances | None = None,
     *,
     bounds: bool = True,
+    loads: ExpertLoads | None = None,
 ) -> PredictedStep:
     """Predict a step.
 
     Args:
+        loads: the loads of experts; None if they are equal.
         attention: prediction of one layer of this plan, with the pass `RECOMPUTE` if the plan
             recomputes attention.
         bounds: also predict the best and the worst case.
     """
     slowest = max([1.0, *(conditions or Disturbances()).slow.values()])
     found = {
-        bound: _estimate(cluster, plan, attention, attention.costs[bound], slowest)
+        bound: _estimate(cluster, plan, attention, attention.costs[bound], slowest, loads)
         for bound in (BOUNDS if bounds else (VALUE,))
     }
     likely = found[VALUE]
@@ -206,10 +209,15 @@ def predict_step(
 
 
 def _estimate(
-    cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float
+    cluster: Cluster,
+    plan: RunPlan,
+    attention: Prediction,
+    costs: Costs,
+    slowest: float,
+    loads: ExpertLoads | None,
 ) -> _StepEstimate:
     """Estimate a step for one bound. With a pipeline, return the estimate of its busiest stage."""
-    arguments = cluster, plan, attention, costs, slowest
+    arguments = cluster, plan, attention, costs, slowest, loads
     if plan.pipeline is None:
         return _StepEstimate(*arguments, ModelPart.whole(plan.config.model))
     stages = [_StepEstimate(*arguments, p) for p in model_parts(plan.config, plan.micro_batches)]
@@ -240,13 +248,14 @@ class _StepEstimate:
         attention: Prediction,
         costs: Costs,
         slowest: float,
+        loads: ExpertLoads | None,
         part: ModelPart,
     ) -> None:
         """Estimate the step of a worker. part: the worker's part of the model."""
         self.cluster, self.plan, self.attention = cluster, plan, attention
         self.costs, self.slowest, self.layers = costs, slowest, part.number_of_layers
         self.passes = {"forward": 0.0, "backward": 0.0, "loss": 0.0}
-        self.non_attention = non_attention = NonAttentionCost.of(plan, part)
+        self.non_attention = non_attention = NonAttentionCost.of(plan, part, loads)
         self.longer = non_attention_cost.longer_than_expected(non_attention, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.messages = TensorMessages.of(plan) if plan.dims.tp > 1 else None
@@ -467,7 +476,7 @@ class _StepEstimate:
             work, self.costs, None if part is None else self.longer.get(part)
         )
         times *= self.times
-        self.flop += work.flop * times
+        self.flop += work.every_flop * times
         self.us[matrices] += spent.matrices * times * self.slowest
         self.us[elements] += spent.elements * times * self.slowest
         self.us["host"] += spent.host * times

@@ -379,7 +379,10 @@ class _CasePlayer:
         first = problem.index(problem.layers[0])
         measured = first is None or _measured(cluster, first)
         head_dim = problem.made.head_dim
-        costs = Costs(cluster, kernels, case.sizes, spmd, head_dim, measured=measured)
+        stripe = case.layout.block_size if kernels.by_stripes else 0
+        costs = Costs(
+            cluster, kernels, case.sizes, spmd, head_dim, measured=measured, stripe=stripe
+        )
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
         # Kernels that do not skip the pairs that an index leaves out compute all pairs of the mask.

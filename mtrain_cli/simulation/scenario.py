@@ -17,6 +17,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
+from mtrain_cli.simulation.expert_cost import ExpertLoads
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
@@ -142,6 +143,7 @@ class Scenario:
     problem: the attention workload.
     kernel: replaces ``train.kernel`` unless None.
     words: settings as the user typed them.
+    loads: loads of the experts, if the model has some.
     """
 
     config: Config
@@ -150,6 +152,7 @@ class Scenario:
     calibration: Calibration | None = None
     conditions: Disturbances = field(default_factory=Disturbances)
     words: tuple[str, ...] = ()
+    loads: ExpertLoads = field(default_factory=ExpertLoads)
 
     def sets(self, key: str) -> bool:
         """Return whether the user set a key."""
@@ -163,6 +166,7 @@ class PredictedScenario:
     plan: RunPlan
     attention: Prediction
     step: PredictedStep
+    loads: ExpertLoads = field(default_factory=ExpertLoads)
 
     @property
     def layout(self) -> str:
@@ -190,6 +194,10 @@ class PredictedScenario:
                 "layers and loss take measured times (`mtrain profile non-attention`); the "
                 "cluster's constants give the times of links and optimizer"
             )
+            if self.plan.config.model.moe.experts:
+                source = source.replace(
+                    "layers and loss take", "layers without experts and loss take"
+                )
         own_masks = self.plan.config.data.mask_key is not None
         documents = "" if own_masks else " every sequence is one document;"
         remarks = [
@@ -217,6 +225,14 @@ class PredictedScenario:
                 "topology.tensor_parallel: messages take the times of the cluster's collectives, "
                 "and matrix products the rates of whole layers; neither was compared with a "
                 "measurement of tensor parallelism on GPUs"
+            )
+        if self.plan.config.model.moe.experts:
+            moe = self.plan.config.model.moe
+            largest = self.loads.largest(moe.experts, moe.top_k)
+            remarks.append(
+                f"experts: loads {self.loads.source} (largest {largest:.2f} times the mean); the "
+                "times of grouped products, routers and kernels of experts follow from FLOP, bytes "
+                "and guessed rates, not from measurements; every worker computes with all experts"
             )
         if self.plan.dims.pp > 1:
             remarks.append(
@@ -246,9 +262,15 @@ def plan_on(
             f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 only; allowed: "
             "auto, bfloat16"
         )
-    if experts := config.model.moe.experts:
+    if config.model.moe.experts and config.topology.expert_parallel != 1:
         raise ConfigError(
-            f"model.moe.experts={experts}: mtrain simulate has no times of experts; allowed: 0"
+            f"topology.expert_parallel={config.topology.expert_parallel}: mtrain simulate has no "
+            "times of rows that travel to experts; allowed: 1"
+        )
+    if config.model.moe.experts and (degree := config.topology.tensor_parallel) > 1:
+        raise ConfigError(
+            f"topology.tensor_parallel={degree}: mtrain simulate has no times of experts with "
+            "tensor parallelism; allowed: 1"
         )
     if cluster.gpu.is_cpu:
         raise ConfigError(
@@ -493,8 +515,10 @@ def with_step(
     attention: prediction of one layer's attention. Several plans may share it. If ``plan``
         recomputes attention, the prediction must have a pass `RECOMPUTE` for ``plan.recompute``.
     """
-    step = predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
-    return PredictedScenario(plan, attention, step)
+    step = predict_step(
+        cluster, plan, attention, scenario.conditions, bounds=bounds, loads=scenario.loads
+    )
+    return PredictedScenario(plan, attention, step, scenario.loads)
 
 
 def check_enough_blocks(config: Config, layout: str, workers: int, context: int) -> None:

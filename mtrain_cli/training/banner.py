@@ -15,7 +15,7 @@ from mtrain_cli.console import two_columns
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.optimizer import LearningRateSchedule
-from mtrain_cli.training.parallelism_rows import pipeline_rows, tensor_rows
+from mtrain_cli.training.parallelism_rows import expert_rows, pipeline_rows, tensor_rows
 from mtrain_cli.training.run_plan import RunPlan, size
 
 
@@ -44,6 +44,7 @@ def banner(
         ("layout", dry_run.describe_layout(plan)),
         *dry_run.exchange_rows(plan),
         *tensor_rows(plan),
+        *expert_rows(plan),
         *pipeline_rows(plan),
         *dry_run.mask_rows(config),
         ("sparsity", dry_run.describe_sparsity(plan)),

@@ -32,7 +32,7 @@ from mtrain_cli.training.flops import causal_pairs, peak_flops
 from mtrain_cli.training.layout_choice import layout_advice, make_balancer
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import duration, longest_seq, refusal, search
-from mtrain_cli.training.parallelism_rows import pipeline_rows, tensor_rows
+from mtrain_cli.training.parallelism_rows import expert_rows, pipeline_rows, tensor_rows
 from mtrain_cli.training.resolution import compiles
 from mtrain_cli.training.run_plan import RunPlan, size
 
@@ -92,6 +92,7 @@ def render(plan: RunPlan) -> RenderableType:
         *_layout_advice(plan),
         *exchange_rows(plan, read_data=True),
         *tensor_rows(plan),
+        *expert_rows(plan),
         *pipeline_rows(plan),
         *mask_rows(config, plan.data_masks),
         ("sparsity", describe_sparsity(plan)),

@@ -360,6 +360,23 @@ def recomputed_matmul(
     return found
 
 
+def layer_recomputed(
+    model: ModelConfig, *, experts: bool, recomputed: bool, tiled: bool, without_products: float
+) -> float:
+    """Return the part of `recomputed_matmul` in one layer.
+
+    without_products: share of the layers that do not keep their MLP products.
+    """
+    before, after = _recomputed(model, experts, recomputed=recomputed, tiled=tiled)
+    return before + after * without_products
+
+
+def matrix_elements(model: ModelConfig, *, experts: bool) -> dict[str, int]:
+    """Return the number of elements of a layer's matrices, except the router's and the experts'."""
+    found = _matrices(model, experts)
+    return {n: size for n, size in found.items() if n not in ("router", EXPERTS_IN, EXPERTS_OUT)}
+
+
 def _recomputed(
     model: ModelConfig, experts: bool, *, recomputed: bool, tiled: bool
 ) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import block_sizes
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.training.attention_memory import AttentionMemory
+from mtrain_cli.training.expert_memory import ExpertMemory
 from mtrain_cli.training.flops import attention_kept, own_tiles
 
 # Tensors as wide as a hidden state, for all rows of a tile, that messages of other tiles take: the
@@ -40,13 +41,21 @@ class LayerMemory:
     """
 
     def __init__(
-        self, config: Config, layout: Layout, attention: AttentionMemory, weights: int, e: int
+        self,
+        config: Config,
+        layout: Layout,
+        attention: AttentionMemory,
+        weights: int,
+        e: int,
+        *,
+        experts: bool = False,
     ) -> None:
         """Prepare the sizes of a layer.
 
         Args:
             weights: number of elements of the layer's weights.
             e: bytes of the compute dtype.
+            experts: whether the layer has experts instead of one MLP.
         """
         model, train = config.of_worker.model, config.train
         self.model, self.attention, self.e = model, attention, e
@@ -65,6 +74,9 @@ class LayerMemory:
         self.recomputes = train.activation_checkpoint != "none"
         self.rows = min(own_rows * self.degree, self.tokens)  # of a tile, of all workers
         self.tiled = own_rows < self.own_tokens
+        self.experts: ExpertMemory | None = None
+        if experts:
+            self.experts = ExpertMemory(model, self.own_tokens, train.micro_batch, e)
         # Whether `feed_forward` has its own backward pass.
         self.by_hand = self.recomputes or self.tiled or self.degree > 1
         keeping = layers_with_products(train.keep_mlp, model.num_layers)
@@ -93,13 +105,21 @@ class LayerMemory:
         return 0 if self.early else self.attention.gathered_columns
 
     @property
+    def decision(self) -> int:
+        """Bytes of the router's decision, which the layer also keeps if it is offloaded."""
+        return 0 if self.experts is None else self.experts.decision
+
+    @property
     def kept(self) -> int:
         """Bytes that the layer keeps until backward, without its index and MLP products."""
         out = self.out + self.lse
+        decision = self.decision
         if self.recomputes:
             late = self.queries - self.early
-            return self.hidden + out * late // self.queries + self.ring_kv
+            return self.hidden + out * late // self.queries + self.ring_kv + decision
         attention = out + self.out + self.kv + self.before_norms
+        if self.experts is not None:
+            return (3 + self.degree) * self.hidden + attention + decision + self.experts.saved
         if self.by_hand:
             return (1 + self.degree) * self.hidden + attention  # the normed input is gathered
         return 4 * self.hidden + attention + 4 * self.product
@@ -122,10 +142,35 @@ class LayerMemory:
             products: whether the layer kept its MLP products.
         """
         recomputed = self._recomputed() if self.recomputes else 0
+        if self.experts is not None:
+            return self._with_experts(self.experts, recomputed)
         gate = BackwardBytes(self._at_gate(products) + recomputed, self.attention.pool, 0)
         kept, freed = self.hidden + self.out + recomputed, self._freed_before_attention(products)
         attention = BackwardBytes(kept, self.attention.in_backward, freed)
         return max(gate, attention, key=lambda at: at.layer + at.exchange - at.freed)
+
+    def _with_experts(self, experts: ExpertMemory, recomputed: int) -> BackwardBytes:
+        """Return the peak of a layer with experts: in their backward pass, or in attention.
+
+        Before the experts, a checkpointed layer also recomputes the input and the output of the
+        norm in front of them, and what autograd saves of router and experts.
+
+        Args:
+            recomputed: result of `_recomputed`; 0 without checkpointing.
+        """
+        of_experts = 2 * self.hidden + experts.saved
+        again = recomputed + of_experts if self.recomputes else 0
+        inside = BackwardBytes(
+            self.hidden + again + experts.in_backward(self.weights),
+            self.attention.pool,
+            experts.shared,
+        )
+        attention = BackwardBytes(
+            self.hidden + self.out + recomputed,
+            self.attention.in_backward,
+            0 if self.recomputes else of_experts,
+        )
+        return max(inside, attention, key=lambda at: at.layer + at.exchange - at.freed)
 
     def _recomputed(self) -> int:
         """Return the bytes of the tensors that a layer recomputes, up to attention's output."""

@@ -22,6 +22,7 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
+from mtrain_cli.training.expert_watch import ExpertWatch
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import TrainingProgress
 from mtrain_cli.training.step_result import NonFiniteError
@@ -129,12 +130,13 @@ def _announce(
 
 
 def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:
-    """Return the callback that watches for stragglers. Only the first worker has the callback."""
+    """Return the callbacks that watch for stragglers and loads. Only the first worker has them."""
     if trainer.environment.rank:
         return []
     warn = partial(progress.message, warning=True)
     share = trainer.config.run.straggler
-    return [StragglerWatches(share, trainer.environment.device, trainer.places, warn)]
+    stragglers = StragglerWatches(share, trainer.environment.device, trainer.places, warn)
+    return [stragglers, ExpertWatch(trainer.config.model.moe, warn)]
 
 
 def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:

@@ -228,7 +228,11 @@ class _StepMemory:
         self.micro_batches = _micro_batches(config, workers, layout)
         self.states = StateMemory(config, workers, self.micro_batches, e, self.part)
         self.attention = attention
-        self.layer = LayerMemory(config, layout, self.attention, self.states.layer_weights, e)
+        self.by_kind = {
+            experts: LayerMemory(config, layout, self.attention, weights, e, experts=experts)
+            for experts, weights in self.states.whole.items()
+        }
+        self.layer = next(iter(self.by_kind.values()))  # for sizes that all layers share
         self.layers_on_host = layers_on_host(train.offload_activations, model.num_layers)
         # Layers with unsharded weights under train.shard=full: the current one and, if several
         # workers gather it ahead, the next one.
@@ -302,7 +306,9 @@ class _StepMemory:
         """
         batches = 1 if self.part.messages == 0 else self.micro_batches
         angles = 4 * self.model.head_dim * max(1, in_flight)
-        return self.layer.tokens * (3 * 8 * batches + angles)
+        experts = self.memory_of(self.part.current[-1]).experts
+        routing = 0 if experts is None else experts.inputs
+        return self.layer.tokens * (3 * 8 * batches + angles) + routing * max(1, in_flight)
 
     @property
     def _other_losses(self) -> int:
@@ -325,16 +331,18 @@ class _StepMemory:
         states = self.states
         # Whole weights, and gradients of the LM head and of this layer.
         head = self._lm_head * self.part.last
-        working = self.e * (states.root_weights + head + states.layer_weights)
-        working += states.weights(layer, whole_layers)
-        working += states.layer_scatter if scatters else 0
         number = self.part.current.start + layer
+        working = self.e * (states.root_weights + head + states.weights_of([number - 1]))
+        working += states.weights(layer, whole_layers)
+        working += states.layer_scatter(number) if scatters else 0
         return self.moment(
             f"backward of layer {number}",
             gradients=states.gradients(len(self.part.current) - layer),
             working_weights=working,
             layers=layer,
-            in_backward=self.layer.in_backward(products=number > self.layer.first_with_products),
+            in_backward=self.memory_of(number - 1).in_backward(
+                products=number > self.layer.first_with_products
+            ),
         )
 
     def at_loss(self) -> MemoryMoment:
@@ -378,14 +386,21 @@ class _StepMemory:
         """Number of elements of the LM head."""
         return self.model.vocab_size * self.model.hidden_size
 
+    def memory_of(self, layer: int) -> LayerMemory:
+        """Return the memory of a layer. layer: its number."""
+        return self.by_kind[self.model.has_experts(layer)]
+
     def kept(self, layers: int) -> int:
         """Return how many bytes the first `layers` layers keep on the device for backward."""
-        on_device = self.layer.kept * self.on_device(layers)
-        return on_device + self._products_of(self.part.current[:layers])
+        own = self.part.current[:layers]
+        away = layers - self.on_device(layers)
+        kept = sum(self.memory_of(layer).kept for layer in own[away:])
+        decisions = sum(self.memory_of(layer).decision for layer in own[:away])
+        return kept + decisions + self._products_of(own)
 
     def _kept_by(self, layers: range) -> int:
         """Return how many bytes all these layers keep for backward, without offload."""
-        return self.layer.kept * len(layers) + self._products_of(layers)
+        return sum(self.memory_of(layer).kept for layer in layers) + self._products_of(layers)
 
     def _products_of(self, layers: range) -> int:
         """Return how many bytes of MLP products these layers keep."""
@@ -418,4 +433,4 @@ class _StepMemory:
 
     def host(self) -> int:
         """Return how many bytes of host memory offloaded activations take."""
-        return self.layers_on_host * self.layer.on_host
+        return sum(self.memory_of(layer).on_host for layer in range(self.layers_on_host))

@@ -167,6 +167,7 @@ def _variants(plan: RunPlan) -> Iterator[Variant]:
     topology = config.topology
     refused = set(NEED_WHOLE_LAYERS if topology.tensor_parallel > 1 else ())
     refused |= set(NEED_WHOLE_MODEL if topology.pipeline_parallel > 1 else ())
+    refused |= {"train.keep_mlp"} if config.model.moe.experts else set()
     free = {key: values for key, values in free.items() if key not in refused}
     for values in itertools.product(*free.values()):
         setting = current | dict(zip(free, values, strict=True))
@@ -231,9 +232,11 @@ def with_products(plan: RunPlan) -> MemorySetting | None:
     """Return the run with train.keep_mlp set to the most layers that leave 10 % of a GPU free.
 
     Return None if the products of one layer already take too much, if the run sets train.keep_mlp,
-    or if the run offloads or recomputes the output of attention.
+    if the run offloads or recomputes the output of attention, or if the model has experts.
     """
     train = plan.config.train
+    if plan.config.model.moe.experts:
+        return None
     if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
         return None
     change = {"train.keep_mlp": True}
@@ -284,7 +287,9 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     seconds += n * messages * message_bytes(config, plan.layout, e) / NODE_LINK
     tokens, rows = own_tiles(config, plan.layout, e)
     logits = 4 * tokens * config.model.vocab_size / (train.loss_chunk_mib << 20)
-    return seconds + n * TILE_SECONDS * (2 * tokens / rows * layers + logits)
+    # Layers with experts have no tiles.
+    tiled = layers * (1 - config.model.expert_layers / config.model.num_layers)
+    return seconds + n * TILE_SECONDS * (2 * tokens / rows * tiled + logits)
 
 
 def density(config: Config) -> float:

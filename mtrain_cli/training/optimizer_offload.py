@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.schema import OptimConfig
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.experts import expert_layers, reset_biases
 from mtrain_cli.parallel.fsdp import on_reduced_gradients, unit_parameters
 from mtrain_cli.parallel.pinned_memory import PinnedMemory
 from mtrain_cli.training.optimizer import make_optimizer, squared_norm
@@ -67,6 +68,10 @@ class OffloadedOptimizer:
         parameters = list(decoder.parameters())
         self.device = parameters[0].device
         _mirror(decoder, masters)
+        reset_biases(masters, torch.device("cpu"))
+        self._routers = list(
+            zip(expert_layers(decoder.layers), expert_layers(masters.layers), strict=True)  # type: ignore[arg-type]
+        )
         self.optimizer = make_optimizer(masters, optim)
         self._units = [
             _unit(mine, theirs)
@@ -183,6 +188,8 @@ class OffloadedOptimizer:
 
     def send(self) -> None:
         """Copy all masters to the device. Call this after filling the masters."""
+        for mine, master in self._routers:
+            mine.selection_bias = master.selection_bias.to(self.device, copy=True)
         self._link.begin()
         for number in range(len(self._units)):
             _wait(self._send(number))

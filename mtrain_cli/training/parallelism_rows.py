@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtrain_cli.training.expert_traffic import chosen_traffic, expert_degree, expert_traffic
 from mtrain_cli.training.run_plan import RunPlan, size
 
 
@@ -32,3 +33,28 @@ def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
         again = "train.shard=full gathers weights again for every micro-batch"
         rows.append(("", f"{again}; train.shard=gradients gathers them once a step"))
     return rows
+
+
+def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Return a row on the experts of a layer: who holds them, and the bytes that they move."""
+    config, dims = plan.config, plan.dims
+    if not config.model.moe.experts:
+        return []
+    shape = config, dims, plan.layout, plan.dtype_bytes
+    degree = expert_degree(*shape)
+    held = f"a worker computes {config.model.moe.experts // degree} of {config.model.moe.experts}"
+    if dims.dp * dims.cp * dims.tp == 1:
+        return [("experts", held)]
+    best = chosen_traffic(*shape)
+    other = best.degree if degree == 1 else 1
+    degrees = dict.fromkeys((degree, other))
+    costs = [
+        f"{size(expert_traffic(*shape, each).total)} per layer and step with degree {each}"
+        for each in degrees
+    ]
+    reason = ""
+    if config.topology.expert_parallel == "auto":
+        reason = "; chosen by auto, the fewest bytes"
+    elif best.degree != degree:
+        reason = f"; topology.expert_parallel={best.degree} moves the fewest bytes"
+    return [("experts", f"{held}, receives {', '.join(costs)}{reason}")]

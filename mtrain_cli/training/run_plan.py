@@ -27,6 +27,7 @@ from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_search, resolution
 from mtrain_cli.training.attention_memory import AttentionMemory
+from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
     FlopsPerToken,
@@ -281,6 +282,7 @@ def make_plan(config: Config) -> RunPlan:
         ConfigError: sizes are inconsistent, or the configured kernel does not support the run.
     """
     plan = _manual_plan(config)
+    require_experts_fit(config, plan.dims, plan.dtype_bytes, plan.environment.device)
     return plan if config.train.memory == "manual" else with_auto_memory(plan)
 
 

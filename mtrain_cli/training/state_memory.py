@@ -1,7 +1,7 @@
 """Memory of weights, gradients and optimizer states, by sharding, reduce dtype and offload.
 
 Symbols:
-    P_l     number of weights in a layer
+    P_l     number of weights in a layer, with all experts
     P_r     number of weights outside the layers
     L       number of layers
     P       number of all weights, L P_l + P_r
@@ -14,11 +14,11 @@ Symbols:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.training.flops import Shape, layer_shapes
+from mtrain_cli.training.flops import Shape, layer_kinds, layer_shapes
 from mtrain_cli.training.model_part import ModelPart, model_parts
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -34,10 +34,10 @@ class StateMemory:
 
     Properties and methods return bytes. Attributes count elements:
 
-    layer_shard, root_shard, shard: this worker's shard of a layer, of the weights outside the
-        layers, and of all weights.
-    layer_weights, root_weights: weights of a layer that this worker computes with (with tensor
-        parallelism, a part of the layer), and all weights outside the layers.
+    layer_shard, root_shard, shard: this worker's shard of its largest layer, of the weights outside
+        the layers, and of all weights.
+    layer_weights, root_weights: weights of its largest layer that this worker computes with (with
+        tensor parallelism, a part of the layer), and all weights outside the layers.
     """
 
     def __init__(
@@ -59,18 +59,38 @@ class StateMemory:
         self.model, self.micro_batches = model, micro_batches
         self.workers = workers = workers // config.topology.pipeline_parallel
         self.layer_workers = workers // config.topology.tensor_parallel
-        self.layers, self.e = part.number_of_layers, e
+        self.e, self.current = e, part.current
+        self.numbers = [number for layers in part.layers for number in layers]
         roots = part.root_shapes(model).values()
         self.r = BYTES[train.reduce_dtype]
         self.saves = train.checkpoint_at_end or 0 < train.checkpoint_every < train.steps
         self.shard_kind, self.offload = train.shard, config.optim.offload
         self.gradients_leave = config.optim.offload_gradients
-        self.layer_shard = sharded_numbers(layer_shapes(model).values(), self.layer_workers)
         self.root_shard = sharded_numbers(roots, workers)
-        self.layer_weights = sum(prod(shape) for shape in layer_shapes(model).values())
         self.root_weights = sum(prod(shape) for shape in roots)
-        self.shard = self.layer_shard * self.layers + self.root_shard
+        kinds = layer_kinds(model, self.numbers)
+        shapes = {kind: layer_shapes(model, experts=kind).values() for kind in kinds}
+        self.shards = {k: sharded_numbers(each, self.layer_workers) for k, each in shapes.items()}
+        # With expert parallelism, a worker computes with its own experts.
+        given = config.topology.expert_parallel
+        degree = given if isinstance(given, int) else 1
+        self.whole = {
+            kind: sum(prod(s) // (degree if len(s) == 3 else 1) for s in each)
+            for kind, each in shapes.items()
+        }
+        self.layer_shard, self.layer_weights = (
+            max(sizes.values()) for sizes in (self.shards, self.whole)
+        )
+        self.of_layers = self._shards_of(self.numbers)
+        self.shard = self.of_layers + self.root_shard
         self.accumulates = micro_batches > 1
+
+    def weights_of(self, layers: Sequence[int]) -> int:
+        """Return the number of weights of these layers with which this worker computes."""
+        return sum(self.whole[self.model.has_experts(layer)] for layer in layers)
+
+    def _shards_of(self, layers: Sequence[int]) -> int:
+        return sum(self.shards[self.model.has_experts(layer)] for layer in layers)
 
     @property
     def parameters(self) -> int:
@@ -118,10 +138,12 @@ class StateMemory:
         before the next layer's peak.
         """
         if self.accumulates and self.shard_kind == "optimizer":
-            return 4 * (self.layers * self.layer_weights + self.root_weights)
+            return 4 * (self.weights_of(self.numbers) + self.root_weights)
         if self.accumulates:
             return 4 * self.shard
-        return 0 if self.gradients_leave else 4 * self.layer_shard * reduced
+        if self.gradients_leave:
+            return 0
+        return 4 * self._shards_of(self.numbers[len(self.numbers) - reduced :])
 
     @property
     def at_the_optimizer(self) -> int:
@@ -137,13 +159,12 @@ class StateMemory:
                 the next layer if its weights are gathered ahead.
         """
         if self.shard_kind == "full":
-            return self.e * self.layer_weights * min(left, at_once)
-        return self.e * self.layer_weights * (self.layers if self.accumulates else left)
+            return self.e * self.weights_of(self.current[max(0, left - at_once) : left])
+        return self.e * self.weights_of(self.numbers if self.accumulates else self.numbers[:left])
 
-    @property
-    def layer_scatter(self) -> int:
-        """Bytes of the input of a layer's reduce-scatter."""
-        return self._scatter(self.layer_shard, self.layer_workers)
+    def layer_scatter(self, layer: int) -> int:
+        """Return the bytes of the input of a layer's reduce-scatter. layer: its number."""
+        return self._scatter(self._shards_of([layer]), self.layer_workers)
 
     @property
     def root_scatter(self) -> int:
@@ -158,7 +179,7 @@ class StateMemory:
         """Return the bytes of weights and gradients that reach one worker per optimizer step."""
         n, full = self.micro_batches, self.shard_kind == "full"
         reduced = self.r * (1 if self.shard_kind == "optimizer" else n)
-        layers = (self.e * (2 * n if full else 1) + reduced) * self.layers * self.layer_shard
+        layers = (self.e * (2 * n if full else 1) + reduced) * self.of_layers
         root = (self.e * (n if full else 1) + reduced) * self.root_shard
         return (self.layer_workers - 1) * layers + (self.workers - 1) * root
 

@@ -26,6 +26,7 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, describe_place
 from mtrain_cli.launch.failures import PeerLostError
 from mtrain_cli.model.decoder import Attend, Decoder
+from mtrain_cli.model.expert_parallel import ExpertSharing
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.parallelize import parallelize
@@ -37,6 +38,7 @@ from mtrain_cli.parallel.collectives import all_gather, share
 from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
+from mtrain_cli.parallel.expert_group import ExpertGroup, make_expert_group, make_expert_mesh
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.recording import Recorder
@@ -48,6 +50,7 @@ from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.checked_plan import checked_plan
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
+from mtrain_cli.training.expert_traffic import expert_degree, require_experts_fit
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import (
     IndexMetrics,
@@ -91,6 +94,7 @@ class Trainer:
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self.exchange = self._make_exchange(timeout)
         self.tensor = make_tensor_group(environment.rank, environment.dims, self.device, timeout)
+        self.experts = self._make_expert_group(timeout)
         self.stage = make_stage(config, environment, self.device, self.choices.dtype, timeout)
         self.offload: ActivationOffload | None = None
         if offloaded := config.train.offload_activations:
@@ -147,6 +151,12 @@ class Trainer:
         )
         return make_chosen_exchange(choice, self.choices.layout, group)
 
+    def _make_expert_group(self, timeout: timedelta) -> ExpertGroup | None:
+        dims, itemsize = self.environment.dims, self.choices.dtype.itemsize
+        require_experts_fit(self.config, dims, itemsize, self.device.type)
+        degree = expert_degree(self.config, dims, self.choices.layout, itemsize)
+        return make_expert_group(self.environment.rank, dims, degree, self.device, timeout)
+
     def _make_data(self) -> None:
         config, environment = self.config, self.environment
         self.dataset: Dataset = open_dataset(config)
@@ -186,6 +196,12 @@ class Trainer:
         """
         config = self.config
         mesh = make_parameter_mesh(self.environment.dims, self.environment.device)
+        sharing = expert_mesh = None
+        if (group := self.experts) is not None:
+            sharing = ExpertSharing(group, config.topology.expert_chunks)
+            expert_mesh = make_expert_mesh(
+                self.environment.dims, group.size, self.environment.device
+            )
         decoder = parallelize(
             self._empty_decoder(),
             config,
@@ -194,6 +210,8 @@ class Trainer:
             compile=self.choices.compile,
             offload=self.offload,
             tensor=self.tensor,
+            experts=sharing,
+            expert_mesh=expert_mesh,
         )
         decoder.to_empty(device=self.device)
         copies = parameter_shards.copies if self.stage is None else self.stage.copies(decoder)
@@ -265,7 +283,8 @@ class Trainer:
         if not skipped:
             self._update(grad_norm)
             if routing is not None:
-                routing.change_biases(self.decoder, self.config.train.balance_bias)
+                for decoder in {self.decoder, self.states.masters}:
+                    routing.change_biases(decoder, self.config.train.balance_bias)
         self.states.drop_gradients()
         progress_record.note("done")
         self.step += 1
@@ -467,6 +486,9 @@ class Trainer:
             attends: the attention of each micro-batch.
             valid: number of labels in the whole step that count toward the loss.
         """
+        for batch in batches:
+            if batch.routing is not None:
+                batch.routing.recorder = self.recorder
         if self.stage is None:
             loss = self._forward_backward(batches, attends, valid)
         else:

@@ -137,6 +137,20 @@ def test_a_worker_killed_in_a_message_of_its_tensor_group_is_named():
     assert end.worker(0) == "training step 3, tensor parallelism: waits for rank 1"
 
 
+EXPERTS = ["model=tiny_moe", "topology.workers=2", "topology.expert_parallel=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_worker_lost_while_rows_travel_to_experts_is_named(signum):
+    place = "expert parallelism", "sends rows"
+    end = train(Fault(1, signum, 3, *place), *EXPERTS)
+    check(end, 2, within=TIMEOUT_S + MARGIN_S)
+    assert "rank 1" in end.lines[0]
+    assert end.worker(1).startswith("training step 3, ")
+    assert end.worker(0) == "training step 3, expert parallelism: waits for rows from rank 1"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_worker_lost_in_a_tensor_group_of_a_stage_is_named_with_stage_and_micro_batch(signum):

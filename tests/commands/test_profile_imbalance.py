@@ -268,7 +268,7 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
     (line,) = (line for line in result.stderr.splitlines() if "above" in line)
     assert (
         line == "error: work worker imbalance 1.499 of dense contiguous all_gather is above "
-        "--fail-above worker=1.3"
+        "--fail-above work.worker=1.3"
     )
     summary = json.loads(result.stdout)
     assert [round(r["work"]["worker"]["mean"], 2) for r in summary["results"]] == [1.5, 1.06]
@@ -314,6 +314,18 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
             ["--fail-above worse=1"],
             "--fail-above worse=1: no such degree (did you mean worker?); allowed: worker, step, "
             "total, critical, work.worker",
+        ),
+        (
+            ["--fail-above experts.total=1 model=tiny_moe"],
+            "--fail-above experts.total=1: no such degree (did you mean work.total?); allowed: ",
+        ),
+        (
+            ["--fail-above experts.worker=1.5"],
+            "--fail-above experts.worker=1.5: model=tiny has no experts",
+        ),
+        (
+            ["--fail-above experts.step=2 model=tiny_moe --attention-only"],
+            "--fail-above experts.step=2: --attention-only measures no experts",
         ),
         (
             ["--fail-above worker=much"],
@@ -456,6 +468,7 @@ def test_attention_alone_measures_a_layer_of_each_kind(tmp_path):
     assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
 
 
+@pytest.mark.slow
 def test_a_replay_is_compared_with_the_micro_batch_that_it_repeats(tmp_path):
     documents = (json.dumps({"text": "abcdef" * (3 + 7 * i % 41)}) for i in range(300))
     (tmp_path / "documents.jsonl").write_text("\n".join(documents))
@@ -489,7 +502,7 @@ def test_a_configured_chunk_is_recorded_and_replayed(tmp_path):
     assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
 
 
-@pytest.mark.parametrize("only", [True, False])
+@pytest.mark.parametrize("only", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_masks_of_the_data_are_measured(tmp_path, only):
     store = masked_store(tmp_path / "masked")
     words = [f"data=tokens data.path={store} data.mask_key=mask data.positions_key=at seq=150"]
@@ -517,6 +530,7 @@ def rest_of(tokens: int) -> int:
     return sum(10 + number % 6 + 1 for number in range(tokens))
 
 
+@pytest.mark.slow
 def test_tensor_groups_are_profiled_and_replayed(tmp_path):
     """Four ranks: two tensor groups. The replay counts the pairs of the first worker's heads."""
     words = ["topology.workers=4 topology.tensor_parallel=2 topology.exchange=ring --steps 1"]

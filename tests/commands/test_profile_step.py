@@ -470,6 +470,7 @@ def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
     assert "Breakdown of one training step" in (tmp_path / "x" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_step_counts_its_messages_as_links(tmp_path):
     """Half of the heads on each of two workers: the losses are those of one worker."""
     alone = "seq=256 topology.device=cpu topology.block_size=32 model.num_layers=2 --no-trace"

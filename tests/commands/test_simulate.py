@@ -239,7 +239,7 @@ def _here(tmp_path, monkeypatch):
         (["--jitter -1"], "--jitter -1: must be between 0 and 2"),
         (
             ["--calibration no.json"],
-            "--calibration no.json: no such calibration; allowed: kernels-h200, ",
+            "--calibration no.json: no such calibration; allowed: kernels-a100, kernels-h200, ",
         ),
         (
             ["seq=1k --cluster h100_4x8 --layout striped"],

@@ -56,3 +56,10 @@ def test_the_first_layers_may_be_dense():
     model = compose(["model=tiny_moe", "model.moe.dense_layers=1"]).model
     assert [model.has_experts(layer) for layer in range(4)] == [False, True, True, True]
     assert model.expert_layers == 3
+
+
+def test_automatic_memory_does_not_know_rows_that_travel():
+    words = ["model=tiny_moe", "train.memory=auto", "topology.expert_parallel=2"]
+    with pytest.raises(ConfigError, match=r"expert_parallel=2: train.memory=auto does not count"):
+        compose(words)
+    compose([*words, "train.memory=manual"])

@@ -50,6 +50,7 @@ def train(config, run_dir, environment, resume):
     import torch.distributed as dist
 
     from mtrain_cli.launch import progress_record
+    from mtrain_cli.parallel.expert_group import ExpertGroup
     from mtrain_cli.parallel.tensor_group import TensorGroup
     from mtrain_cli.parallel.transport import Transport
     from mtrain_cli.training import loop
@@ -59,6 +60,7 @@ def train(config, run_dir, environment, resume):
     (run_dir.path / f"pid-{environment.rank}").write_text(str(os.getpid()))
     at, gathered = [0], [0]
     step, start_hop, message = Trainer.train_step, Transport.start_hop, dist.P2POp
+    start_rows = ExpertGroup.start
     start_gather = TensorGroup.start_gather
 
     def counted(self, stop):
@@ -80,6 +82,10 @@ def train(config, run_dir, environment, resume):
             fail_if_due(*here.doing.split(": "))
         return message(*arguments)
 
+    def faulty_rows(self, *arguments):
+        fail_if_due("expert parallelism", "sends rows")
+        return start_rows(self, *arguments)
+
     def fail_if_due(what, exchange_step):
         before = len(list(run_dir.path.glob("fault*")))
         steps = [fault.training_step, *fault.later]
@@ -99,6 +105,7 @@ def train(config, run_dir, environment, resume):
             os.kill(os.getpid(), signal.Signals(fault.signum))
 
     Trainer.train_step, Transport.start_hop, dist.P2POp = counted, faulty, faulty_message
+    ExpertGroup.start = faulty_rows
     TensorGroup.start_gather = faulty_gather
     return loop.train(config, run_dir, environment, resume)
 

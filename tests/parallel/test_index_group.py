@@ -161,7 +161,9 @@ def chosen_lines(tensors: dict[str, torch.Tensor]) -> set[tuple]:
     return {("block", b, h, rows[i], j) for b, h, i, j in tensors["bits"].nonzero().tolist()}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [1, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))]
+)
 def test_in_float64_the_index_is_bitwise_equal(world):
     ranks = gloo.run(world, estimates, "float64")
     assert len(ranks[0]) == len(HEADS) * 2 * len(LAYOUTS) * len(PATTERNS)

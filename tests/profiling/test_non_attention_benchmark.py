@@ -351,7 +351,7 @@ def test_an_index_costs_the_measured_time_scaled_by_heads(monkeypatch):
 def test_times_of_another_gpu_are_not_used():
     from mtrain_cli.simulation import calibration
 
-    (h200,) = calibration.shipped()
+    h200 = next(c for c in calibration.shipped() if c.device == "NVIDIA H200")
     assert calibration._non_attention_of("NVIDIA H200", None) is h200.non_attention is not None
     assert calibration._non_attention_of("NVIDIA A100-SXM4-40GB", None) is None
     own = replace(h200, device="NVIDIA A100-SXM4-40GB", curves=())

@@ -192,6 +192,7 @@ def test_layers_with_different_masks_are_recorded_by_kind(tmp_path):
     assert indices.full.layers == {2}
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_training_records_its_groups(tmp_path):
     words = ["train.steps=2", "profile.every=2", "topology.tensor_parallel=2", "run.name=one"]
     with_profile = train(tmp_path, *WORDS, *words)

@@ -1,4 +1,4 @@
-"""Curves of kernels: fits recover constants; leave-one-out errors; GPUs that were not measured."""
+"""Curves of kernels: forms that are fitted together, and GPUs that were not measured."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ from mtrain_cli.simulation.calibration import (
     LISTS,
     LOW,
     SPARSE,
-    CalibrationPoint,
-    fit,
-    fit_together,
-    held_out_errors,
     kernels_for,
     load_calibration,
     same_device,
@@ -29,67 +25,6 @@ from mtrain_cli.simulation.calibration import (
 )
 
 PEAKS = {"NVIDIA H200": 989e12}
-
-
-def made(fixed: float, rate: float, columns: float, noise: float = 0.0) -> list[CalibrationPoint]:
-    rng = np.random.default_rng(0)
-    works = [(f, c) for f in (0.5, 2.0, 8.0, 30.0) for c in (0.1, 0.5, 2.0)]
-    return [
-        CalibrationPoint(
-            f, c, (fixed + rate * f + columns * c) * float(np.exp(rng.normal(0, noise)))
-        )
-        for f, c in works
-    ]
-
-
-def test_a_fit_recovers_the_constants_of_its_points():
-    assert fit(made(0.3, 1.7, 3.4)) == pytest.approx((0.3, 1.7, 3.4))
-    assert held_out_errors([made(0.3, 1.7, 3.4)])[0] == pytest.approx(0, abs=1e-9)
-    assert 0.02 < held_out_errors([made(0.3, 1.7, 3.4, noise=0.05)])[0] < 0.08
-    # No time is negative, and a single point does not determine a fixed time.
-    assert (
-        min(
-            fit(
-                [
-                    CalibrationPoint(1, 0, 1.0),
-                    CalibrationPoint(2, 0, 2.2),
-                    CalibrationPoint(4, 0, 4.9),
-                ]
-            )
-        )
-        >= 0
-    )
-    assert fit([CalibrationPoint(2, 0, 3.0)]) == (0, pytest.approx(1.5), 0)
-
-
-def test_calls_to_the_same_kernels_are_fitted_together():
-    """Joint calls have a fifth of their work in columns; diagonals have only small, noisy calls."""
-    rng = np.random.default_rng(1)
-    both = [CalibrationPoint(f, f / 4, 0.2 + 1.7 * f + 3.4 * f / 4) for f in (0.5, 1.0, 2.0, 4.0)]
-    diagonals = [
-        CalibrationPoint(f, 0, (0.3 + 1.7 * f) * float(np.exp(rng.normal(0, 0.1))))
-        for f in (0.05, 0.1, 0.2, 0.4)
-    ]
-    columns = [CalibrationPoint(0, f, 0.1 + 3.4 * f) for f in (0.1, 0.3, 0.5)]
-    of_both, of_diagonals, of_columns = fit_together([both, diagonals, columns])
-    assert of_both[1:] == of_diagonals[1:] == of_columns[1:] == pytest.approx((1.7, 3.4), rel=0.12)
-    # A large call with other proportions. A fit to the joint calls only would be off.
-    expected = 0.2 + 30 * 1.7 + 3.4
-    assert of_both[0] + 30 * of_both[1] + of_both[2] == pytest.approx(expected, rel=0.12)
-    apart = fit(both)
-    assert abs(apart[0] + 30 * apart[1] + apart[2] - expected) > 0.25 * expected
-    # A point that takes twice as long is predicted without itself, but with the other forms.
-    strange = [*both[:3], CalibrationPoint(4.0, 1.0, 2 * both[3].ms)]
-    apart = [fit([p for p in strange if p is not left_out]) for left_out in strange]
-    errors = [
-        abs((f + r * p.flop + c * p.column_flop) / p.ms - 1)
-        for (f, r, c), p in zip(apart, strange, strict=True)
-    ]
-    assert errors[-1] == pytest.approx(0.5, abs=1e-6)
-    assert held_out_errors([strange]) == pytest.approx([sum(errors) / 4])
-    assert held_out_errors([both, diagonals, columns])[1] != pytest.approx(
-        held_out_errors([diagonals])[0], rel=1e-3
-    )
 
 
 def test_files_have_the_forms_of_one_kernel_fitted_together(tmp_path):
@@ -162,7 +97,7 @@ def test_a_kernel_that_skips_nothing_is_fitted_to_the_pairs_of_the_mask(tmp_path
 
 
 def test_held_out_errors_of_the_shipped_calibration():
-    (calibration,) = shipped()
+    calibration = next(c for c in shipped() if c.device == "NVIDIA H200")
     assert calibration.device == "NVIDIA H200"
     errors = {(c.kernel, c.form, c.direction): c.error for c in calibration.curves if c.points > 2}
     assert errors["triton", SPARSE, "forward"] < 0.02
@@ -177,7 +112,7 @@ def test_held_out_errors_of_the_shipped_calibration():
 
 
 def test_efficiency_grows_with_the_work_of_a_call():
-    (calibration,) = shipped()
+    calibration = next(c for c in shipped() if c.device == "NVIDIA H200")
     curve = calibration.find("flash4", SPARSE, "forward")
     shares = [
         flop / (float(curve.us(np.array(flop))) / 1e6) / 989e12 for flop in (1e11, 1e12, 1e13, 1e14)
@@ -244,7 +179,7 @@ def test_a_file_of_the_user_replaces_the_shipped_one(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no such calibration; allowed: kernels-h200, "),
+        (None, "no such calibration; allowed: kernels-a100, kernels-h200, "),
         ("{", "not readable as JSON"),
         ("[]", "holds no times"),
         ('{"kind": "layer", "times": [1], "device": "x"}', "holds no times"),
@@ -279,6 +214,7 @@ def shipped_file():
     [
         ("NVIDIA H200", "NVIDIA H200", True),
         ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A800-SXM4-80GB", True),
         ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-80GB", False),
         ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", True),
         ("NVIDIA H200", "NVIDIA H200 NVL", False),
@@ -303,3 +239,44 @@ def test_times_of_another_device_are_never_used_silently():
     alike = kernels_for("NVIDIA H100 SXM5", 989e12, "triton", "sparse", peaks, of_h100)
     assert all(curve.scaled is None for curve in alike.whole.values())
     assert alike.remarks[0].startswith("kernel times are those of NVIDIA H100 80GB HBM3")
+
+
+def test_published_times_of_a100s_reproduce_their_source():
+    """FlashAttention-2's figure gives both passes together, another source forward alone."""
+    document = json.loads((resource_dir("profiles") / "kernels-a100.json").read_text())
+    assert document["published"] is True
+    assert len(document["sources"]) == 3
+    tflops = {}
+    for time in document["times"]:
+        case, both = time["case"], time["forward_ms"] + time["backward_ms"]
+        flop = 4 * time["pairs"] * case["head_dim"]
+        assert 3.5 * flop / both / 1e9 == pytest.approx(time["published_tflops"], rel=1e-3)
+        assert both / time["forward_ms"] == pytest.approx(373.4 / 94.7, rel=1e-3)
+        tflops[case["mask"], case["seq"]] = flop / time["forward_ms"] / 1e9
+    assert tflops["causal", 8192] == pytest.approx(205, abs=0.5)  # of the other source
+    assert max(tflops.values()) < 230  # the paper's text
+
+
+def test_a100s_take_published_times_and_not_those_of_another_generation():
+    for gpu in ("NVIDIA A100-SXM4-40GB", "NVIDIA A800-SXM4-80GB"):
+        found = kernels_for(gpu, 312e12, "sdpa", DENSE, PEAKS)
+        assert "are published figures of NVIDIA A100-SXM4-80GB" in found.remarks[0]
+        curve = found.whole["backward"]
+        assert curve.scaled is None
+        assert 0.55 * 312 < 1e3 / curve.ms_per_tflop < 0.7 * 312
+        assert (curve.low, curve.high) != (1, 1)
+    # No other kernel was published: the H200's times stay, scaled.
+    other = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "triton", SPARSE, PEAKS)
+    assert "those of NVIDIA H200, scaled" in other.remarks[0]
+    # Published times are never scaled to a GPU if mtrain measured another GPU.
+    h100 = kernels_for("NVIDIA H100 80GB HBM3", 989e12, "sdpa", DENSE, PEAKS)
+    assert "those of NVIDIA H200, scaled" in h100.remarks[0]
+
+
+def test_only_a_kernel_without_striped_times_is_priced_by_stripes():
+    a100 = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "sdpa", LISTS, PEAKS)
+    assert a100.by_stripes
+    assert "one call per stripe" in a100.remarks[1]
+    assert not kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "sdpa", DENSE, PEAKS).by_stripes
+    assert not kernels_for("NVIDIA H200", 989e12, "sdpa", LISTS, PEAKS).by_stripes
+    assert not kernels_for("NVIDIA H200", 989e12, "triton", LISTS, PEAKS).by_stripes

@@ -209,3 +209,25 @@ def test_a_profile_records_the_payload_of_an_all_reduce():
     kv = next(post for post in posts if post.transfer.payload == KV)
     transfer = priced.spmd.transfers("forward")[kv.transfer.number]
     assert prices.message(transfer, kv).size == 2 * 100 * 2 * 64 * 2
+
+
+def test_each_stripe_costs_its_launches_and_the_sum_of_its_gradients():
+    """What `attention.sdpa` does beside its calls, by hand: 128 tokens in stripes of 32."""
+    cluster = load_cluster("a100_4x8")
+    pairs = np.array([[0, 4000], [64, 0]])
+    assert not costs(cluster).stripes_us(pairs, "backward").any(), "one call computes a step"
+    one = replace(costs(cluster), stripe=32)
+    forward, backward = (one.stripes_us(pairs, name) for name in ("forward", "backward"))
+    launch, memory = cluster.gpu.launch_us.value, cluster.gpu.hbm_gbps.value * 1e3
+    assert forward.tolist() == [[0, 4 * 3 * launch], [4 * 3 * launch, 0]]
+    # 4,000 pairs in stripes of 32: 125 keys over calls and heads, of 64 numbers for k and for v.
+    # The kernel writes 2 bytes each; adding reads 2 and 4 bytes and writes 4.
+    moved = 125 * 64 * 2 * (2 + 2 + 4 + 4)
+    assert backward[0, 1] == pytest.approx(4 * 8 * launch + moved / memory)
+
+
+def test_the_price_of_stripes_agrees_with_the_one_measured_layout():
+    """One H200 took 77 ms longer for 128 stripes than for whole intervals (worker-calls-h200)."""
+    one = replace(costs(load_cluster("h200_1x8")), stripe=128, head_dim=128)
+    us = one.stripes_us(np.array([[17_074_218_750]]), "backward")
+    assert float(us[0, 0]) / 1e3 == pytest.approx(77.3, rel=0.3)

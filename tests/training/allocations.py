@@ -22,6 +22,7 @@ from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import parallelize, set_execution
+from mtrain_cli.model.routing import Routing
 from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
@@ -36,6 +37,7 @@ from mtrain_cli.training.memory import MemoryEstimate, estimate_memory
 from mtrain_cli.training.optimizer import make_optimizer
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.pipeline import make_stage
+from mtrain_cli.training.router_batches import RouterBatches
 from mtrain_cli.training.state_memory import StateMemory
 
 _PATIENCE = 10  # how often a sum above the peak is counted again, 2 ms later each time
@@ -187,13 +189,20 @@ def step_peak(
     if tensor is not None:
         inputs[0], inputs[2] = tensor.own(inputs[0], 0), tensor.own(inputs[2], 0)
 
+    routings = RouterBatches.make(config, group, tensor)
+
+    def routing() -> Routing | None:
+        if routings is None:
+            return None
+        return routings.of(layout, [config.seq] * batch, torch.device("cpu"))
+
     def gradients() -> None:
         if stage is not None:
             attends = [attend.for_next_batch() for _ in range(train.global_batch)]
             batches: Any = [
                 SimpleNamespace(
                     attend=each,
-                    routing=None,
+                    routing=routing(),
                     **{
                         name: tensor.clone()
                         for name, tensor in zip(
@@ -205,9 +214,10 @@ def step_peak(
             ]
             stage.forward_backward(decoder, batches, attends, 1)
             return
-        for number in range(train.global_batch):
-            begin_micro_batch(decoder, train.shard, last=number == train.global_batch - 1)
-            decoder(*inputs, attend, 1.0).backward()
+        last = train.global_batch // batch - 1
+        for number in range(last + 1):
+            begin_micro_batch(decoder, train.shard, last=number == last)
+            decoder(*inputs, attend, 1.0, routing()).backward()
 
     def step() -> None:
         (host or optimizer).step()
@@ -216,6 +226,7 @@ def step_peak(
     with pytest.MonkeyPatch.context() as patch:
         for module in (decoder_module, feed_forward_module):
             patch.setattr(module, "functional", functional)
+        patch.setattr(torch.nn.functional, "rms_norm", functional.rms_norm)
         gradients()
         step()
         # Host buffers of offloaded activations, which persist from step to step.

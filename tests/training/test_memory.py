@@ -206,6 +206,53 @@ def test_the_estimate_is_within_5_percent_of_the_largest_stage(cases):
     assert all(0.95 <= ratio <= 1.05 for ratio in result), result
 
 
+MOE = ["model=tiny_moe", "seq=1k", "model.num_layers=3", *BASE[2:]]
+MIXED = ["model.moe.dense_layers=1", "model.moe.shared_size=128"]
+OTHER_SCORES = [
+    "model.moe.score=sigmoid",
+    "model.moe.normalize=false",
+    "model.moe.top_k=4",
+]
+# Experts whose weights, gradients and states dominate.
+MANY = ["model=tiny_moe", *STATES, "model.moe.experts=32", "model.moe.expert_size=64"]
+NARROW = ["model.num_layers=12", "model.moe.expert_size=32"]
+EXPERTS = [
+    (with_checkpointing("selective", MOE, *MIXED), "ring", "flash4", BF16),
+]
+EXPERTS_OF_TWO = [
+    (with_checkpointing("none", MOE, "seq=2k", *TENSOR_STATES), "all_gather", "flash4", FP32),
+    (MANY, "all_gather", "flash4", BF16),
+]
+EXPERTS_ALONE = [
+    (with_checkpointing("none", MOE, *MIXED), "all_gather", "flash4", BF16),
+    (with_checkpointing("none", MOE, *OTHER_SCORES), "all_gather", "flash4", FP32),
+    (with_checkpointing("full", MOE, *MIXED), "all_gather", "flash4", FP32),
+    (with_checkpointing("sequence_selective", MOE, *NARROW), "all_gather", "flash4", FP32),
+    (with_checkpointing("selective", MOE, *NARROW, OFFLOADED), "all_gather", "flash4", FP32),
+    ([*MANY, "train.shard=optimizer", "train.global_batch=2"], "all_gather", "flash4", BF16),
+    ([*MANY, "train.shard=gradients"], "all_gather", "flash4", FP32),
+    (
+        with_checkpointing("selective", MOE, "train.micro_batch=2", "train.global_batch=2"),
+        "all_gather",
+        "flash4",
+        FP32,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, EXPERTS),
+        pytest.param(2, EXPERTS_OF_TWO, marks=pytest.mark.slow),
+        pytest.param(1, EXPERTS_ALONE, marks=pytest.mark.slow),
+    ],
+)
+def test_the_estimate_is_within_5_percent_with_experts(world, cases):
+    result = ratios(world, cases)
+    assert all(0.95 <= ratio <= 1.05 for ratio in result), result
+
+
 def test_the_estimate_is_within_3_percent_of_the_live_bytes_of_a_step():
     result = ratios(2, QUICK)
     assert all(0.97 <= ratio <= 1.03 for ratio in result), result

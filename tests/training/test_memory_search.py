@@ -512,3 +512,11 @@ def test_the_longest_sequence_is_found_with_few_plans(monkeypatch):
     for seq, fits in ((longest, True), (longest + eighth, False)):
         other = plan.replan(dataclasses.replace(plan.config, seq=seq))
         assert memory_search._can_fit(other) == fits
+
+
+def test_layers_with_experts_are_not_asked_to_keep_their_products():
+    words = ["model=qwen3_30b_a3b", "seq=128k", "topology=h200_1x8", "topology.device=cuda"]
+    plan = make_plan(compose([*words, "train.memory=auto"]))
+    assert plan.search is not None
+    assert all("train.keep_mlp" not in setting.changes for setting in plan.search.settings)
+    assert memory_search.with_products(plan) is None

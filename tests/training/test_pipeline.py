@@ -126,21 +126,25 @@ NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=fu
     ("world", "degrees", "model", "run"),
     [
         (2, (2, 1, 1), UNTIED, ()),
-        (2, (2, 1, 1), UNTIED, (GPIPE, FULL)),
+        pytest.param(2, (2, 1, 1), UNTIED, (GPIPE, FULL), marks=pytest.mark.slow),
         (2, (2, 1, 1), (), (NONE, "topology.stage_layers=[1,3]")),
         (4, (4, 1, 1), (), ("train.micro_batch=2", "train.keep_mlp=1")),
-        (2, (2, 1, 1), WIDE, (VIRTUAL, "train.loss_gradients=recompute")),
+        pytest.param(
+            2, (2, 1, 1), WIDE, (VIRTUAL, "train.loss_gradients=recompute"), marks=pytest.mark.slow
+        ),
         (2, (2, 1, 1), (), (VIRTUAL, "train.shard=optimizer", FULL)),
-        (4, (2, 2, 1), (), (RING,)),
+        pytest.param(4, (2, 2, 1), (), (RING,), marks=pytest.mark.slow),
         (4, (2, 2, 1), MHA, (ULYSSES, VIRTUAL, "train.shard=gradients")),
         (4, (2, 2, 1), (), ("topology.exchange=group_cast", "topology.layout=balanced")),
-        (4, (2, 1, 1), (*UNTIED, "train.z_loss=0.001"), ()),
-        (4, (2, 1, 1), (), (GPIPE, "train.shard=gradients")),
+        pytest.param(4, (2, 1, 1), (*UNTIED, "train.z_loss=0.001"), (), marks=pytest.mark.slow),
+        pytest.param(4, (2, 1, 1), (), (GPIPE, "train.shard=gradients"), marks=pytest.mark.slow),
         (4, (2, 1, 1), (), (VIRTUAL, "train.shard=optimizer")),
-        (4, (2, 1, 2), (), ()),
+        pytest.param(4, (2, 1, 2), (), (), marks=pytest.mark.slow),
         (4, (2, 1, 2), WIDE, (VIRTUAL, "train.shard=gradients", FULL)),
-        (4, (2, 1, 2), UNTIED, (GPIPE, "train.shard=optimizer")),
-        (2, (2, 1, 1), SLASHES, ()),
+        pytest.param(
+            4, (2, 1, 2), UNTIED, (GPIPE, "train.shard=optimizer"), marks=pytest.mark.slow
+        ),
+        pytest.param(2, (2, 1, 1), SLASHES, (), marks=pytest.mark.slow),
         (4, (2, 2, 1), SLASHES, (RING, FULL)),
         (4, (2, 2, 1), MOBA, (VIRTUAL,)),
         (2, (2, 1, 1), WINDOWS, (VIRTUAL,)),
@@ -206,8 +210,8 @@ def test_ten_clipped_steps_equal_those_of_one_worker(curve, world, degrees, run)
     ("before", "after"),
     [
         ((2, (2, 1, 1), ()), (1, ALONE, ())),
-        ((1, ALONE, ()), (2, (2, 1, 1), (VIRTUAL,))),
-        ((4, (2, 1, 1), ()), (4, (4, 1, 1), ())),
+        pytest.param((1, ALONE, ()), (2, (2, 1, 1), (VIRTUAL,)), marks=pytest.mark.slow),
+        pytest.param((4, (2, 1, 1), ()), (4, (4, 1, 1), ()), marks=pytest.mark.slow),
         ((4, (2, 1, 2), (VIRTUAL,)), (4, (2, 2, 1), (GPIPE,))),
     ],
 )

@@ -120,7 +120,7 @@ TILES = ("train.tile_mib=1", "model.intermediate_size=2048", "seq=310")
 @pytest.mark.parametrize(
     ("tp", "cp", "dp", "model", "run"),
     [
-        (2, 1, 1, (), ("train.activation_checkpoint=none",)),
+        pytest.param(2, 1, 1, (), ("train.activation_checkpoint=none",), marks=pytest.mark.slow),
         (2, 1, 1, WIDE, ("train.activation_checkpoint=full", "train.keep_mlp=1")),
         (4, 1, 1, WIDE, ("train.micro_batch=2", "train.activation_checkpoint=sequence_selective")),
         (2, 2, 1, MHA, (RING, "train.shard=gradients")),
@@ -129,15 +129,50 @@ TILES = ("train.tile_mib=1", "model.intermediate_size=2048", "seq=310")
         (2, 2, 1, MOBA, ()),
         (2, 1, 1, FIXED, ("train.shard=optimizer",)),
         (2, 2, 1, WIDE, ("train.offload_activations=true", RING, "train.keep_mlp=1")),
-        (2, 2, 1, (), (ULYSSES, "train.keep_mlp=true", "train.micro_batch=2")),
+        pytest.param(
+            2,
+            2,
+            1,
+            (),
+            (ULYSSES, "train.keep_mlp=true", "train.micro_batch=2"),
+            marks=pytest.mark.slow,
+        ),
         (2, 1, 1, TILES, ("train.keep_mlp=1",)),
         (2, 2, 1, WIDE, ("topology.tensor_chunks=5", "train.keep_mlp=1")),
-        (4, 1, 1, WIDE, ("topology.tensor_chunks=7", "train.activation_checkpoint=none")),
+        pytest.param(
+            4,
+            1,
+            1,
+            WIDE,
+            ("topology.tensor_chunks=7", "train.activation_checkpoint=none"),
+            marks=pytest.mark.slow,
+        ),
         (2, 2, 2, (*UNTIED, "train.global_batch=4"), (RING, "topology.layout=zigzag")),
-        (2, 3, 1, WIDE, ("topology.layout=contiguous", "train.activation_checkpoint=none")),
+        pytest.param(
+            2,
+            3,
+            1,
+            WIDE,
+            ("topology.layout=contiguous", "train.activation_checkpoint=none"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, 1, 1, WIDE, ("train.compile=true",), marks=pytest.mark.slow),
-        (2, 2, 1, (), ("topology.exchange=group_cast", "topology.layout=balanced")),
-        (2, 4, 1, (), ("topology.exchange=hierarchical_ring", "topology.gpus_per_node=4")),
+        pytest.param(
+            2,
+            2,
+            1,
+            (),
+            ("topology.exchange=group_cast", "topology.layout=balanced"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            4,
+            1,
+            (),
+            ("topology.exchange=hierarchical_ring", "topology.gpus_per_node=4"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_loss_and_gradients_equal_those_of_one_worker(tp, cp, dp, model, run):
@@ -189,10 +224,10 @@ def test_ten_clipped_steps_equal_those_of_one_worker(curve):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((2, 2, 1), (1, 1, 1)),
+        pytest.param((2, 2, 1), (1, 1, 1), marks=pytest.mark.slow),
         ((3, 1, 3), (4, 2, 1)),
         ((4, 4, 1), (4, 2, 2)),
-        ((2, 1, 2), (2, 2, 1)),
+        pytest.param((2, 1, 2), (2, 2, 1), marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path, before, after):

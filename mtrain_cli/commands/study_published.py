@@ -1,0 +1,217 @@
+"""`mtrain study published`: published tables beside what mtrain predicts and has measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtrain_cli import __version__
+from mtrain_cli.commands.completion import complete_published
+from mtrain_cli.commands.options import Json, argument, flag, option, writing
+from mtrain_cli.commands.simulate import Calibrations
+from mtrain_cli.commands.study import app
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.simulation import published
+from mtrain_cli.simulation.published import COMPUTED, STEP, WORKER, PublishedRow
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mtrain_cli.records.study_rows import StudyTable
+    from mtrain_cli.simulation.scenario import Scenario
+
+_ALL_PAIRS = "dense"
+
+
+@app.command("list")
+def list_tables() -> None:
+    """List the published tables, with the paper and the place of each.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain study list[/cyan]
+          List names for `mtrain study NAME`
+    """
+    from mtrain_cli.reporting.terminal import make_console
+    from mtrain_cli.reporting.terminal_width import new_table, print_table
+
+    console = make_console()
+    table = new_table(("name", "what", "paper", "where"), words=4)
+    for name in published.names():
+        found = published.read(name)
+        table.add_row(name, found.title, found.paper, found.where)
+    print_table(console, table, ("where",))
+    papers = ", ".join(f"{word} ({paper})" for word, paper in published.PAPERS.items())
+    console.print(f"groups: {papers}, all", soft_wrap=True)
+
+
+@app.command("published")
+def compare(
+    names: Annotated[list[str], argument("NAME...", complete_published)],
+    out: Annotated[Path | None, option("DIR")] = None,
+    files: Annotated[bool, flag("--files/--no-files")] = True,
+    calibration: Calibrations = None,
+    as_json: Json = False,
+    as_csv: Annotated[bool, flag("--csv")] = False,
+) -> None:
+    """Compare published tables with predictions for the paper's cluster and with measurements.
+
+    Prints a row per published value: value, prediction with bounds, their ratio, and what a profile
+    that ships with mtrain measured on other hardware. No constant is fitted to these tables.
+    The last table has the errors by quantity.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain study table3[/cyan]
+          Compare MTraining's imbalance degrees
+      [cyan]mtrain study burst[/cyan]
+          Compare all tables of BurstEngine, with the mean error of all rows
+      [cyan]mtrain study burst --calibration kernels-h200 --no-files[/cyan]
+          Take kernel times of an H200 instead, scaled by peak FLOP/s
+      [cyan]mtrain study burst-table2 burst-table4 --out ablations && mtrain report ablations[/cyan]
+          Write the tables to a folder, and draw them to a page
+
+    Args:
+        names: Names of tables (`mtrain study list`), or burst, mtraining, magi or all.
+        out: Folder for the files; by default measurements/study-NAME.
+        files: Write summary.json and study.csv.
+        as_csv: Print comma-separated rows instead of tables.
+    """
+    chosen = [published.read(name) for name in published.chosen(names)]
+    if as_json and as_csv:
+        raise ConfigError("--csv: --json prints JSON; give one of the two")
+    if not files and out is not None:
+        raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
+    folder = _folder(out, names) if files else None
+    # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.simulation.published_predictions import predict_table
+
+    tables = [
+        predict_table(table, partial(_scenario, table.cluster, calibration), _measured)
+        for table in chosen
+    ]
+    content = _document(tables)
+    if folder is not None:
+        _write(folder, content, tables)
+    if as_json:
+        typer.echo(json.dumps(content, indent=1))
+    elif as_csv:
+        _write_rows(sys.stdout, tables)
+    else:
+        _show(tables, folder)
+
+
+def _scenario(cluster: str, calibration: str | None, row: PublishedRow) -> Scenario:
+    """Compose the training run of a row."""
+    from mtrain_cli.commands.simulate_request import SimulateRequest
+
+    drawn = row.index != _ALL_PAIRS
+    return SimulateRequest(
+        words=row.words,
+        index=row.index if drawn else None,
+        density=row.density if drawn else None,
+        columns=row.columns if drawn else None,
+        layers=None,
+        kernel="auto",
+        calibration=calibration,
+        slow="",
+        jitter=0.0,
+        cluster=cluster,
+    ).scenario()
+
+
+def _measured(row: PublishedRow, quantity: str) -> tuple[float, str] | None:
+    """Return what a shipped profile measured for a row, and on which hardware."""
+    if not row.measured or quantity not in (WORKER, STEP, COMPUTED):
+        return None
+    from mtrain_cli.reporting import report_source
+
+    source = report_source.open_source(report_source.find(row.measured["profile"]))
+    for case in source.cases:
+        facts = case.facts["layout"], case.facts["exchange"]
+        if facts != (row.measured["layout"], row.measured["exchange"]):
+            continue
+        passes = [case.passes[name] for name in ("forward", "backward")]
+        means = {
+            WORKER: [one.time.worker.mean for one in passes],
+            STEP: [one.time.step.mean for one in passes],
+            COMPUTED: [one.computation.total.mean for one in passes],
+        }
+        return statistics.fmean(means[quantity]), source.where
+    raise ConfigError(f"{row.measured['profile']}: has no case of {row.name}")
+
+
+def _folder(out: Path | None, names: Sequence[str]) -> Path:
+    """Return the folder for the files.
+
+    Raises:
+        ConfigError: the folder holds something else than a study.
+    """
+    from mtrain_cli.records.record_files import SUMMARY, open_records
+    from mtrain_cli.records.study_rows import STUDY
+
+    name = names[0] if len(names) == 1 else "tables"
+    folder = (out or Path("measurements", f"study-{name}")).expanduser()
+    if folder.is_file():
+        raise ConfigError(f"--out {folder}: is a file; give a folder")
+    if (folder / SUMMARY).is_file() and open_records(folder).summary.get("kind") != STUDY:
+        raise ConfigError(f"--out {folder}: holds another measurement; give a new folder")
+    return folder
+
+
+def _document(tables: Sequence[StudyTable]) -> dict[str, Any]:
+    from mtrain_cli.records.study_rows import STUDY, errors
+
+    return {
+        "kind": STUDY,
+        "complete": True,
+        "samples_wanted": 1,
+        "samples": 1,
+        "command": ["mtrain", *sys.argv[1:]],
+        "environment": {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": {"mtrain": __version__},
+            "gpus": [],
+        },
+        "tables": [table.to_json() for table in tables],
+        "errors": [vars(error) for error in errors(tables)],
+    }
+
+
+def _write(folder: Path, content: dict[str, Any], tables: Sequence[StudyTable]) -> None:
+    from mtrain_cli.records.record_files import write_summary
+    from mtrain_cli.records.study_rows import STUDY_ROWS
+
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / STUDY_ROWS).open("w", newline="", encoding="utf-8") as file:
+            _write_rows(file, tables)
+        write_summary(folder, content)
+
+
+def _write_rows(file: Any, tables: Sequence[StudyTable]) -> None:
+    from mtrain_cli.records.study_rows import sheet_rows
+
+    rows = sheet_rows(tables)
+    if rows:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _show(tables: Sequence[StudyTable], folder: Path | None) -> None:
+    from mtrain_cli.reporting.study_tables import show_study
+    from mtrain_cli.reporting.terminal import make_console
+
+    console = make_console()
+    show_study(console, tables)
+    if folder is not None:
+        console.print(f"files  {folder}\ndraw   mtrain report {folder}", soft_wrap=True)

@@ -1,0 +1,138 @@
+"""The workers that share the experts of each layer, and the rows that travel between them.
+
+Each worker of an expert group holds an equal part of the experts. A token's row travels to the
+workers of its experts and back (expert parallelism, arXiv:2006.16668, section 3.2). All workers of
+a group start their messages in the same order, even if no row travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mtrain_cli.launch import progress_record
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel import nvtx_ranges
+from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.mesh import STAGE, connect_all
+from mtrain_cli.parallel.recording import WAIT
+from mtrain_cli.parallel.transport import explain_peer_loss
+
+EXPERTS = "experts"  # dimension of the mesh along which workers hold different experts
+SHARD_OF_EXPERTS = "shard_of_experts"  # the dimension along which they hold shards of the same ones
+_LINK = "expert"
+
+
+class RowMessage:
+    """Rows that may still be on their way."""
+
+    def __init__(self, received: Tensor, work: Any, group: ExpertGroup) -> None:
+        self._received, self._work, self._group = received, work, group
+
+    def wait(self) -> Tensor:
+        """Return the rows, ordered by the worker that sent them. On a GPU, the stream waits."""
+        with self._group.peer_errors(), nvtx_ranges.span(WAIT, "", _LINK, -1):
+            self._work.wait()
+        return self._received
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """The workers that share the experts, from the view of one worker.
+
+    rank, size: this worker's rank in the group, and the number of workers in the group. Worker r
+        holds the r-th of ``size`` equal, consecutive parts of the experts.
+    received: bytes of rows that reached this worker from others.
+    """
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup = field(repr=False)
+    received: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
+
+    def gather_counts(self, counts_E: Tensor) -> Tensor:
+        """Return the numbers of rows that each worker has for each expert, ``[size, E]``."""
+        with self.peer_errors():
+            return all_gather(counts_E.contiguous(), self.size, self.process_group)
+
+    def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> RowMessage:
+        """Start to exchange rows.
+
+        Args:
+            rows: ``[sum(send), ...]``, first those for worker 0, then those for worker 1, ...
+            send, receive: number of rows for and from each worker.
+        """
+        arriving = rows.new_empty(sum(receive), *rows.shape[1:])
+        others = sum(receive) - receive[self.rank]
+        self.received[0] += others * prod(rows.shape[1:]) * rows.element_size()
+        with self.peer_errors(), nvtx_ranges.span("post", "", _LINK, -1):
+            work = dist.all_to_all_single(
+                arriving,
+                rows.contiguous(),
+                list(receive),
+                list(send),
+                group=self.process_group,
+                async_op=True,
+            )
+        return RowMessage(arriving, work, self)
+
+    def peer_errors(self) -> AbstractContextManager[None]:
+        """Return a context in which the loss of a worker is an error that names the group."""
+        ranks = dist.get_process_group_ranks(self.process_group)
+        others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
+        plural = "s" * (self.size > 2)
+        return explain_peer_loss(
+            "expert parallelism",
+            f"waits for rows from rank{plural} {others}",
+            f"rows from rank{plural} {others} did not arrive",
+            progress_record.SEVERAL,
+        )
+
+
+def make_expert_group(
+    rank: int,
+    dims: ParallelDims,
+    degree: int,
+    device: torch.device,
+    timeout: timedelta | None = None,
+) -> ExpertGroup | None:
+    """Make the communicators of all expert groups and return this rank's group.
+
+    A group has ``degree`` consecutive ranks of a stage. Return None if each worker computes all
+    experts. All ranks must call this.
+
+    Args:
+        timeout: longest wait for one message; None for torch's default.
+    """
+    if degree == 1:
+        return None
+    own: dist.ProcessGroup | None = None
+    for first in range(0, dims.workers, degree):
+        members = list(range(first, first + degree))
+        # Every rank must call new_group for every group, in the same order.
+        made = dist.new_group(members, timeout=timeout)
+        own = made if rank in members else own
+    assert own is not None
+    connect_all([own], device)
+    return ExpertGroup(rank % degree, degree, own)
+
+
+def make_expert_mesh(dims: ParallelDims, degree: int, device: str) -> DeviceMesh:
+    """Make the mesh over the ranks of a stage that holds the experts, ``[shards, degree]``.
+
+    Consecutive ranks hold different experts.
+    """
+    sizes = (dims.pp, dims.dp * dims.cp * dims.tp // degree, degree)
+    names = (STAGE, SHARD_OF_EXPERTS, EXPERTS)
+    cut = dims.pp == 1
+    mesh = init_device_mesh(device, sizes[cut:], mesh_dim_names=names[cut:])
+    return mesh if cut else mesh[names[1:]]

@@ -1,0 +1,148 @@
+"""The rows of `mtrain study`: published values beside predicted and measured ones, as files.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config.documents import is_number
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.grouping import grouped
+
+STUDY, STUDY_ROWS = "study", "study.csv"  # kind in summary.json, and the file beside it
+TARGET = 0.25  # the largest error that counts as agreement
+
+
+@dataclass(frozen=True)
+class StudyValue:
+    """One published number, and what mtrain predicts and has measured for it.
+
+    row, quantity: where the number stands in the table.
+    published: None if the paper shows the number in a figure only.
+    predicted: None if mtrain cannot predict it.
+    low, high: bounds of the prediction; None without bounds.
+    measured: value that a shipped profile holds; None if nothing was measured.
+    measured_on: hardware of the measured value.
+    note: what is known about a deviation.
+    """
+
+    row: str
+    quantity: str
+    published: float | None
+    predicted: float | None = None
+    low: float | None = None
+    high: float | None = None
+    measured: float | None = None
+    measured_on: str = ""
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """The prediction divided by the published value."""
+        if not self.published or self.predicted is None:
+            return None
+        return self.predicted / self.published
+
+
+@dataclass(frozen=True)
+class StudyTable:
+    """A published table with all its values.
+
+    where: section and table of the paper.
+    cluster: the cluster of the predictions.
+    remarks: sentences about the whole table, such as numbers that are left out.
+    """
+
+    name: str
+    title: str
+    paper: str
+    where: str
+    cluster: str
+    values: tuple[StudyValue, ...]
+    remarks: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StudyError:
+    """How far predictions of one quantity are from published values, as shares.
+
+    mean: mean absolute error. worst: the error with the largest size.
+    within: number of values within `TARGET`.
+    """
+
+    quantity: str
+    count: int
+    mean: float
+    worst: float
+    within: int
+
+
+def errors(tables: Iterable[StudyTable]) -> list[StudyError]:
+    """Return the errors by quantity, in the order of the values."""
+    compared = [v for table in tables for v in table.values if v.ratio is not None]
+    found = []
+    for quantity, values in grouped(compared, lambda value: value.quantity).items():
+        off = [value.ratio - 1 for value in values if value.ratio is not None]
+        found.append(
+            StudyError(
+                quantity,
+                len(off),
+                statistics.fmean(map(abs, off)),
+                max(off, key=abs),
+                sum(abs(each) <= TARGET for each in off),
+            )
+        )
+    return found
+
+
+def tables_of(summary: Mapping[str, Any], folder: Path) -> tuple[StudyTable, ...]:
+    """Return the tables in the summary of a study.
+
+    Raises:
+        ConfigError: the summary is damaged.
+    """
+    try:
+        return tuple(map(_table, summary["tables"]))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{folder}: summary.json holds no tables of a study; run `mtrain study` again"
+        ) from None
+
+
+def _table(content: Mapping[str, Any]) -> StudyTable:
+    values = tuple(_value(**each) for each in content["values"])
+    name, title, paper, where, cluster = (
+        str(content[key]) for key in ("name", "title", "paper", "where", "cluster")
+    )
+    remarks = tuple(map(str, content["remarks"]))
+    return StudyTable(name, title, paper, where, cluster, values, remarks)
+
+
+def _value(**fields: Any) -> StudyValue:
+    value = StudyValue(**fields)
+    numbers = value.published, value.predicted, value.low, value.high, value.measured
+    if not all(isinstance(text, str) for text in (value.row, value.quantity, value.note)):
+        raise ValueError("a name is not text")
+    if not all(number is None or is_number(number) for number in numbers):
+        raise ValueError("a value is not a number")
+    return value
+
+
+def sheet_rows(tables: Sequence[StudyTable]) -> list[dict[str, Any]]:
+    """Return one row per value, for a CSV file."""
+    return [
+        {"table": table.name, "where": f"{table.paper}, {table.where}", "cluster": table.cluster}
+        | asdict(value)
+        | {"ratio": value.ratio}
+        for table in tables
+        for value in table.values
+    ]

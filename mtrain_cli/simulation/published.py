@@ -1,0 +1,201 @@
+"""Read tables that others published, and the settings with which mtrain predicts each row.
+
+The files are `profiles/published/NAME.yaml`. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli import resource_dir
+from mtrain_cli.config.cluster import Cluster, load_cluster
+from mtrain_cli.config.documents import is_number, read_yaml, reason
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import no_such
+
+FOLDER = "published"
+PAPERS = {"burst": "BurstEngine", "mtraining": "MTraining", "magi": "MagiAttention"}
+# Quantities whose published value compares a row with another row.
+RATE, MFU, MEMORY, SPEED_UP = "tokens/s/GPU", "MFU %", "GiB", "speed-up"
+WORKER, STEP, COMPUTED, WORK = "worker degree", "step degree", "computation ratio", "work degree"
+LESS = " lower"  # WORKER + LESS: the degree of another row, divided by this row's degree
+REDUNDANT, MESSAGES, SPEED = "redundant messages %", "ms of messages", "TFLOP/s/GPU"
+QUANTITIES = (
+    *(RATE, MFU, MEMORY, SPEED_UP, WORKER, STEP, COMPUTED, WORK),
+    *(WORKER + LESS, STEP + LESS, REDUNDANT, MESSAGES, SPEED),
+)
+FORMULAS = ("ring", "double_ring", "burst")
+_SETTINGS = (
+    *("words", "layout", "exchange", "index", "density", "columns"),
+    *("nodes", "per_node", "attention_only"),
+)
+_OF_ROW = ("row", "values", "note", "measured", "redundancy", *_SETTINGS)
+_OF_TABLE = ("title", "paper", "where", "cluster", "rows", "remarks", *_SETTINGS)
+
+
+@dataclass(frozen=True)
+class PublishedValue:
+    """A number of a row.
+
+    value: None if the paper has it in a figure only, or gives a formula.
+    over: name of the row with which the number compares this row.
+    formula: the formula that gives the value, one of `FORMULAS`; "" if the paper gives a number.
+    """
+
+    quantity: str
+    value: float | None
+    over: str = ""
+    formula: str = ""
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """A row of a published table, and the settings of its prediction.
+
+    words: settings of the run.
+    index: recorded or drawn pairs, as for `mtrain simulate --index`; "dense" for all pairs.
+    nodes, per_node: size of the cluster; None for that of its file.
+    attention_only: whether the row is about one layer's attention instead of steps.
+    redundancy: workers and layout of a count of messages; empty if the row counts none.
+    measured: shipped profile, layout and exchange of a measured value; empty if there is none.
+    """
+
+    name: str
+    values: tuple[PublishedValue, ...]
+    words: tuple[str, ...] = ()
+    layout: str = "zigzag"
+    exchange: str = "ring"
+    index: str = "dense"
+    density: float | None = None
+    columns: int | None = None
+    nodes: int | None = None
+    per_node: int | None = None
+    attention_only: bool = False
+    note: str = ""
+    redundancy: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, str] = field(default_factory=dict)
+
+    def on(self, cluster: str) -> Cluster:
+        """Return the cluster of the row."""
+        from dataclasses import replace
+
+        found = load_cluster(cluster, nodes=self.nodes)
+        return found if self.per_node is None else replace(found, gpus_per_node=self.per_node)
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """A published table. The fields are those of `records.study_rows.StudyTable`."""
+
+    name: str
+    title: str
+    paper: str
+    where: str
+    cluster: str
+    rows: tuple[PublishedRow, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def names() -> list[str]:
+    """Return the names of all published tables."""
+    return sorted(path.stem for path in (resource_dir("profiles") / FOLDER).glob("*.yaml"))
+
+
+def chosen(words: Sequence[str]) -> list[str]:
+    """Return the names of the tables that words choose: a name, a paper of `PAPERS`, or all.
+
+    Raises:
+        ConfigError: a word is no name.
+    """
+    known, found = names(), []
+    for word in words:
+        of_paper = [name for name in known if read(name).paper.startswith(PAPERS.get(word, "\0"))]
+        if word == "all":
+            of_paper = known
+        elif word in known:
+            of_paper = [word]
+        if not of_paper:
+            allowed = [*known, *PAPERS, "all"]
+            raise ConfigError(f"{word}: {no_such('published table', word, allowed)}")
+        found += of_paper
+    return list(dict.fromkeys(found))
+
+
+def read(name: str) -> PublishedTable:
+    """Read a table by its name.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    return read_file(resource_dir("profiles") / FOLDER / f"{name}.yaml")
+
+
+def read_file(path: Path) -> PublishedTable:
+    """Read a table.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        content = read_yaml(path)
+        _known(content, _OF_TABLE, "the table")
+        shared = {key: content[key] for key in _SETTINGS if key in content}
+        rows = tuple(_row(each, shared) for each in content["rows"])
+        _check_references(rows)
+        texts = (str(content[key]) for key in ("title", "paper", "where", "cluster"))
+        title, paper, where, cluster = texts
+        remarks = tuple(content.get("remarks", ()))
+        if not all(isinstance(line, str) for line in remarks):
+            raise ValueError("a remark is not text")
+        return PublishedTable(path.stem, title, paper, where, cluster, rows, remarks)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: not a published table ({reason(error)})") from None
+
+
+def _row(content: Mapping[str, Any], shared: Mapping[str, Any]) -> PublishedRow:
+    name = str(content["row"])
+    _known(content, _OF_ROW, name)
+    settings = {**shared, **{key: content[key] for key in _SETTINGS if key in content}}
+    words = [*shared.get("words", ()), *content.get("words", ())]
+    # A row's own setting replaces that of the table.
+    by_key = {str(word).partition("=")[0]: str(word) for word in words}
+    return PublishedRow(
+        name,
+        tuple(_value(*item) for item in content["values"].items()),
+        **{**settings, "words": tuple(by_key.values())},
+        note=str(content.get("note", "")),
+        redundancy=dict(content.get("redundancy", {})),
+        measured=dict(content.get("measured", {})),
+    )
+
+
+def _value(quantity: str, content: Any) -> PublishedValue:
+    if quantity not in QUANTITIES:
+        raise ValueError(f"{quantity}: no such quantity")
+    if not isinstance(content, Mapping):
+        content = {"value": content}
+    _known(content, ("value", "over", "formula"), quantity)
+    value, formula = content.get("value"), str(content.get("formula", ""))
+    if value is not None and not (is_number(value) and value > 0):
+        raise ValueError(f"{quantity}={value}: not a number above 0")
+    if formula and formula not in FORMULAS:
+        raise ValueError(f"{formula}: no such formula")
+    return PublishedValue(quantity, value, str(content.get("over", "")), formula)
+
+
+def _known(content: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    unknown = [str(key) for key in content if key not in keys]
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]}")
+
+
+def _check_references(rows: Sequence[PublishedRow]) -> None:
+    known = {row.name for row in rows}
+    for row in rows:
+        for value in row.values:
+            compares = value.quantity == SPEED_UP or value.quantity.endswith(LESS)
+            if compares != bool(value.over) or (value.over and value.over not in known):
+                raise ValueError(f"{row.name}: {value.quantity} needs another row of the table")

@@ -1,0 +1,140 @@
+"""Bytes that experts move: rows of tokens, or weights; and the degree that moves the fewest.
+
+With expert parallelism, rows of tokens travel to the workers of their experts. Without it, FSDP
+gathers the weights of all experts and reduces their gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.fsdp import sharded_dimension
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.training.state_memory import BYTES
+
+_SCORE = 4  # bytes of a score, which travels with a row
+_ROW = 16  # bytes: grouped products on a GPU need widths that are a multiple of this
+
+
+@dataclass(frozen=True)
+class ExpertTraffic:
+    """Bytes that reach one worker in an optimizer step, for the experts of one layer.
+
+    degree: expert-parallel degree.
+    rows: rows of tokens and their gradients, if each expert computes as many tokens.
+    weights: weights of experts and their gradients.
+    """
+
+    degree: int
+    rows: int
+    weights: int
+
+    @property
+    def total(self) -> int:
+        return self.rows + self.weights
+
+
+def expert_traffic(
+    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, degree: int
+) -> ExpertTraffic:
+    """Return the bytes of an expert-parallel degree.
+
+    A row travels to its expert and back, and so does its gradient. The second forward pass of a
+    checkpointed layer sends the row again, but not back.
+    """
+    model, train, moe = config.model, config.train, config.model.moe
+    workers = dims.dp * dims.cp * dims.tp
+    micro_batches = train.global_batch // (train.micro_batch * dims.dp)
+    tokens = train.micro_batch * layout.tokens_per_worker / dims.tp
+    again = train.activation_checkpoint != "none"
+    row = (4 + again) * model.hidden_size * dtype_bytes + (2 + again) * _SCORE
+    rows = micro_batches * tokens * moe.top_k * (degree - 1) / degree * row
+    whole = 3 * moe.experts * moe.expert_size * model.hidden_size / degree
+    others = 1 - degree / workers
+    gathers = 2 * micro_batches if train.shard == "full" else 1
+    reductions = 1 if train.shard == "optimizer" else micro_batches
+    bytes_each = gathers * dtype_bytes + reductions * BYTES[train.reduce_dtype]
+    return ExpertTraffic(degree, round(rows), round(whole * others * bytes_each))
+
+
+def expert_degree(config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int) -> int:
+    """Return the expert-parallel degree of a run (`require_experts_fit`).
+
+    `auto` takes the degree that moves the fewest bytes, among those that stay in a node.
+    """
+    given = config.topology.expert_parallel
+    if not config.model.moe.experts:
+        return 1
+    if isinstance(given, int):
+        return given
+    return chosen_traffic(config, dims, layout, dtype_bytes).degree
+
+
+def require_experts_fit(config: Config, dims: ParallelDims, dtype_bytes: int, device: str) -> None:
+    """Check the experts against the workers and the device.
+
+    Raises:
+        ConfigError: the degree does not fit the workers or the sizes of the experts, or a GPU
+            cannot compute experts of these sizes.
+    """
+    given = config.topology.expert_parallel
+    if not config.model.moe.experts:
+        return
+    if isinstance(given, int) and (problem := degree_problem(config, dims, given)) is not None:
+        allowed = ", ".join(map(str, allowed_degrees(config, dims)))
+        raise ConfigError(f"topology.expert_parallel={given}: {problem}; allowed: auto, {allowed}")
+    if device == "cuda" and (problem := grouped_problem(config, dtype_bytes)) is not None:
+        raise ConfigError(problem)
+
+
+def chosen_traffic(
+    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int
+) -> ExpertTraffic:
+    """Return the traffic of the allowed degree that moves the fewest bytes."""
+    node = config.topology.gpus_per_node
+    most = node if isinstance(node, int) else dims.workers
+    options = [
+        expert_traffic(config, dims, layout, dtype_bytes, degree)
+        for degree in allowed_degrees(config, dims)
+        if degree <= most
+    ]
+    return min(options, key=lambda option: option.total)
+
+
+def allowed_degrees(config: Config, dims: ParallelDims) -> list[int]:
+    """Return the expert-parallel degrees that fit the workers and the experts."""
+    most = min(dims.dp * dims.cp * dims.tp, config.model.moe.experts)
+    return [n for n in range(1, most + 1) if degree_problem(config, dims, n) is None]
+
+
+def degree_problem(config: Config, dims: ParallelDims, degree: int) -> str | None:
+    """Return why a degree does not fit, or None if it fits."""
+    workers, moe = dims.dp * dims.cp * dims.tp, config.model.moe
+    if workers % degree:
+        return f"does not divide the {workers} workers of a stage"
+    if moe.experts % degree:
+        return f"does not divide model.moe.experts={moe.experts}"
+    sizes = (moe.experts, 2 * moe.expert_size, config.model.hidden_size)
+    shards = workers // degree
+    if degree > 1:
+        for shape in (sizes, (sizes[0], sizes[2], moe.expert_size)):
+            if sharded_dimension(shape, shards) is None:
+                return (
+                    f"leaves {shards} workers to share an expert's weight of "
+                    f"{shape[1]} x {shape[2]}, and neither size is a multiple of {shards}"
+                )
+    return None
+
+
+def grouped_problem(config: Config, dtype_bytes: int) -> str | None:
+    """Return why grouped products on a GPU refuse the sizes of the experts, or None."""
+    sizes = {
+        "model.moe.expert_size": config.model.moe.expert_size,
+        "model.hidden_size": config.model.hidden_size,
+    }
+    for key, size in sizes.items():
+        if size * dtype_bytes % _ROW:
+            return f"{key}={size}: grouped products need a multiple of {_ROW // dtype_bytes}"
+    return None

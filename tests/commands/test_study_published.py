@@ -1,0 +1,90 @@
+"""`mtrain study`: names of tables as commands, files that a report shows, and mistakes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.app import app
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["study", *words], env={"COLUMNS": "200"})
+
+
+def test_the_list_names_tables_and_papers():
+    found = run("list")
+    assert found.exit_code == 0
+    for name in ("table3", "burst-table2", "magi-masks", "burst (BurstEngine)"):
+        assert name in found.stdout
+
+
+def test_a_table_becomes_files_that_a_report_shows():
+    found = run("magi-masks", "--out", "masks")
+    assert found.exit_code == 0, found.output
+    assert "redundant messages %" in found.stdout
+    assert "figure only" in found.stdout
+    summary = json.loads(Path("masks/summary.json").read_text())
+    assert summary["kind"] == "study"
+    assert summary["tables"][0]["name"] == "magi-masks"
+    rows = list(csv.DictReader(Path("masks/study.csv").read_text().splitlines()))
+    assert [row["row"] for row in rows] == ["causal, 4 workers", "sliding window 1K, 4 workers"]
+    shown = CliRunner().invoke(app, ["report", "masks"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "masks: study" in shown.stdout
+    assert "redundant messages %" in shown.stdout
+    assert "redundant messages %" in Path("masks/report.html").read_text()
+    assert Path("masks/tables/study.csv").is_file()
+    again = run("published", "magi-masks", "--out", "masks", "--csv")
+    assert again.exit_code == 0, again.output
+    assert again.stdout.splitlines() == Path("masks/study.csv").read_text().splitlines()
+
+
+def test_a_table_without_numbers_says_why():
+    found = run("fig12", "--no-files")
+    assert found.exit_code == 0
+    assert "Neither the figure nor the text has numbers" in found.stdout
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("published", "tabel3"), "tabel3: no such published table"),
+        (("table3", "--csv", "--json"), "--csv: --json prints JSON; give one of the two"),
+        (("table3", "--out", "x", "--no-files"), "--out x: --no-files writes no files"),
+        (("table3", "--out", "other"), "--out other: holds another measurement"),
+        (("table3", "--out", "file"), "--out file: is a file; give a folder"),
+        (("table3", "--calibration", "nope"), "--calibration nope: no such calibration"),
+    ],
+)
+def test_a_mistake_is_one_line(words, problem):
+    Path("file").write_text("")
+    Path("other").mkdir()
+    Path("other/summary.json").write_text(json.dumps({"schema": 2, "kind": "imbalance"}))
+    found = run(*words)
+    assert found.exit_code == 2
+    assert problem in found.output
+    assert "Traceback" not in found.output
+    assert len(found.output.strip().splitlines()) == 1
+
+
+def test_shipped_profiles_hold_the_measured_degrees():
+    from mtrain_cli.commands.study_published import _measured
+    from mtrain_cli.simulation.published import read
+
+    rows = {row.name: row for row in read("table3").rows}
+    value, where = _measured(rows["with zigzag"], "worker degree")
+    assert value == pytest.approx(1.34, abs=0.005)  # docs/benchmarks.md, "How well balanced is it?"
+    assert where == "4 x NVIDIA H200"
+    assert _measured(rows["dense"], "worker degree") is None
+    assert _measured(rows["with zigzag"], "speed-up") is None

@@ -1,0 +1,41 @@
+"""The tensors that autograd keeps of a layer's experts take the bytes of the closed form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from allocations import LiveBytes
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.model.decoder import SwiGLU
+from mtrain_cli.model.experts import MixtureOfExperts
+from mtrain_cli.model.routing import Decision, RouterOptions, Routing
+from mtrain_cli.training.expert_memory import ExpertMemory
+
+SEQ, BATCH = 512, 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings", [(), ("shared_size=48",), ("score=sigmoid", "normalize=false", "top_k=3")]
+)
+def test_kept_bytes_equal_the_formulas(settings, dtype):
+    model = compose(["model=tiny_moe", *(f"model.moe.{word}" for word in settings)]).model
+    shared = SwiGLU(model.hidden_size, model.moe.shared_size) if model.moe.shared_size else None
+    module = MixtureOfExperts(model, 0, shared).to(dtype)
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    x = torch.randn(BATCH, SEQ, model.hidden_size, dtype=dtype, requires_grad=True)
+    slots = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
+    routing = Routing(slots, [SEQ] * BATCH, SEQ, model.moe, 1, RouterOptions(BATCH, 0.1, 0.1))
+    memory = ExpertMemory(model, BATCH * SEQ, BATCH, dtype.itemsize)
+    decisions: list[Decision] = []
+    of_routing = [each for each in vars(routing).values() if isinstance(each, torch.Tensor)]
+    with LiveBytes([*module.parameters(), x, *of_routing]) as live:
+        before = live.now()
+        out = module(x, routing, decisions)
+        kept = live.now() - before - out.untyped_storage().nbytes()
+    assert kept == pytest.approx(memory.saved + memory.decision, rel=0.01)
+    sizes = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in of_routing}
+    assert sum(sizes.values()) == pytest.approx(memory.inputs, rel=0.03)

@@ -1,0 +1,111 @@
+"""Bytes of experts, by hand, and the degree that moves the fewest."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.training.expert_traffic import (
+    allowed_degrees,
+    chosen_traffic,
+    expert_degree,
+    expert_traffic,
+    require_experts_fit,
+)
+
+QWEN = ("model=qwen3_30b_a3b", "topology.workers=8")
+
+
+def traffic(degree: int, *words: str, dp: int = 1, seq: str = "64k"):
+    config = compose([*QWEN, f"seq={seq}", f"train.global_batch={dp}", *words])
+    dims = ParallelDims.of(8, cp=8 // dp)
+    return expert_traffic(config, dims, make_layout("striped", 8 // dp, config.seq, 128), 2, degree)
+
+
+def test_rows_and_weights_by_hand():
+    tokens, top_k, hidden, size, experts = 65_536 // 8, 8, 2048, 768, 128
+    whole = 3 * experts * size * hidden
+    alone = traffic(1)
+    assert alone.rows == 0
+    # Two gathers in bfloat16, one reduction in float32, of seven workers' shards.
+    assert alone.weights == whole * (2 * 2 + 4) * 7 // 8
+    shared = traffic(8)
+    assert shared.weights == 0
+    # Row and score there, the row back; both again; the gradient there and back, its score back.
+    assert shared.rows == tokens * top_k * (5 * hidden * 2 + 3 * 4) * 7 // 8
+    without = traffic(8, "train.activation_checkpoint=none")
+    assert without.rows == tokens * top_k * (4 * hidden * 2 + 2 * 4) * 7 // 8
+    half = traffic(2)
+    assert half.weights == whole // 2 * (2 * 2 + 4) * 3 // 4
+    assert half.total == half.rows + half.weights
+
+
+def test_weights_by_kind_of_shard_and_number_of_micro_batches():
+    once = traffic(1).weights
+    words = ("train.shard=gradients", "train.global_batch=4")
+    assert traffic(1, *words).weights == once * (2 + 4 * 4) // 8
+    assert traffic(1, "train.shard=optimizer", "train.global_batch=4").weights == once * 6 // 8
+
+
+def chosen(seq: str, *words: str) -> int:
+    config = compose([*QWEN, f"seq={seq}", "topology.expert_parallel=auto", *words])
+    layout = make_layout("striped", 8, config.seq, 128)
+    return expert_degree(config, ParallelDims.of(8, cp=8), layout, 2)
+
+
+def test_auto_moves_rows_of_short_sequences_and_weights_for_long_ones():
+    assert chosen("8k") == 8
+    assert chosen("1m") == 1
+    assert chosen("8k", "topology.gpus_per_node=2") == 2, "a group stays in a node"
+
+
+def test_auto_takes_the_fewest_bytes():
+    for seq in ("8k", "128k", "256k", "1m"):
+        config = compose([*QWEN, f"seq={seq}", "topology.expert_parallel=auto"])
+        layout, dims = make_layout("striped", 8, config.seq, 128), ParallelDims.of(8, cp=8)
+        best = chosen_traffic(config, dims, layout, 2)
+        totals = [expert_traffic(config, dims, layout, 2, n).total for n in (1, 2, 4, 8)]
+        assert best.total == min(totals)
+
+
+def test_a_dense_model_has_no_degree():
+    config = compose(["model=qwen3b", "topology.expert_parallel=auto"])
+    assert (
+        expert_degree(config, ParallelDims.of(8, cp=8), make_layout("striped", 8, 4096, 128), 2)
+        == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "device", "message"),
+    [
+        (
+            ["topology.expert_parallel=4"], 2, "cpu",
+            "topology.expert_parallel=4: does not divide the 2 workers of a stage; allowed: "
+            "auto, 1, 2",
+        ),
+        (
+            ["topology.expert_parallel=2", "model.hidden_size=122", "model.moe.expert_size=61"],
+            8, "cpu",
+            "topology.expert_parallel=2: leaves 4 workers to share an expert's weight of 122 x "
+            "122, and neither size is a multiple of 4; allowed: auto, 1, 4, 8",
+        ),
+        (
+            ["model.moe.expert_size=50"], 8, "cuda",
+            "model.moe.expert_size=50: grouped products need a multiple of 8",
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(words, workers, device, message):
+    config = compose(["model=tiny_moe", *words])
+    with pytest.raises(ConfigError) as refused:
+        require_experts_fit(config, ParallelDims.of(workers, cp=workers), 2, device)
+    assert refused.value.problems == (message,) or list(refused.value.problems) == [message]
+
+
+def test_allowed_degrees_divide_experts_and_workers():
+    config = compose(["model=tiny_moe"])
+    assert allowed_degrees(config, ParallelDims.of(12, cp=12)) == [1, 2, 4]
