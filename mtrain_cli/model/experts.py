@@ -21,6 +21,7 @@ from torch.nn import functional
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.expert_settings import SIGMOID
 from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.expert_spans import record_experts
 from mtrain_cli.model.expert_tiles import (
     ChunkedExperts,
     ExpertExecution,
@@ -116,8 +117,14 @@ class MixtureOfExperts(nn.Module):
             scores_TK = scores_TK * self.moe.scale
         compute = self.sharing.compute if self.sharing else partial(compute_experts, bounds=bounds)
         recompute = self.execution.recompute
-        out_TC = compute(
-            x_TC, scores_TK, self.experts, decision, recompute=recompute, inputs_only=again
+        out_TC = record_experts(
+            lambda x_TC: compute(
+                x_TC, scores_TK, self.experts, decision, recompute=recompute, inputs_only=again
+            ),
+            x_TC,
+            None if routing is None else routing.recorder,
+            self.layer,
+            again=again,
         )
         if self.shared is not None:
             out_TC = out_TC + _shared(x_TC, self.shared)
