@@ -11,7 +11,7 @@ from mtrain_cli.config.tensor_parallel import unsupported
 
 BALANCE_LOSS = 0.001  # train.balance_loss=auto (DeepSeek-V2 and Qwen3 use 0.001 to 0.003)
 # Settings that need all experts on each worker, and the value that turns each of them off.
-_NEED_ALL_EXPERTS = {"optim.offload": False, "optim.offload_gradients": False}
+NEED_ALL_EXPERTS = {"optim.offload": False, "optim.offload_gradients": False}
 # Settings of the router, and the values with which a dense model has none.
 _OF_ROUTERS = {
     "balance_loss": ("auto", 0),
@@ -60,11 +60,11 @@ def _expert_parallel(config: Config) -> Iterator[str]:
     if isinstance(degree, int) and degree > 1 and experts > 0 and experts % degree:
         allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         yield f"{given}: must divide model.moe.experts={experts}; allowed: auto, {allowed}"
-    yield from unsupported(config, given, _NEED_ALL_EXPERTS)
-    if config.train.memory == "auto":
+    yield from unsupported(config, given, NEED_ALL_EXPERTS)
+    if config.train.memory == "auto" and degree == "auto":
         yield (
-            f"{given}: train.memory=auto does not count the rows that travel to experts; allowed: "
-            "topology.expert_parallel=1, or train.memory=manual"
+            f"{given}: train.memory=auto must know the degree; allowed: a number, or "
+            "train.memory=manual"
         )
 
 

@@ -36,13 +36,15 @@ _LINK = "expert"
 class RowMessage:
     """Rows that may still be on their way."""
 
-    def __init__(self, received: Tensor, work: Any, group: ExpertGroup) -> None:
-        self._received, self._work, self._group = received, work, group
+    def __init__(self, received: Tensor, sent: Tensor, work: Any, group: ExpertGroup) -> None:
+        # Without a reference, the allocator could reuse the memory of rows that still leave.
+        self._received, self._sent, self._work, self._group = received, [sent], work, group
 
     def wait(self) -> Tensor:
         """Return the rows, ordered by the worker that sent them. On a GPU, the stream waits."""
         with self._group.peer_errors(), nvtx_ranges.span(WAIT, "", _LINK, -1):
             self._work.wait()
+        self._sent.clear()
         return self._received
 
 
@@ -74,19 +76,20 @@ class ExpertGroup:
             rows: ``[sum(send), ...]``, first those for worker 0, then those for worker 1, ...
             send, receive: number of rows for and from each worker.
         """
+        rows = rows.contiguous()
         arriving = rows.new_empty(sum(receive), *rows.shape[1:])
         others = sum(receive) - receive[self.rank]
         self.received[0] += others * prod(rows.shape[1:]) * rows.element_size()
         with self.peer_errors(), nvtx_ranges.span("post", "", _LINK, -1):
             work = dist.all_to_all_single(
                 arriving,
-                rows.contiguous(),
+                rows,
                 list(receive),
                 list(send),
                 group=self.process_group,
                 async_op=True,
             )
-        return RowMessage(arriving, work, self)
+        return RowMessage(arriving, rows, work, self)
 
     def peer_errors(self) -> AbstractContextManager[None]:
         """Return a context in which the loss of a worker is an error that names the group."""

@@ -7,6 +7,9 @@ Symbols:
     I, J    width of an expert and of the shared MLP
     B       sequences of the micro-batch
     e       bytes of the compute dtype. The router computes in float32.
+
+With expert parallelism, a worker holds the rows that arrive for its own experts. The sizes assume
+that all workers receive as many rows as they send, T K.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtrain_cli.config.expert_settings import SIGMOID
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import Config, ModelConfig
+from mtrain_cli.model.tiling import expert_chunks
 
 _INT64 = 8
 _HIGH = 4  # bytes of float32, the dtype of the router
@@ -27,22 +31,51 @@ class ExpertMemory:
     tokens: number of own tokens.
     sequences: sequences of the micro-batch.
     e: bytes of the compute dtype.
+    degree: number of workers over which the experts are dealt.
+    chunks: number of chunks of tokens.
+    recompute: whether the layer is checkpointed.
     """
 
     model: ModelConfig
     tokens: int
     sequences: int
     e: int
+    degree: int = 1
+    chunks: int = 1
+    recompute: bool = False
+
+    @staticmethod
+    def of(config: Config, tokens: int, e: int) -> ExpertMemory:
+        """Return the memory of a run's experts.
+
+        `topology.expert_parallel=auto` counts as 1.
+        """
+        model, train, topology = config.model, config.train, config.topology
+        given = topology.expert_parallel
+        degree = given if isinstance(given, int) else 1
+        chunks = expert_chunks(
+            tokens, model.hidden_size, model.moe, e, train.tile_mib << 20,
+            shared=degree > 1, chunks=topology.expert_chunks,
+        )  # fmt: skip
+        recompute = train.activation_checkpoint != "none"
+        return ExpertMemory(model, tokens, train.micro_batch, e, degree, chunks, recompute)
+
+    @property
+    def _by_chunk(self) -> bool:
+        """Whether the experts have the backward pass of `expert_tiles` or `expert_parallel`."""
+        return self.chunks > 1 or self.degree > 1
 
     @property
     def decision(self) -> int:
         """The router's decision: experts and order of the pairs, and loads (`routing.Decision`).
 
-        It stays until the end of the backward pass.
+        It stays until the end of the backward pass. If rows travel, so do their orders here and
+        there (`expert_parallel.Chunk`).
         """
         moe = self.model.moe
         loads = _HIGH * self.sequences * moe.experts
-        return 3 * _INT64 * self._pairs + _HIGH * moe.experts + loads
+        numbers = 7 if self.degree > 1 else 3
+        return numbers * _INT64 * self._pairs + _HIGH * moe.experts + loads
 
     @property
     def saved(self) -> int:
@@ -50,7 +83,8 @@ class ExpertMemory:
 
         - the router: its float32 input and weight unless e = 4, logits and scores E each (with
           sigmoid scores, their shares, too), the chosen scores and their normed values K each
-        - gate and up of all pairs, 2 e S I
+        - gate and up of all pairs, 2 e S I, and rows and scores that arrived, S (e C + 4). A
+          checkpointed layer keeps neither if it has several chunks or rows travel
         - the shared MLP: gate, up, silu(gate) and the product, e J each.
         """
         model, moe = self.model, self.model.moe
@@ -58,7 +92,14 @@ class ExpertMemory:
         router += moe.top_k * (2 if moe.normalize else 1)
         router += 1 + (moe.score == SIGMOID) + moe.normalize + self.sequences  # of one token
         inputs = 0 if self.e == _HIGH else model.hidden_size * (self.tokens + moe.experts)
-        return _HIGH * (router * self.tokens + inputs) + 2 * self._wide + self.shared
+        return _HIGH * (router * self.tokens + inputs) + self._products + self.shared
+
+    @property
+    def _products(self) -> int:
+        if self._by_chunk and self.recompute:
+            return 0
+        arrived = self._pairs * (self.e * self.model.hidden_size + _HIGH)
+        return 2 * self._wide + (arrived if self.degree > 1 else 0)
 
     @property
     def shared(self) -> int:
@@ -73,8 +114,8 @@ class ExpertMemory:
     def in_backward(self, weights: int) -> int:
         """Return the peak bytes of the experts' backward pass beyond `saved` and ``weights``.
 
-        The moments are those of `_Experts.backward`. All of them hold the gradients of logits and
-        scores and, with a shared MLP, of the experts' input:
+        The moments are those of `_Experts.backward` or of `_by_chunks`. All of them hold the
+        gradients of logits and scores and, with a shared MLP, of the experts' input:
 
         - scores: rows and gradient of the experts' output, and three tensors of an expert's width;
           their product with the scores is float32
@@ -92,10 +133,12 @@ class ExpertMemory:
         hidden = e * self.tokens * model.hidden_size
         low = self.e < _HIGH
         in_high = _HIGH * wide // e
-        matrix = e * moe.experts * moe.expert_size * model.hidden_size
+        matrix = e * self._matrix
         shared = 3 * e * moe.shared_size * model.hidden_size
         sums = _HIGH * self.tokens * model.hidden_size + hidden * low
         held = 2 * _HIGH * self.tokens * moe.experts + (hidden if moe.shared_size else 0)
+        if self._by_chunk:
+            return held + hidden + self._by_chunks() + shared - weights
         moments = (
             (rows + 3 * wide + (2 if low else 1) * in_high, 0),
             (rows + 4 * wide + in_high * low, 1),
@@ -105,6 +148,50 @@ class ExpertMemory:
         )
         largest = max(size + matrices * matrix for size, matrices in moments)
         return held + largest + shared - weights
+
+    def _by_chunks(self) -> int:
+        """Return the bytes of a chunk and of the gradients of the weights.
+
+        A chunk holds rows of the experts' input and of the gradient of their output, and gate and
+        up if they are recomputed. To these it adds, in turn:
+
+        - scores: three tensors of an expert's width, and their product with the scores in float32
+        - gate: seven tensors of an expert's width
+        - weights: the gradients of gate and up, and of one weight in the compute dtype
+        - input: the gradient of gate and up, and rows of the input's gradient, twice; their sum
+
+        Several chunks add up the gradients of the weights in float32. If rows travel, a message has
+        the rows that leave, until its wait, and those that arrive. While a chunk computes, inputs
+        of the next chunk and results of the previous one travel.
+        """
+        pairs = -(-self._pairs // self.chunks)
+        rows, wide = (
+            self.e * pairs * n for n in (self.model.hidden_size, self.model.moe.expert_size)
+        )
+        low, several, travel = self.e < _HIGH, self.chunks > 1, self.degree > 1
+        in_high, matrix = _HIGH * wide // self.e, self.e * self._matrix
+        gradients = 3 * (_HIGH * self._matrix if several else matrix)
+        before = gradients if several else 0  # of earlier chunks
+        again = 2 * wide if self.recompute else 0
+        inputs = 1 if travel and not self.recompute else 2  # else `saved` has one of them
+        sums = (_HIGH + self.e * low) * -(-self.tokens // self.chunks) * self.model.hidden_size
+        moments = (
+            inputs * (1 + travel) * rows + again + before,
+            inputs * rows + again + 3 * wide + (2 if low else 1) * in_high + before,
+            inputs * rows + again + 7 * wide + before,
+            (inputs + 2 * travel) * rows + 3 * wide + matrix + before,
+            (inputs - 1 + 2 * travel) * rows + 2 * wide + 2 * matrix + (before or matrix),
+            (3 if travel else 2) * rows + 2 * wide * (not travel) + sums + gradients,
+            gradients + 2 * matrix * (several and low),
+        )
+        elsewhere = 2 * inputs * several + 2 * (self.chunks > 2)
+        return max(moments) + elsewhere * travel * rows
+
+    @property
+    def _matrix(self) -> int:
+        """Number of elements of one projection of the worker's experts."""
+        moe = self.model.moe
+        return moe.experts // self.degree * moe.expert_size * self.model.hidden_size
 
     @property
     def _pairs(self) -> int:

@@ -76,7 +76,7 @@ class LayerMemory:
         self.tiled = own_rows < self.own_tokens
         self.experts: ExpertMemory | None = None
         if experts:
-            self.experts = ExpertMemory(model, self.own_tokens, train.micro_batch, e)
+            self.experts = ExpertMemory.of(config, self.own_tokens, e)
         # Whether `feed_forward` has its own backward pass.
         self.by_hand = self.recomputes or self.tiled or self.degree > 1
         keeping = layers_with_products(train.keep_mlp, model.num_layers)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config.exchanges import exchange_name
+from mtrain_cli.config.expert_checks import NEED_ALL_EXPERTS
 from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.config.sizes import format_size
@@ -167,6 +168,7 @@ def _variants(plan: RunPlan) -> Iterator[Variant]:
     topology = config.topology
     refused = set(NEED_WHOLE_LAYERS if topology.tensor_parallel > 1 else ())
     refused |= set(NEED_WHOLE_MODEL if topology.pipeline_parallel > 1 else ())
+    refused |= set(NEED_ALL_EXPERTS if topology.expert_parallel != 1 else ())
     refused |= {"train.keep_mlp"} if config.model.moe.experts else set()
     free = {key: values for key, values in free.items() if key not in refused}
     for values in itertools.product(*free.values()):

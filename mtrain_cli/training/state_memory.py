@@ -71,9 +71,19 @@ class StateMemory:
         kinds = layer_kinds(model, self.numbers)
         shapes = {kind: layer_shapes(model, experts=kind).values() for kind in kinds}
         self.shards = {k: sharded_numbers(each, self.layer_workers) for k, each in shapes.items()}
-        # With expert parallelism, a worker computes with its own experts.
+        # With expert parallelism, a worker computes with its own experts. All workers of the stage
+        # share the experts, a whole part of them each.
         given = config.topology.expert_parallel
         degree = given if isinstance(given, int) else 1
+        self.same_experts = workers // degree
+        self.expert_shard = 0  # of a layer with experts, if they are dealt
+        if degree > 1:
+            of_experts = [s for each in shapes.values() for s in each if len(s) == 3]
+            self.expert_shard = sum(map(prod, of_experts)) // workers
+            if True in self.shards:
+                others = (s for s in shapes[True] if len(s) != 3)
+                self.shards[True] = sharded_numbers(others, self.layer_workers)
+                self.shards[True] += self.expert_shard
         self.whole = {
             kind: sum(prod(s) // (degree if len(s) == 3 else 1) for s in each)
             for kind, each in shapes.items()
@@ -164,7 +174,13 @@ class StateMemory:
 
     def layer_scatter(self, layer: int) -> int:
         """Return the bytes of the input of a layer's reduce-scatter. layer: its number."""
-        return self._scatter(self._shards_of([layer]), self.layer_workers)
+        experts = self._dealt([layer])
+        others = self._shards_of([layer]) - experts
+        return self._scatter(others, self.layer_workers) + self._scatter(experts, self.same_experts)
+
+    def _dealt(self, layers: Sequence[int]) -> int:
+        """Return the part of `_shards_of` that belongs to experts which are dealt over workers."""
+        return self.expert_shard * sum(map(self.model.has_experts, layers))
 
     @property
     def root_scatter(self) -> int:
@@ -179,9 +195,11 @@ class StateMemory:
         """Return the bytes of weights and gradients that reach one worker per optimizer step."""
         n, full = self.micro_batches, self.shard_kind == "full"
         reduced = self.r * (1 if self.shard_kind == "optimizer" else n)
-        layers = (self.e * (2 * n if full else 1) + reduced) * self.of_layers
+        each, experts = self.e * (2 * n if full else 1) + reduced, self._dealt(self.numbers)
+        layers = each * (self.of_layers - experts)
         root = (self.e * (n if full else 1) + reduced) * self.root_shard
-        return (self.layer_workers - 1) * layers + (self.workers - 1) * root
+        dealt = (self.same_experts - 1) * each * experts
+        return (self.layer_workers - 1) * layers + (self.workers - 1) * root + dealt
 
     def over_host_link(self) -> int:
         """Return the bytes that an offloaded optimizer moves between device and host per step.

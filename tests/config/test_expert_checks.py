@@ -58,8 +58,9 @@ def test_the_first_layers_may_be_dense():
     assert model.expert_layers == 3
 
 
-def test_automatic_memory_does_not_know_rows_that_travel():
-    words = ["model=tiny_moe", "train.memory=auto", "topology.expert_parallel=2"]
-    with pytest.raises(ConfigError, match=r"expert_parallel=2: train.memory=auto does not count"):
+def test_automatic_memory_needs_a_degree():
+    words = ["model=tiny_moe", "train.memory=auto", "topology.expert_parallel=auto"]
+    with pytest.raises(ConfigError, match=r"expert_parallel=auto: train.memory=auto must know"):
         compose(words)
     compose([*words, "train.memory=manual"])
+    compose([*words, "topology.expert_parallel=2"])

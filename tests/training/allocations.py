@@ -20,6 +20,7 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.expert_parallel import ExpertSharing
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import parallelize, set_execution
 from mtrain_cli.model.routing import Routing
@@ -28,6 +29,7 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
+from mtrain_cli.parallel.expert_group import make_expert_group, make_expert_mesh
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
@@ -165,9 +167,14 @@ def step_peak(
             return Decoder(config.model)
 
     mesh = make_parameter_mesh(dims, "cpu")
+    degree = config.topology.expert_parallel
+    assert isinstance(degree, int)
+    dealt = make_expert_group(rank, dims, degree, torch.device("cpu"))
     decoder = parallelize(
-        empty(), config, mesh, dtype, compile=False, offload=offload, tensor=tensor
-    )
+        empty(), config, mesh, dtype, compile=False, offload=offload, tensor=tensor,
+        experts=None if dealt is None else ExpertSharing(dealt),
+        expert_mesh=None if dealt is None else make_expert_mesh(dims, degree, "cpu"),
+    )  # fmt: skip
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.zeros_(parameter)

@@ -15,6 +15,7 @@ from mtrain_cli.training.expert_traffic import (
     expert_traffic,
     require_experts_fit,
 )
+from mtrain_cli.training.state_memory import StateMemory
 
 QWEN = ("model=qwen3_30b_a3b", "topology.workers=8")
 
@@ -119,3 +120,17 @@ def test_sizes_that_do_not_fit_are_refused(words, workers, device, message):
 def test_allowed_degrees_divide_experts_and_workers():
     config = compose(["model=tiny_moe"])
     assert allowed_degrees(config, ParallelDims.of(12, cp=12)) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("words", [(), ("train.shard=gradients", "train.global_batch=4")])
+@pytest.mark.parametrize("degree", [2, 8])
+def test_the_states_of_a_worker_move_the_same_weights(degree, words):
+    sent = {}
+    micro_batches = 4 if words else 1
+    for each in (1, degree):
+        config = compose([*QWEN, *words, f"topology.expert_parallel={each}"])
+        states = StateMemory(config, 8, micro_batches, 2)
+        sent[each] = states.sent(), states.shard
+    saved = traffic(1, *words).weights - traffic(degree, *words).weights
+    assert sent[1][0] - sent[degree][0] == config.model.num_layers * saved
+    assert sent[1][1] == sent[degree][1], "a worker holds as many weights of other experts"

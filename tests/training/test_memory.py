@@ -216,14 +216,24 @@ OTHER_SCORES = [
 # Experts whose weights, gradients and states dominate.
 MANY = ["model=tiny_moe", *STATES, "model.moe.experts=32", "model.moe.expert_size=64"]
 NARROW = ["model.num_layers=12", "model.moe.expert_size=32"]
+# Every token chooses all experts, so that both workers receive as many rows.
+DEALT = [*MOE, "topology.expert_parallel=2", "model.moe.top_k=8", "model.moe.expert_size=64"]
+CHUNKS = "topology.expert_chunks=3"
 EXPERTS = [
     (with_checkpointing("selective", MOE, *MIXED), "ring", "flash4", BF16),
+    (with_checkpointing("selective", DEALT, CHUNKS), "all_gather", "flash4", BF16),
 ]
 EXPERTS_OF_TWO = [
     (with_checkpointing("none", MOE, "seq=2k", *TENSOR_STATES), "all_gather", "flash4", FP32),
     (MANY, "all_gather", "flash4", BF16),
+    (with_checkpointing("selective", DEALT), "all_gather", "flash4", BF16),
+    (with_checkpointing("none", DEALT, CHUNKS), "all_gather", "flash4", FP32),
+    (with_checkpointing("full", DEALT, CHUNKS, "seq=2k"), "all_gather", "flash4", FP32),
 ]
 EXPERTS_ALONE = [
+    (with_checkpointing("selective", MOE, CHUNKS), "all_gather", "flash4", BF16),
+    (with_checkpointing("none", MOE, CHUNKS), "all_gather", "flash4", FP32),
+    (with_checkpointing("full", MOE, CHUNKS, *MIXED), "all_gather", "flash4", FP32),
     (with_checkpointing("none", MOE, *MIXED), "all_gather", "flash4", BF16),
     (with_checkpointing("none", MOE, *OTHER_SCORES), "all_gather", "flash4", FP32),
     (with_checkpointing("full", MOE, *MIXED), "all_gather", "flash4", FP32),
