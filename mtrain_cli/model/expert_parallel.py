@@ -37,6 +37,15 @@ class ExpertSharing:
 
     group: ExpertGroup
 
+    def agreed(self, bounds: list[int], device: torch.device) -> list[int]:
+        """Return bounds of as many chunks on all workers of the group, which call this together.
+
+        Workers of an evaluation may have different numbers of tokens: those of a training step have
+        as many.
+        """
+        count = self.group.most(len(bounds) - 1, device)
+        return [bounds[-1] * n // count for n in range(count + 1)]
+
     def plan(self, decision: Decision, bounds: list[int]) -> tuple[Chunk, ...]:
         """Plan how the rows of a decision travel. All workers of the group call this together.
 

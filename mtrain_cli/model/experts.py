@@ -106,6 +106,8 @@ class MixtureOfExperts(nn.Module):
         decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
         bounds = self.execution.bounds(x_TC, self.moe, shared=self.sharing is not None)
         if not again and self.sharing is not None:
+            if routing is None:
+                bounds = self.sharing.agreed(bounds, x_TC.device)
             decision = decision._replace(chunks=self.sharing.plan(decision, bounds))
         if kept is not None and not kept:
             kept.append(decision)

@@ -64,6 +64,13 @@ class ExpertGroup:
     received: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
     observer: MessageObserver = field(default_factory=MessageObserver, repr=False, compare=False)
 
+    def most(self, number: int, device: torch.device) -> int:
+        """Return the largest of the workers' numbers."""
+        largest = torch.tensor([number], device=device)
+        with self.peer_errors():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)
+        return int(largest)
+
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """Return the numbers of rows that each worker has for each expert, ``[size, E]``."""
         with self.peer_errors():

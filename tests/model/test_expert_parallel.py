@@ -98,3 +98,20 @@ def in_float64(
     expected = {"out": outs.detach()[rank], "x": every.grad[rank], "gate": whole.gate.weight.grad}
     expected |= {name: weight.grad[own] for name, weight in whole.experts.named_parameters()}
     return found, expected
+
+
+def test_workers_of_an_evaluation_may_have_different_numbers_of_tokens():
+    """The chunks of 5 and of 4,500 tokens would be one and two."""
+    for found, expected in gloo.run(2, of_other_lengths):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def of_other_lengths(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    whole, part = (make_module(moe_model()) for _ in range(2))
+    part.sharing = ExpertSharing(ExpertGroup(rank, world, dist.group.WORLD))
+    for name, weight in list(part.experts.named_parameters()):
+        own = weight.detach()[3 * rank : 3 * rank + 3].clone()
+        part.experts.register_parameter(name, torch.nn.Parameter(own))
+    x = torch.randn(1, (5, 4500)[rank], 40, dtype=torch.float64)
+    with torch.no_grad():
+        return part(x), whole(x)
