@@ -19,31 +19,37 @@ TOKENS, EXPERTS = 23, 6
 NAMES = "out", "x", "scores", "gate_up", "down"
 
 
-def decision() -> Decision:
+def decision(tokens: int) -> Decision:
     """Return a decision with an empty expert, and the last of its pairs beyond the capacity."""
-    chosen = torch.rand(TOKENS, EXPERTS - 1, generator=torch.Generator().manual_seed(3)).topk(2)
+    chosen = torch.rand(tokens, EXPERTS - 1, generator=torch.Generator().manual_seed(3)).topk(2)
     found = decide_alone(chosen.indices, EXPERTS)
-    ends = found.ends_E.clamp(max=2 * TOKENS - 5)
+    ends = found.ends_E.clamp(max=2 * tokens - 5)
     return found._replace(ends_E=ends)
 
 
 def computed(
-    execution: ExpertExecution, dtype: torch.dtype = torch.float64
+    execution: ExpertExecution, dtype: torch.dtype = torch.float64, tokens: int = TOKENS
 ) -> dict[str, torch.Tensor]:
-    """Return output and gradients of the experts of some tokens."""
+    """Return output and gradients of the experts of some tokens.
+
+    All inputs are numbers that bfloat16 represents exactly.
+    """
     model = moe_model()
-    module = make_module(model).to(dtype)
+    module = make_module(model).bfloat16().to(dtype)
     generator = torch.Generator().manual_seed(1)
-    x, grad = (torch.randn(TOKENS, 40, dtype=dtype, generator=generator) for _ in range(2))
-    scores = torch.rand(TOKENS, 2, dtype=torch.promote_types(dtype, torch.float32),
-                        generator=generator)  # fmt: skip
-    inputs = x.requires_grad_(), scores.requires_grad_()
-    bounds = execution.bounds(x, model.moe, shared=False)
+    x, grad, scores = (
+        torch.randn(tokens, width, generator=generator).bfloat16() for width in (40, 40, 2)
+    )
+    inputs = x.to(dtype), scores.to(torch.promote_types(dtype, torch.float32))
+    for each in inputs:
+        each.requires_grad_()
+    bounds = execution.bounds(inputs[0], model.moe, shared=False)
     options: Any = {"bounds": bounds, "recompute": execution.recompute, "inputs_only": False}
-    out = compute_experts(*inputs, module.experts, decision(), **options)
-    out.backward(grad)
+    out = compute_experts(*inputs, module.experts, decision(tokens), **options)
+    out.backward(grad.to(dtype))
+    found = (out.detach(), *(each.grad for each in inputs))
     weights = module.experts.gate_up.grad, module.experts.down.grad
-    return dict(zip(NAMES, (out.detach(), x.grad, scores.grad, *weights), strict=True))
+    return dict(zip(NAMES, (*found, *weights), strict=True))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -57,8 +63,8 @@ def test_chunks_give_output_and_gradients_of_one_chunk(chunks, recompute):
 
 def test_low_precision_gradients_of_weights_are_summed_in_float32():
     exact, one, many = (
-        computed(ExpertExecution(chunks=chunks), dtype)
-        for chunks, dtype in ((1, torch.float64), (1, torch.bfloat16), (TOKENS, torch.bfloat16))
+        computed(ExpertExecution(chunks=chunks), dtype, tokens=200)
+        for chunks, dtype in ((1, torch.float64), (1, torch.bfloat16), (200, torch.bfloat16))
     )
     for name in ("gate_up", "down"):
         errors = [float((each[name].double() - exact[name]).norm()) for each in (one, many)]
@@ -75,6 +81,16 @@ def test_the_sum_of_one_chunk_keeps_its_dtype_and_memory():
     assert sums[1]._sums["down"].dtype == torch.bfloat16
     assert sums[2]._sums["down"].dtype == torch.float32
     assert sums[2].take("down", left)[:, 0, 0].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(("recompute", "more"), [(False, 3), (True, 0)])
+def test_a_checkpointed_layer_keeps_no_products(recompute, more):
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor
+    ):
+        computed(ExpertExecution(chunks=3, recompute=recompute))
+    assert len(kept) == 4 + more, "the inputs, and gate and up of each chunk"
 
 
 class Largest(TorchDispatchMode):
