@@ -70,10 +70,19 @@ class StateMemory:
         self.root_weights = sum(prod(shape) for shape in roots)
         kinds = layer_kinds(model, self.numbers)
         shapes = {kind: layer_shapes(model, experts=kind).values() for kind in kinds}
-        self.shards = {k: sharded_numbers(each, self.layer_workers) for k, each in shapes.items()}
-        # With expert parallelism, a worker computes with its own experts.
+        # With expert parallelism, a worker computes with its own experts, and other workers than
+        # those of the layer share their weights.
         given = config.topology.expert_parallel
-        degree = given if isinstance(given, int) else 1
+        self.degree = degree = given if isinstance(given, int) else 1
+        self.dealt = {
+            kind: sum(prod(s) for s in each if len(s) == 3 and degree > 1) // workers
+            for kind, each in shapes.items()
+        }
+        self.shards = {
+            kind: self.dealt[kind]
+            + sharded_numbers((s for s in each if len(s) < 3 or degree == 1), self.layer_workers)
+            for kind, each in shapes.items()
+        }
         self.whole = {
             kind: sum(prod(s) // (degree if len(s) == 3 else 1) for s in each)
             for kind, each in shapes.items()
@@ -164,7 +173,9 @@ class StateMemory:
 
     def layer_scatter(self, layer: int) -> int:
         """Return the bytes of the input of a layer's reduce-scatter. layer: its number."""
-        return self._scatter(self._shards_of([layer]), self.layer_workers)
+        dealt = self.dealt[self.model.has_experts(layer)]
+        others = self._scatter(self._shards_of([layer]) - dealt, self.layer_workers)
+        return others + self._scatter(dealt, self.workers // self.degree)
 
     @property
     def root_scatter(self) -> int:
@@ -179,9 +190,12 @@ class StateMemory:
         """Return the bytes of weights and gradients that reach one worker per optimizer step."""
         n, full = self.micro_batches, self.shard_kind == "full"
         reduced = self.r * (1 if self.shard_kind == "optimizer" else n)
-        layers = (self.e * (2 * n if full else 1) + reduced) * self.of_layers
+        dealt = sum(self.dealt[self.model.has_experts(layer)] for layer in self.numbers)
+        each = self.e * (2 * n if full else 1) + reduced
+        experts = (self.workers // self.degree - 1) * each * dealt
+        layers = each * (self.of_layers - dealt)
         root = (self.e * (n if full else 1) + reduced) * self.root_shard
-        return (self.layer_workers - 1) * layers + (self.workers - 1) * root
+        return experts + (self.layer_workers - 1) * layers + (self.workers - 1) * root
 
     def over_host_link(self) -> int:
         """Return the bytes that an offloaded optimizer moves between device and host per step.
