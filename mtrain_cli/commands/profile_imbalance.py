@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.environment import Environment
 
 DEGREES = ("worker", "step", "total", "critical")
+_EXPERTS = "experts"
 
 
 @app.command("imbalance")
@@ -87,8 +88,8 @@ def imbalance(
         peer: With --attention-only on GPUs: also time dense attention with PyTorch's context
             parallelism.
         fail_above: Exit with code 1 if an imbalance degree of any case exceeds X. DEGREE is worker,
-            step, total or critical for imbalance of time, and work.worker, ... for imbalance of
-            work.
+            step, total or critical for imbalance of time, work.worker, ... for imbalance of work,
+            and experts.worker or experts.step for the tokens of a model's experts.
     """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
@@ -100,6 +101,7 @@ def imbalance(
         _refuse_attention_options(seq, peer)
     typed = {"--layout": layout, "--exchange": exchange, "--pattern": pattern, "--seq": seq}
     cases = _cases(words, {option: parse_names(option, text) for option, text in typed.items()})
+    _require_experts(limits, cases[0][1], attention_only)
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
@@ -164,8 +166,10 @@ def _limits(text: str) -> dict[tuple[str, str], float]:
     ``worker=1.2,work.step=1.1`` gives {("time", "worker"): 1.2, ("work", "step"): 1.1}.
     """
     from mtrain_cli.config.suggest import did_you_mean
+    from mtrain_cli.records.expert_loads import DEGREES as OF_EXPERTS
 
     allowed = [f"{quantity}{name}" for quantity in ("", "work.") for name in DEGREES]
+    allowed += [f"{_EXPERTS}.{name}" for name in OF_EXPERTS]
     limits = {}
     for word in filter(None, (w.strip() for w in text.split(","))):
         name, _, value = word.partition("=")
@@ -187,12 +191,29 @@ def _limits(text: str) -> dict[tuple[str, str], float]:
     return limits
 
 
+def _require_experts(
+    limits: dict[tuple[str, str], float], config: Config, attention_only: bool
+) -> None:
+    """Raise ConfigError if a limit is on experts, but the command measures none."""
+    for (quantity, degree), limit in limits.items():
+        if quantity != _EXPERTS:
+            continue
+        start = f"--fail-above {quantity}.{degree}={limit:g}: "
+        if attention_only:
+            raise ConfigError(f"{start}--attention-only measures no experts; leave one of them out")
+        if not config.model.moe.experts:
+            raise ConfigError(
+                f"{start}model={config.model.name} has no experts; leave this limit out, or choose "
+                "a model with experts, such as model=tiny_moe"
+            )
+
+
 def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> None:
     from mtrain_cli.launch.failures import RunError
 
     problems = [
         f"{quantity} {degree} imbalance {case[quantity][degree]['mean']:.3f} of {facts['label']} "
-        f"is above --fail-above {degree}={limit:g}"
+        f"is above --fail-above {quantity + '.' if quantity != 'time' else ''}{degree}={limit:g}"
         for facts, case in zip(summary["cases"], summary["results"], strict=True)
         for (quantity, degree), limit in limits.items()
         if not case[quantity][degree]["mean"] <= limit

@@ -117,6 +117,9 @@ def _document(source: ReportSource) -> dict[str, Any]:
         "recorded": source.shipped,
         "step": source.step,
         "sparsity": list(source.sparsity),
+        "experts": [
+            {"case": each.case, "label": each.label, **each.to_json()} for each in source.experts
+        ],
         "study": [table.to_json() for table in source.study],
         **{
             name: [without_lists(row) for row in getattr(source.attention, name)]

@@ -270,6 +270,8 @@ def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
         unit = f"tokens/s/{'GPU' if on_gpus and written.workers else 'worker'}"
         seconds = f" ({written.seconds:.2f} s)" if written.seconds else ""
         yield "speed", f"{written.tokens_per_second_per_gpu:,.0f} {unit} in the last step{seconds}"
+    if written and written.expert_load is not None:
+        yield "experts", f"largest load {written.expert_load:.2f}x the mean in the last step"
 
 
 def _checkpoint(run: RunStatus) -> str:

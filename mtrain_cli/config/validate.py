@@ -128,7 +128,8 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
         if isinstance(workers, int) and isinstance(value, int) and workers % value:
             line = f"topology.{name}={value}: does not divide topology.workers={workers}"
             auto = "" if name == "tensor_parallel" else "auto, "
-            yield f"{line}; allowed: {auto}{_divisors(workers)}"
+            shared = tensor if name == "context_parallel" and workers % tensor == 0 else 1
+            yield f"{line}; allowed: {auto}{_divisors(workers // shared)}"
     if isinstance(workers, int) and isinstance(context, int) and workers % context == 0:
         groups = workers // context
         if workers % tensor == 0 and groups % tensor:

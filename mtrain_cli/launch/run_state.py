@@ -38,7 +38,10 @@ WRITE_S = 1.0  # minimum seconds between two writes of `state.json`
 WARNINGS = 20  # number of warnings to keep
 ENDED = ("finished", "stopped", "failed")
 # The fields of `RunState` that describe the last step.
-_OF_LAST_STEP = ("stepped", "loss", "grad_norm", "tokens", "tokens_per_second_per_gpu", "seconds")
+_OF_LAST_STEP = (
+    *("stepped", "loss", "grad_norm", "tokens", "tokens_per_second_per_gpu", "seconds"),
+    "expert_load",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class RunState:
     step, steps: last step done, and number of steps to do.
     stepped: when the last step finished.
     loss, grad_norm, tokens, tokens_per_second_per_gpu: metrics of the last step.
+    expert_load: the same of a model with experts: tokens of the busiest expert / mean.
     seconds: duration of a typical step.
     seconds_left: estimate until the end of the run, None while unknown.
     workers: host and device of each rank.
@@ -73,6 +77,7 @@ class RunState:
     grad_norm: float | None = None
     tokens: int | None = None
     tokens_per_second_per_gpu: float | None = None
+    expert_load: float | None = None
     seconds: float | None = None
     seconds_left: float | None = None
     workers: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from torch.nn import functional
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.expert_settings import SIGMOID
 from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.expert_spans import record_experts
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import Decision, Routing, decide_alone
 from mtrain_cli.parallel.parameter_shards import own_part
@@ -105,7 +106,13 @@ class MixtureOfExperts(nn.Module):
         if self.moe.scale != 1.0:
             scores_TK = scores_TK * self.moe.scale
         compute = compute_experts if self.sharing is None else self.sharing.compute
-        out_TC = compute(x_TC, scores_TK, self.experts, decision, inputs_only=again)
+        out_TC = record_experts(
+            lambda x_TC: compute(x_TC, scores_TK, self.experts, decision, inputs_only=again),
+            x_TC,
+            None if routing is None else routing.recorder,
+            self.layer,
+            again=again,
+        )
         if self.shared is not None:
             out_TC = out_TC + _shared(x_TC, self.shared)
         if routing is not None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mtrain_cli.config.expert_settings import SIGMOID, MoeConfig
 from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.recording import Recorder
 
 PADDING = -1  # slot of a token that pads a sequence
 # Numbers of a layer that `Routing.loads` holds after the tokens of each expert.
@@ -85,6 +86,10 @@ class Routing:
     loads: float64 [layers, E + SUMS], sums over this worker's tokens: tokens per expert, the part
         of the balance loss and of the z-loss (without coefficients, summed over sequences), the
         entropy of the scores in nats, and the number of pairs beyond the capacity.
+    beyond: float64 [layers, E], pairs of this worker's tokens beyond the capacity of an expert;
+        None without a capacity.
+    decided: numbers of the layers whose routers decided on this worker.
+    recorder: records the passes of the experts; None records nothing.
     """
 
     def __init__(
@@ -117,10 +122,14 @@ class Routing:
         self.loads = torch.zeros(
             layers, moe.experts + SUMS, dtype=torch.float64, device=slots.device
         )
+        self.beyond = torch.zeros_like(self.loads[:, : moe.experts]) if options.capacity else None
+        self.decided: set[int] = set()
+        self.recorder: Recorder | None = None
 
     def decide(self, chosen_TK: Tensor, scores_TE: Tensor, layer: int) -> Decision:
         """Return which experts compute which tokens, and count them. Workers call this together."""
         experts, top_k = self.moe.experts, self.moe.top_k
+        self.decided.add(layer)
         keys_TK = chosen_TK * self._batch + self.sequence_T[:, None]
         keys_TK = keys_TK.masked_fill(~self.is_real_T1, experts * self._batch)
         order_S, ends = _grouped(keys_TK, experts * self._batch)
@@ -131,10 +140,12 @@ class Routing:
                 dist.all_reduce(counts_BE, group=group.process_group)
         means_B = self.lengths_B * (top_k / experts)
         load_BE = (counts_BE / means_B[:, None]).to(scores_TE.dtype)
-        if self.options.capacity:
+        if self.beyond is not None:
             fits_TK = self._fits(keys_TK, scores_TE.gather(1, chosen_TK))
             dropped = (~fits_TK & self.is_real_T1).sum()
             self.loads[layer, experts + DROPPED] += dropped
+            beyond_TK = chosen_TK[~fits_TK & self.is_real_T1]
+            self.beyond[layer] += beyond_TK.bincount(minlength=experts)
             keys_TK = keys_TK.masked_fill(~fits_TK, experts * self._batch)
             order_S, ends = _grouped(keys_TK, experts * self._batch)
         return _decision(chosen_TK, order_S, ends[self._batch - 1 :: self._batch], load_BE)

@@ -30,10 +30,11 @@ INDEX, WAIT, ATTENTION, COLUMNS = "index", "wait", "attention", "columns"
 MERGE, ARRANGE, GAP = "merge", "arrange", "gap"
 # SEND, RECEIVE: messages, which overlap with the spans above. ITERATION, STAGE (one pass of a
 # micro-batch through a virtual stage of a pipeline) and PASS (one pass of one layer's attention)
-# contain other spans.
+# contain other spans. EXPERTS (one pass of one layer's experts) lies outside attention passes.
 SEND, RECEIVE, ITERATION, PASS, STAGE = "send", "receive", "iteration", "pass", "stage"
+EXPERTS = "experts"
 COMPUTING = (INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP)
-KINDS = (*COMPUTING, SEND, RECEIVE, ITERATION, PASS, STAGE)
+KINDS = (*COMPUTING, SEND, RECEIVE, ITERATION, PASS, STAGE, EXPERTS)
 # `recompute`: a second forward pass, for the backward pass of a layer under checkpointing. Spans of
 # an iteration have no direction.
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -168,16 +169,25 @@ class Recorder:
 
         A second forward pass of the same layer and micro-batch counts as recomputation.
         """
+        if self.recording and direction == FORWARD:
+            direction = RECOMPUTE if (self._micro, layer) in self._forwards else FORWARD
+            self._forwards.add((self._micro, layer))
+        with self._of_layer(PASS, layer, direction):
+            yield
+
+    def expert_pass(self, layer: int, direction: str) -> AbstractContextManager[None]:
+        """Record the ``with`` block as one pass of a layer's experts."""
+        return self._of_layer(EXPERTS, layer, direction)
+
+    @contextmanager
+    def _of_layer(self, kind: str, layer: int, direction: str) -> Iterator[None]:
         if not self.recording:
             yield
             return
-        if direction == FORWARD:
-            direction = RECOMPUTE if (self._micro, layer) in self._forwards else FORWARD
-            self._forwards.add((self._micro, layer))
         before = self._layer, self._direction
         self._layer, self._direction = layer, direction
         try:
-            with self._timed(PASS, -1, NOTHING):
+            with self._timed(kind, -1, NOTHING):
                 yield
         finally:
             # Non-reentrant checkpointing ends recomputation early, by an exception.

@@ -26,6 +26,7 @@ from mtrain_cli.parallel.pipeline_group import PipelineGroup, make_pipeline_grou
 from mtrain_cli.parallel.pipeline_schedule import Pipeline
 from mtrain_cli.parallel.tensor_group import TensorGroup, make_tensor_group
 from mtrain_cli.profiling.record_collector import RecordCollector
+from mtrain_cli.records.expert_loads import expert_facts
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.index_memory import column_width
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
@@ -98,13 +99,17 @@ class MeasurementPlan(BenchmarkPlan):
 
 @dataclass(frozen=True)
 class MeasurementCase:
-    """One configuration, ready to measure."""
+    """One configuration, ready to measure.
+
+    expert_parallel: number of workers over which the experts of a layer are dealt.
+    """
 
     number: int
     label: str
     config: Config
     choices: ResolvedRun
     exchange: Exchange
+    expert_parallel: int = 1
 
     def facts(self, environment: Environment) -> dict[str, Any]:
         """Return the case's entry in summary.json."""
@@ -125,6 +130,7 @@ class MeasurementCase:
             "cp": environment.dims.cp,
             **({"tp": environment.dims.tp} if environment.dims.tp > 1 else {}),
             **self._pipeline(environment.dims),
+            **expert_facts(config.model, self.expert_parallel),
             "per_node": schedule.per_node,
             "heads": schedule.heads,
             "layers": model.num_layers,

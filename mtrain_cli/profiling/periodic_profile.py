@@ -14,13 +14,16 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.profiling.load_collector import expert_workers
 from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.recorded_work import estimated
 from mtrain_cli.records import record_files
+from mtrain_cli.records.expert_loads import FACT, delete_loads_after
 from mtrain_cli.training.batch import Batch, MixedAttention
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.resolution import ResolvedRun
+from mtrain_cli.training.router_batches import OwnLoads
 from mtrain_cli.training.trainer import Trainer
 
 FOLDER = "profile"
@@ -29,7 +32,7 @@ _SAME = (
     *("layout", "exchange", "pattern", "kernel", "model", "seq", "micro_batch", "workers", "cp"),
     *("per_node", "heads", "steps"),
 )
-_SAME_IF_ANY = ("layer_kinds", "tp", "pipeline")  # these too, which not every case has
+_SAME_IF_ANY = ("layer_kinds", "tp", "pipeline", FACT)  # these too, which not every case has
 
 
 class TrainingProfile(Callback):
@@ -88,7 +91,8 @@ class TrainingProfile(Callback):
             label = (
                 f"{config.sparsity.pattern} {choices.layout.name} {choices.exchange.label}{what}"
             )
-            return MeasurementCase(number, label, config, choices, trainer.exchange)
+            dealt = expert_workers(trainer)
+            return MeasurementCase(number, label, config, choices, trainer.exchange, dealt)
 
         cases = [case(0, config, choices, "")]
         if choices.dense_kernel is not None and trainer.step < config.sparsity.dense_steps:
@@ -110,6 +114,7 @@ class TrainingProfile(Callback):
             if summary["schema"] == record_files.SCHEMA and all(
                 name in case for case in summary["cases"] for name in _SAME
             ):
+                delete_loads_after(self._folder, self._trainer.step)
                 return list(summary["cases"]), record_files.delete_parts_after(
                     self._folder, self._trainer.step
                 )
@@ -147,13 +152,16 @@ class TrainingProfile(Callback):
         return kept
 
     def after_step(self, step: FinishedStep) -> None:
-        self._collect(step.metrics.seconds)
+        routing = step.result.routing
+        self._collect(step.metrics.seconds, None if routing is None else routing.own)
         self._warn()
 
-    def _collect(self, seconds: float) -> None:
+    def _collect(self, seconds: float, loads: OwnLoads | None) -> None:
         """If the step was recorded, collect and write its rows.
 
-        seconds: duration of the whole step, in seconds.
+        Args:
+            seconds: duration of the whole step, in seconds.
+            loads: loads of the experts by this worker's tokens.
         """
         if self._trainer.recorder is None or self._writer is None:
             self._plain.append(seconds)
@@ -165,7 +173,7 @@ class TrainingProfile(Callback):
         dense = any(batch.indices is None for batch in computed)
         dense = dense or self._trainer.choices.pattern is None
         case = self._by_kind.get(dense) or next(iter(self._by_kind.values()))
-        self._writer.recorded(case, self._trainer.step, computed)
+        self._writer.recorded(case, self._trainer.step, computed, loads)
         self._samples += 1
         try:
             self._writer.sampled(self._trainer.step, self._samples)

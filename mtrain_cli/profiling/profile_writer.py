@@ -13,16 +13,19 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.profiling.load_collector import collect_loads
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.recorded_work import Estimated, own_work
-from mtrain_cli.records import record_files
+from mtrain_cli.records import expert_loads, record_files
 from mtrain_cli.records.analysis import analyse
+from mtrain_cli.records.expert_loads import analyse_experts
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.tables import recording_cost
 from mtrain_cli.reporting.terminal import make_console, show_sources
 from mtrain_cli.reporting.trace import write_trace
 from mtrain_cli.training.flops import causal_pairs
+from mtrain_cli.training.router_batches import OwnLoads
 
 
 class ProfileWriter:
@@ -46,6 +49,7 @@ class ProfileWriter:
         self.bench, self.first, self.cases, self.samples = bench, bench.first, cases, 0
         self.problem: str | None = None  # the last write error
         self._waiting: list[np.ndarray] = []
+        self._loads: list[np.ndarray] = []
         self._latest: dict[int, np.ndarray] = {}  # rows of the latest iteration, by case
         self._last: dict[int, Sequence[Estimated]] = {}
         self._iteration = 0
@@ -72,13 +76,18 @@ class ProfileWriter:
             record_files.write_summary(self.folder, self._document)
 
     def recorded(
-        self, case: MeasurementCase, iteration: int, estimated: Sequence[Estimated]
+        self,
+        case: MeasurementCase,
+        iteration: int,
+        estimated: Sequence[Estimated],
+        loads: OwnLoads | None = None,
     ) -> None:
         """Collect the rows of the iteration that just ended.
 
         Args:
             iteration: number of the training step, or of the sample of an attention-only profile.
             estimated: what each micro-batch computed.
+            loads: loads of the experts by this worker's tokens; None for a model without experts.
         """
         # Keep the indices in host memory, not on the GPU.
         held = [
@@ -89,8 +98,10 @@ class ProfileWriter:
         work = own_work(case.exchange, heads, self._layers(case), held)
         self._last[case.number], self._iteration = held, iteration
         rows = self.bench.collector.collect(case.number, iteration, work, case.flop)
+        of_experts = collect_loads(self.bench, loads, case.number, iteration)
         if self.first:
             self._waiting.append(rows)
+            self._loads.append(of_experts)
             self._latest[case.number] = rows
 
     def _layers(self, case: MeasurementCase) -> Sequence[int]:
@@ -113,9 +124,12 @@ class ProfileWriter:
         if not self.first:
             return
         rows = np.concatenate(self._waiting)
+        loads = list(self._loads) or [np.empty(0, expert_loads.ROW)]
         self._waiting.clear()
+        self._loads.clear()
         self._note_density(rows)
         record_files.write_part(rows, self.folder, number)
+        expert_loads.write_loads(np.concatenate(loads), self.folder, number)
         record_files.write_summary(self.folder, self._document)
 
     def peer(self, measured: dict[str, Any]) -> None:
@@ -166,12 +180,17 @@ class ProfileWriter:
         self._document["complete"] = self.samples >= self.plan.samples
         if analysed:
             record_files.join_parts(self.folder)
+            expert_loads.join_loads(self.folder)
         record_files.write_summary(self.folder, self._document)
         if not self._latest:
             return
         if analysed:
-            analyses = analyse(record_files.open_records(self.folder))
-            self._document["results"] = [analysed.to_json() for analysed in analyses]
+            recorded = record_files.open_records(self.folder)
+            experts = {each.case: each.to_json() for each in analyse_experts(recorded)}
+            self._document["results"] = [
+                case.to_json() | ({"experts": experts[case.number]} if experts else {})
+                for case in analyse(recorded)
+            ]
             record_files.write_summary(self.folder, self._document)
         latest = np.concatenate(list(self._latest.values()))
         write_trace(latest, self._document, self.folder / record_files.TRACE)

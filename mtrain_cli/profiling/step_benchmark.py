@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.profiling.load_collector import expert_workers
 from mtrain_cli.profiling.measurement import (
     Bench,
     MeasurementCase,
@@ -18,6 +20,7 @@ from mtrain_cli.profiling.recorded_work import Estimated, estimated
 from mtrain_cli.training.batch import BatchMaker, PackedSample
 from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import attention_kept
+from mtrain_cli.training.router_batches import OwnLoads, RouterBatches
 from mtrain_cli.training.trainer import Trainer
 
 MicroBatches = Sequence[Sequence[PackedSample]]
@@ -37,7 +40,9 @@ def run(bench: Bench, plan: MeasurementPlan) -> bool:
         progress.now("preparing")
         trainer = Trainer(plan.cases[0][1], bench.environment)
         bench.adopt(trainer.choices, trainer.exchange.group)
-        writer = ProfileWriter(plan, bench, bench.cases(plan))
+        dealt = expert_workers(trainer)
+        cases = [replace(case, expert_parallel=dealt) for case in bench.cases(plan)]
+        writer = ProfileWriter(plan, bench, cases)
         rehearsal = _Rehearsal(bench, trainer, writer, progress)
         trainer.callbacks.append(rehearsal)
         while writer.samples < plan.samples:
@@ -76,6 +81,7 @@ class _Rehearsal(Callback):
                 offload=trainer.offload,
                 tensor=trainer.tensor,
                 balancer=case.choices.balancer,
+                router=RouterBatches.make(trainer.config, case.exchange.group, trainer.tensor),
             )
             for case in writer.cases
         ]
@@ -100,9 +106,10 @@ class _Rehearsal(Callback):
             progress.now(case.label)
             seconds = {}
             for recorded in rotated((False, True), sample):
-                computed, seconds[recorded] = self._compute(case, micro_batches, recorded=recorded)
+                passed = self._compute(case, micro_batches, recorded=recorded)
+                computed, loads, seconds[recorded] = passed
                 if recorded:
-                    writer.recorded(case, self.trainer.step + 1, computed)
+                    writer.recorded(case, self.trainer.step + 1, computed, loads)
             writer.timed(case, seconds[False], seconds[True])
             progress.done()
         writer.sampled(self.trainer.step + 1, sample + 1)
@@ -113,11 +120,12 @@ class _Rehearsal(Callback):
 
     def _compute(
         self, case: MeasurementCase, micro_batches: MicroBatches, *, recorded: bool
-    ) -> tuple[list[Estimated], float]:
+    ) -> tuple[list[Estimated], OwnLoads | None, float]:
         """Run both passes of a case once.
 
         Returns:
-            Masks and indices of each micro-batch, and this worker's time in seconds.
+            Masks and indices of each micro-batch, the loads of the experts, and this worker's time
+            in seconds.
         """
         trainer, bench = self.trainer, self.bench
         recorder = bench.collector.recorder
@@ -134,4 +142,5 @@ class _Rehearsal(Callback):
         trainer.states.drop_gradients()
         trainer.record_messages(None, case.exchange)
         computed = [estimated(attend) for attend in attends]
-        return computed, seconds
+        loads = OwnLoads.of([b.routing for b in batches if b.routing is not None])
+        return computed, loads, seconds

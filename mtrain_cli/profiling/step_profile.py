@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.parallel import profiler_labels
+from mtrain_cli.profiling.load_collector import expert_workers, own_rows
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
 from mtrain_cli.records import record_files
+from mtrain_cli.records.expert_loads import expert_facts, join_loads, write_loads
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts, messages, shortest
 from mtrain_cli.training.banner import banner
@@ -78,6 +81,7 @@ def run(bench: Bench, plan: StepProfilePlan) -> bool:
         progress.now("preparing")
         trainer = about.begin(Trainer(config, environment))
         progress.say(banner(trainer.plan, run_dir.path, trainer.dataset.describe()))
+        loads: list[np.ndarray] = []
         before = _train(bench, trainer, progress, plan.warmup, "not recorded")
         if before is None:
             return True
@@ -86,7 +90,7 @@ def run(bench: Bench, plan: StepProfilePlan) -> bool:
             torch.zeros(1, device=bench.device).add_(1)
             _idle(bench)
         with _profiler(bench) as profiler:
-            recorded = _train(bench, trainer, progress, plan.steps, "recorded")
+            recorded = _train(bench, trainer, progress, plan.steps, "recorded", loads)
         if recorded is None:
             return True
         progress.now("reading the trace")
@@ -96,19 +100,27 @@ def run(bench: Bench, plan: StepProfilePlan) -> bool:
         peak = max(filter(None, (m.peak_memory_gib for m in plain)), default=None)
         times = [m.seconds for m in plain], [m.seconds for m in recorded]
         everyone = bench.gather(_RankSummary(breakdown, *times, peak))
+        gathered = np.concatenate([rows for of_rank in bench.gather(loads) for rows in of_rank])
     if bench.first:
         losses = [metrics.loss for metrics in (*before, *recorded)]
         document = _document(trainer, bench, plan, everyone, plain, losses)
-        _write_results(run_dir.path, document, everyone)
+        _write_results(run_dir.path, document, everyone, gathered)
         if not plan.quiet:
             _show(run_dir.path, document, plan)
     return False
 
 
 def _train(
-    bench: Bench, trainer: Trainer, progress: MeasurementProgress, count: int, kind: str
+    bench: Bench,
+    trainer: Trainer,
+    progress: MeasurementProgress,
+    count: int,
+    kind: str,
+    loads: list[np.ndarray] | None = None,
 ) -> list[StepMetrics] | None:
     """Run training steps, with idle GPUs before and after each step.
+
+    loads: receives the loads of the experts by this worker's tokens, of each step.
 
     Returns:
         The metrics of the steps, or None if a stop was requested.
@@ -129,6 +141,9 @@ def _train(
         if result.stop:
             return None
         metrics.append(trainer.metrics(result, seconds))
+        if loads is not None:
+            own = None if result.routing is None else result.routing.own
+            loads.append(own_rows(own, 0, number, bench.environment.rank))
     return metrics
 
 
@@ -230,6 +245,7 @@ def _document(
             "compile": choices.compile,
             "activation_checkpoint": config.train.activation_checkpoint,
             "shard": config.train.shard,
+            **expert_facts(config.model, expert_workers(trainer)),
         },
         "losses": losses,
         # Medians of rank 0; for memory, the highest peak of all ranks.
@@ -289,9 +305,12 @@ def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
 
 
 def _write_results(
-    folder: Path, document: dict[str, Any], everyone: Sequence[_RankSummary]
+    folder: Path,
+    document: dict[str, Any],
+    everyone: Sequence[_RankSummary],
+    loads: np.ndarray,
 ) -> None:
-    """Write kernels.csv and summary.json.
+    """Write kernels.csv, the loads of experts and summary.json.
 
     Raises:
         RunError: the folder cannot be written.
@@ -306,6 +325,9 @@ def _write_results(
                     (rank, k.name, k.part, k.calls / steps, k.ns / 1e6 / steps)
                     for k in summary.breakdown.kinds
                 )
+        by_step = np.argsort(loads["step"], kind="stable")
+        write_loads(loads[by_step], folder, 0)
+        join_loads(folder)
         record_files.write_summary(folder, document)
     except OSError as error:
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error

@@ -116,7 +116,7 @@ class RecordedFolder:
 
         wanted = list(columns) if columns is not None else list(ROW.names or ())
         for part in self.parts:
-            with _reading(part), pq.ParquetFile(part) as file:
+            with reading(part), pq.ParquetFile(part) as file:
                 absent = [name for name in wanted if name not in file.schema_arrow.names]
                 if absent:
                     raise ConfigError(
@@ -135,7 +135,7 @@ class RecordedFolder:
         import pyarrow.parquet as pq
 
         for part in self.parts:
-            with _reading(part):
+            with reading(part):
                 schema = (pq.read_schema(part).metadata or {}).get(b"mtrain_schema")
                 if schema is not None and schema != str(SCHEMA).encode():
                     raise ConfigError(
@@ -151,7 +151,7 @@ class RecordedFolder:
 
 
 @contextmanager
-def _reading(part: Path) -> Iterator[None]:
+def reading(part: Path) -> Iterator[None]:
     """Turn errors from reading a damaged file into a `ConfigError`."""
     try:
         yield
@@ -189,50 +189,60 @@ def _codes(column: Any, name: str, part: Path) -> np.ndarray:
 
 
 def write_rows(rows: np.ndarray, path: Path) -> None:
-    """Write rows of dtype `ROW` as a parquet file, atomically."""
+    """Write rows as a parquet file, atomically. Codes of `WORDS` become words."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    arrays = {name: pa.array(np.ascontiguousarray(rows[name])) for name in ROW.names or ()}
+    arrays = {name: pa.array(np.ascontiguousarray(rows[name])) for name in rows.dtype.names or ()}
     for name, words in WORDS.items():
+        if name not in arrays:
+            continue
         arrays[name] = pa.DictionaryArray.from_arrays(arrays[name], pa.array(words))
     table = pa.table(arrays).replace_schema_metadata({"mtrain_schema": str(SCHEMA)})
     with replacing(path) as draft:
         pq.write_table(table, draft, compression="zstd")
 
 
-def write_part(rows: np.ndarray, folder: Path, number: int) -> None:
-    """Write the rows of one sample as part ``number``."""
-    (folder / PARTS).mkdir(parents=True, exist_ok=True)
-    write_rows(rows, folder / PARTS / f"{number:06d}.parquet")
+def write_part(rows: np.ndarray, folder: Path, number: int, parts: str = PARTS) -> None:
+    """Write the rows of one sample as part ``number``. parts: name of the folder of parts."""
+    (folder / parts).mkdir(parents=True, exist_ok=True)
+    write_rows(rows, folder / parts / f"{number:06d}.parquet")
 
 
-def delete_parts_after(folder: Path, last: int) -> int:
-    """Delete the parts whose number is above ``last``. Return the number of remaining parts."""
-    parts = sorted((folder / PARTS).glob("*.parquet"))
+def delete_parts_after(folder: Path, last: int, kind: str = PARTS) -> int:
+    """Delete the parts whose number is above ``last``. Return the number of remaining parts.
+
+    kind: name of the folder of parts.
+    """
+    parts = sorted((folder / kind).glob("*.parquet"))
     for part in parts:
         if int(part.stem) > last:
             part.unlink()
     return sum(int(part.stem) <= last for part in parts)
 
 
-def join_parts(folder: Path) -> None:
-    """Join all parts into one file, and remove the parts."""
+def join_parts(folder: Path, kind: str = PARTS, joined: str = RECORDS) -> None:
+    """Join all parts into one file, and remove the parts.
+
+    Args:
+        kind: name of the folder of parts.
+        joined: name of the file.
+    """
     import pyarrow.parquet as pq
 
-    parts = sorted((folder / PARTS).glob("*.parquet"))
+    parts = sorted((folder / kind).glob("*.parquet"))
     if not parts:
         return
     schema = pq.read_schema(parts[0])
     with (
-        replacing(folder / RECORDS) as draft,
+        replacing(folder / joined) as draft,
         pq.ParquetWriter(draft, schema, compression="zstd") as writer,
     ):
         for part in parts:
             writer.write_table(pq.read_table(part))
     for part in parts:
         part.unlink()
-    (folder / PARTS).rmdir()
+    (folder / kind).rmdir()
 
 
 def write_summary(folder: Path, document: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from mtrain_cli.parallel.recording import (
     ATTENTION,
     COLUMNS,
     DIRECTIONS,
+    EXPERTS,
     GAP,
     INDEX,
     ITERATION,
@@ -37,7 +38,7 @@ _COLUMNS = (
     "case", "iteration", "micro", "layer", "direction", "step", "rank", "phase", "link", "payload",
     "peer", "start_us", "dur_us", "late_us", "blocks", "pairs",
 )  # fmt: skip
-_SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank")
+_SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank", "phase")
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
                 numbers.update(_unique(mine[name]))
             last.update({(case, iteration): number for iteration in _unique(mine["iteration"])})
             counts = steps.setdefault(case, {})
-            of_layers = select(mine, mine["layer"] >= 0)
+            attends = (mine["layer"] >= 0) & (mine["phase"] != KINDS.index(EXPERTS))
+            of_layers = select(mine, attends)
             for direction, of_direction in _split(of_layers, "direction"):
                 most = int(of_direction["step"].max()) + 1
                 counts[direction] = max(most, counts.get(direction, 0))

@@ -81,11 +81,15 @@ def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
             pairs = [(first.cases[0], other.cases[0])]
         for a, b in pairs:
             label = a.label if a.label == b.label else f"{b.label} vs. {a.label}"
-            rows += _compared(other.name, label, _figures(a), _figures(b))
+            figures = (
+                {**_figures(case), **_expert_figures(source, case.number)}
+                for source, case in ((first, a), (other, b))
+            )
+            rows += _compared(other.name, label, *figures)
         if first.metrics and other.metrics:
             unit = rate_unit([*first.metrics, *other.metrics])
-            figures = _training_figures(first, unit), _training_figures(other, unit)
-            rows += _compared(other.name, "training", *figures)
+            of_runs = _training_figures(first, unit), _training_figures(other, unit)
+            rows += _compared(other.name, "training", *of_runs)
     return rows
 
 
@@ -114,6 +118,20 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
     }
 
 
+def _expert_figures(source: ReportSource, case: int) -> dict[str, Estimate]:
+    """Return the quantities of a case of a model with experts. case: number of the case."""
+    each = next((experts for experts in source.experts if experts.case == case), None)
+    if each is None:
+        return {}
+    times = {} if each.time is None else {"experts: worker imbalance, time": each.time}
+    return {
+        "experts: worker imbalance": each.worker,
+        "experts: step imbalance": each.step,
+        "experts: largest load": each.largest,
+        **times,
+    }
+
+
 def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
     """Return the quantities of a training run. Only the losses include warm-up steps.
 
@@ -122,13 +140,22 @@ def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
     """
     metrics = source.metrics
     rest = steady_steps(metrics, [restart.step for restart in source.restarts])
-    final = [m.loss for m in metrics[-max(1, len(metrics) // 10) :] if m.loss is not None]
+    last = metrics[-max(1, len(metrics) // 10) :]
+
+    def final(name: str) -> Estimate:
+        values = [value for m in last if (value := getattr(m, name)) is not None]
+        return Estimate.of(np.array(values))
+
     held_out = [source.evaluations[-1].loss] if source.evaluations else []
     return {
-        "loss, last tenth of the steps": Estimate.of(np.array(final)),
+        "loss, last tenth of the steps": final("loss"),
         "held-out loss, last": Estimate.of(np.array(held_out)),
         "s / step, mean": Estimate.of(np.array([m.seconds for m in rest])),
         f"{unit}, mean": _rate(rest),
+        # Only runs with experts have these.
+        "balance loss, last tenth": final("balance_loss"),
+        "largest expert load, last tenth": final("expert_load"),
+        "routing entropy, last tenth": final("router_entropy"),
     }
 
 

@@ -12,6 +12,7 @@ from mtrain_cli.records.record_sums import EXPOSED, LATE
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.attention_figures import attention_figures
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
+from mtrain_cli.reporting.expert_figures import expert_figures
 from mtrain_cli.reporting.pipeline_page import pipeline_figure
 from mtrain_cli.reporting.profile_figures import sparsity_figures, step_figures
 from mtrain_cli.reporting.program_figure import program_figure
@@ -33,6 +34,7 @@ def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
     drawn = [scaling_figure([(source.name, source.swept) for source in sources])]
     trained = [source for source in sources if source.metrics]
     drawn += [held_out_figure(trained), training_figure(trained), density_figure(trained)]
+    drawn += expert_figures(sources)
     drawn += evaluation_figures([(source.name, source.results) for source in sources])
     drawn += step_figures([(s.name, s.step) for s in sources if s.step is not None])
     drawn += sparsity_figures([source for source in sources if source.sparsity])

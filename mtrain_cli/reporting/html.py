@@ -14,7 +14,7 @@ from mtrain_cli import __version__, resource_dir
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.reporting import attention_tables, elements, mask_svg, tables
+from mtrain_cli.reporting import attention_tables, elements, expert_tables, mask_svg, tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.evaluation_tables import evaluation_tables
 from mtrain_cli.reporting.figures import figures
@@ -41,6 +41,7 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         _differences(sources),
         _trained(sources),
         _recorded_steps(sources),
+        _experts(sources),
         _sparsity(sources),
         _evaluations(sources),
         *(study_section(source.study) for source in sources),
@@ -231,6 +232,19 @@ def _recorded_steps(sources: Sequence[ReportSource]) -> str:
         content += f"{title}{table}<ul>{''.join(facts)}</ul>"
     note = "ms per step: mean, min and max over ranks."
     return elements.section("One training step", content, note)
+
+
+def _experts(sources: Sequence[ReportSource]) -> str:
+    """Return the tables of experts: the routing of runs, and recorded loads."""
+    notes = {False: expert_tables.ROUTING_NOTE, True: expert_tables.NOTE}
+    routing = elements.table(expert_tables.ROUTING_HEADS, expert_tables.routing_cells(sources))
+    loads = elements.table(expert_tables.HEADS, expert_tables.expert_cells(sources))
+    content = "".join(
+        f"{table}{elements.note(f'{notes[recorded][:1].upper()}{notes[recorded][1:]}.')}"
+        for recorded, table in ((False, routing), (True, loads))
+        if table
+    )
+    return elements.section("Experts", content)
 
 
 def _sparsity(sources: Sequence[ReportSource]) -> str:

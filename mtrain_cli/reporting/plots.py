@@ -129,9 +129,9 @@ def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any
 def heat(z: Any, x: Sequence[Any], y: Sequence[Any], unit: str, hover: str, **more: Any) -> Trace:
     """Return a heat map.
 
-    unit: title of the color bar. For density and recall, the ticks are in percent.
+    unit: title of the color bar. For density, recall and share, the ticks are in percent.
     """
-    share = {"tickformat": ".0%"} if unit in ("density", "recall") else {}
+    share = {"tickformat": ".0%"} if unit in ("density", "recall", "share") else {}
     return {
         "type": "heatmap",
         "z": z,

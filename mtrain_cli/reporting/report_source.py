@@ -20,6 +20,7 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import read_state
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.attention_files import AttentionFiles, read_attention_files
+from mtrain_cli.records.expert_loads import ExpertAnalysis, analyse_experts
 from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics, read_metrics
 from mtrain_cli.records.record_files import (
     HEAD_ROWS,
@@ -69,6 +70,7 @@ class ReportSource:
     settings: resolved configuration by dotted key, with the layout, exchange and kernel of the run
         instead of ``auto``.
     restarts: restarts of the run after failures.
+    experts: loads of the experts in `recorded`.
     damage: why a damaged file is skipped; empty if no file is damaged.
     """
 
@@ -88,6 +90,7 @@ class ReportSource:
     study: tuple[StudyTable, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
+    experts: tuple[ExpertAnalysis, ...] = ()
     damage: str = ""
 
     @property
@@ -328,12 +331,20 @@ def open_source(path: Path) -> ReportSource:
     if recorded is None and not metrics and not results:
         raise ConfigError(_nothing(path))
     cases: tuple[CaseAnalysis, ...] = ()
+    experts: tuple[ExpertAnalysis, ...] = ()
     if recorded is not None:
         kind, named = recorded.summary.get("kind"), (_name(path), path, _facts(path, recorded))
         if kind == STEP:
             if damage := damage_of_step(recorded.summary):
                 raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
-            return ReportSource(*named, step=recorded.summary, settings=_settings(path, recorded))
+            experts, damaged = _experts(recorded)
+            return ReportSource(
+                *named,
+                step=recorded.summary,
+                settings=_settings(path, recorded),
+                experts=experts,
+                damage=damaged,
+            )
         if kind == STUDY:
             return ReportSource(*named, study=tables_of(recorded.summary, recorded.folder))
         if kind == SPARSITY:
@@ -345,6 +356,8 @@ def open_source(path: Path) -> ReportSource:
             )
         recorded.check_schemas()
         cases = tuple(analyse(recorded))
+        experts, unread = _experts(recorded)
+        damaged = "; ".join(filter(None, (damaged, unread)))
         if not cases and not metrics and not recorded.summary.get("sweep"):
             if recorded.complete or recorded.summary.get("samples"):
                 raise ConfigError(
@@ -366,8 +379,17 @@ def open_source(path: Path) -> ReportSource:
         results=results,
         settings=_settings(path, recorded),
         restarts=tuple(restart.read_restarts(RunDir(path))),
+        experts=experts,
         damage=damaged,
     )
+
+
+def _experts(recorded: RecordedFolder) -> tuple[tuple[ExpertAnalysis, ...], str]:
+    """Return the loads of the experts, and an error about their file or ""."""
+    try:
+        return tuple(analyse_experts(recorded)), ""
+    except ConfigError as error:
+        return (), f"{error.problems[0]}; loads of experts are not shown"
 
 
 def _settings(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:

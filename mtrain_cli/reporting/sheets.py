@@ -15,6 +15,7 @@ from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, P
 from mtrain_cli.records.attention_files import without_lists
 from mtrain_cli.records.study_rows import sheet_rows
 from mtrain_cli.reporting.comparison import comparison
+from mtrain_cli.reporting.expert_tables import balance_rows, routing_rows, share_rows
 from mtrain_cli.reporting.pipeline_page import pipeline_rows
 from mtrain_cli.reporting.report_source import ReportSource
 
@@ -93,6 +94,9 @@ def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
             {"run": source.name, **row} for source in sources for row in sheet_rows(source.study)
         ],
         "pipeline": pipeline_rows(sources),
+        "experts": list(share_rows(sources)),
+        "expert_balance": list(balance_rows(sources)),
+        "routing": list(routing_rows(sources)),
         "compare": _compare(sources),
     }
     return [Sheet(name, mine) for name, mine in rows.items() if mine]

@@ -269,10 +269,7 @@ def heat_map(
     lines = [Text(title, style="bold")]
     for first, row in zip(range(0, workers, per_worker), table, strict=True):
         last = min(first + per_worker, workers) - 1
-        line = Text(f"{first if first == last else f'{first}-{last}':>8} ")
-        for value in row:
-            level = min(len(SHADES) - 1, int(value / top * (len(SHADES) - 1) + 0.5))
-            line.append(SHADES[level] * 2, style=_COLOURS[level])
+        line = shaded(str(first) if first == last else f"{first}-{last}", row, top)
         line.append(f" {ms(float(whole[first : last + 1].sum(1).max()))}")
         lines.append(line)
     caption = (
@@ -282,6 +279,15 @@ def heat_map(
     if folded:
         caption += f"\n{'':>8} each cell is the maximum of {per_worker} workers x {per_step} steps"
     return Group(*lines, Text(caption, style="dim"))
+
+
+def shaded(label: str, values: Sequence[float], top: float) -> Text:
+    """Return a line of a heat map. top: the value with the darkest shade."""
+    line = Text(f"{label:>8} ")
+    for value in values:
+        level = min(len(SHADES) - 1, int(value / top * (len(SHADES) - 1) + 0.5))
+        line.append(SHADES[level] * 2, style=_COLOURS[level])
+    return line
 
 
 def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:

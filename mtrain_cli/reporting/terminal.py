@@ -13,6 +13,7 @@ from mtrain_cli.console import Console
 from mtrain_cli.reporting import comparison, tables, training_tables
 from mtrain_cli.reporting.attention_tables import show_attention
 from mtrain_cli.reporting.evaluation_tables import show_evaluations
+from mtrain_cli.reporting.expert_tables import show_experts
 from mtrain_cli.reporting.pipeline_page import SPARE_OF_PIPELINES, pipeline_table
 from mtrain_cli.reporting.program_figure import program_table
 from mtrain_cli.reporting.report_source import ReportSource
@@ -53,6 +54,7 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
         print_table(console, table, training_tables.SPARE_OF_TRAINING)
     if (positions := training_tables.positions_table(sources)) is not None:
         print_table(console, positions)
+    show_experts(console, sources)
     if (pipelines := pipeline_table(sources)) is not None:
         print_table(console, pipelines, SPARE_OF_PIPELINES)
     _show_cases(console, sources)

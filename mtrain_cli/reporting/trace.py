@@ -24,6 +24,7 @@ from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.recording import (
     COMPUTING,
+    EXPERTS,
     GAP,
     ITERATION,
     KINDS,
@@ -147,12 +148,14 @@ def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
 def _category(phase: str) -> str:
     if phase in (SEND, RECEIVE):
         return "message"
-    return "span" if phase in (ITERATION, STAGE, PASS) else "compute"
+    return "span" if phase in (ITERATION, STAGE, PASS, EXPERTS) else "compute"
 
 
 def _name(row: Any) -> str:
     if row.phase == PASS:
         return f"layer {row.layer} {row.direction}"
+    if row.phase == EXPERTS:
+        return f"experts of layer {row.layer} {row.direction}"
     if row.phase == STAGE:
         return f"stage {row.step} {row.direction}, micro-batch {row.micro}"
     if row.phase in (SEND, RECEIVE):

@@ -76,8 +76,23 @@ def rate_restarts(metrics: Sequence[StepMetrics]) -> list[int]:
 
 def training_figure(sources: Sequence[ReportSource]) -> Figure:
     """Draw the quantities of `_CURVES`, each in a view with a curve per run."""
+    return curves("training", "Training curves", sources, _CURVES)
+
+
+def curves(
+    name: str,
+    title: str,
+    sources: Sequence[ReportSource],
+    quantities: Sequence[tuple[str, str, bool]],
+) -> Figure:
+    """Draw quantities of training steps, each in a view with a curve per run.
+
+    quantities: title, field of `StepMetrics` and whether the axis starts at zero, of each.
+    """
     points = min(POINTS, POINTS_OF_ALL // max(1, len(sources)))
-    views = [view for curve in _CURVES if (view := _quantity(sources, *curve, points)) is not None]
+    views = [
+        view for curve in quantities if (view := _quantity(sources, *curve, points)) is not None
+    ]
     notes = []
     if any("opacity" in trace for view in views for trace in view.data):
         notes.append("Bold: moving average over 1/30 of the steps (5 to 100); thin: every step.")
@@ -87,7 +102,7 @@ def training_figure(sources: Sequence[ReportSource]) -> Figure:
         )
     if any(len(source.metrics) > points for source in sources):
         notes.append(f"Long curves show {points} steps.")
-    return Figure("training", "Training curves", (), views, " ".join(notes), together=True)
+    return Figure(name, title, (), views, " ".join(notes), together=True)
 
 
 def _quantity(
@@ -265,22 +280,47 @@ def _over_steps(evaluations: Sequence[Evaluation]) -> list[Trace]:
 
 def density_figure(sources: Sequence[ReportSource]) -> Figure:
     """Draw a heat map of the density, by layer and step of training."""
+    hover = "step %{x}, layer %{y}: %{z:.2%}"
+    return layers_over_steps(
+        "density", "Density by layer", sources, "density_by_layer", "density", hover
+    )
+
+
+def layers_over_steps(
+    name: str, title: str, sources: Sequence[ReportSource], key: str, unit: str, hover: str
+) -> Figure:
+    """Draw a heat map of a quantity, by layer and step of training, in a view per run.
+
+    Args:
+        key: field of `StepMetrics` with a value per layer. The last layer is the model's last.
+        unit, hover: as in `plots.heat`.
+    """
     views = []
     for source in sources:
-        kept = plots.evenly([m for m in source.metrics if m.density_by_layer], 300)
+        has = [m for m in source.metrics if getattr(m, key)]
+        kept = plots.evenly(
+            [m for m in has if len(getattr(m, key)) == len(getattr(has[-1], key))], 300
+        )
         if not kept:
             continue
-        table = np.array([m.density_by_layer for m in kept], float).T
-        layers = range(len(table))
+        table = np.array([getattr(m, key) for m in kept], float).T
+        first = _first_layer(source, len(table))
+        layers = range(first, first + len(table))
         trace = plots.heat(
             plots.numbers(table, 4),
             [m.step for m in kept],
             layers,
-            "density",
-            "step %{x}, layer %{y}: %{z:.2%}",
+            unit,
+            hover,
             zmax=float(table.max(initial=0)) or 1.0,
         )
         y = plots.downward("layer", **plots.whole(len(layers)))
         shape = layout(200 + 14 * min(40, len(layers)), axis("step"), y)
         views.append(FigureView((source.name,), [trace], shape))
-    return Figure("density", "Density by layer", ("run",), views)
+    return Figure(name, title, ("run",), views)
+
+
+def _first_layer(source: ReportSource, layers: int) -> int:
+    """Return the number of the first of the last ``layers`` layers of a run's model."""
+    of_model = source.settings.get("model.num_layers")
+    return of_model - layers if isinstance(of_model, int) and of_model > layers else 0

@@ -150,6 +150,7 @@ class TrainingProgress:
             grad_norm=metrics.grad_norm,
             tokens=metrics.tokens,
             tokens_per_second_per_gpu=metrics.tokens_per_second_per_gpu,
+            expert_load=metrics.expert_load,
             seconds=metrics.seconds,
             seconds_left=left,
         )
@@ -245,7 +246,7 @@ class TrainingProgress:
         parts += [
             f"lr {metrics.lr:.2e}",
             _rate(metrics.tokens_per_second_per_gpu, metrics),
-            *_gpu_or_index_parts(metrics),
+            *_special_parts(metrics),
             f"{metrics.seconds:.2f} s",
             *_data_parts(metrics),
         ]
@@ -289,7 +290,7 @@ class TrainingProgress:
             Text.assemble(("loss ", "dim"), (_loss(metrics), "bold"), bars),
             Text.assemble(("lr ", "dim"), f"{metrics.lr:.2e}"),
             Text(_rate(metrics.tokens_per_second_per_gpu, metrics)),
-            *(Text(part) for part in (*_gpu_or_index_parts(metrics), *_data_parts(metrics))),
+            *(Text(part) for part in (*_special_parts(metrics), *_data_parts(metrics))),
         ]
         if width >= 100 and self.losses:
             parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
@@ -362,13 +363,21 @@ def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
     return "MFU", metrics.mfu_model
 
 
-def _gpu_or_index_parts(metrics: StepMetrics) -> list[str]:
-    """Return utilization and memory if a GPU measured them, and the density of a sparse step."""
+def _special_parts(metrics: StepMetrics) -> list[str]:
+    """Return what not every step has.
+
+    These are utilization and memory if a GPU measured them, the density of a sparse step, and the
+    largest load of an expert.
+    """
     name, share = _utilization(metrics)
     parts = [] if share is None else [f"{name} {share:.1%}"]
     if metrics.peak_memory_gib is not None:
         parts.append(f"{metrics.peak_memory_gib:.1f} GiB")
-    return parts if metrics.index_seconds is None else [*parts, f"density {metrics.density:.1%}"]
+    if metrics.index_seconds is not None:
+        parts.append(f"density {metrics.density:.1%}")
+    if metrics.expert_load is not None:
+        parts.append(f"expert load {metrics.expert_load:.2f}x")
+    return parts
 
 
 def _data_parts(metrics: StepMetrics) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -105,6 +106,37 @@ def _peer_errors(context: ContextGroup) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True)
+class OwnLoads:
+    """The loads of the experts by this worker's tokens.
+
+    layers: numbers of the layers with experts that this worker computes.
+    chosen: tokens that chose each expert, [layers of the model, E], for each micro-batch.
+    beyond: those that the expert did not compute, alike; empty without a capacity.
+    """
+
+    layers: tuple[int, ...]
+    chosen: tuple[torch.Tensor, ...]
+    beyond: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(routings: Sequence[Routing]) -> OwnLoads | None:
+        """Return the loads of these micro-batches; None for a model without experts."""
+        if not routings:
+            return None
+        layers = sorted(set().union(*(routing.decided for routing in routings)))
+        chosen = tuple(routing.loads[:, : routing.moe.experts] for routing in routings)
+        beyond = tuple(routing.beyond for routing in routings if routing.beyond is not None)
+        return OwnLoads(tuple(layers), chosen, beyond)
+
+    def counts(self) -> np.ndarray:
+        """Return int64 [2, layers, E]: tokens that an expert computes, and those it drops."""
+        chosen = torch.stack(self.chosen).sum(0)
+        beyond = torch.stack(self.beyond).sum(0) if self.beyond else torch.zeros_like(chosen)
+        total = torch.stack([chosen - beyond, beyond])[:, list(self.layers)]
+        return total.round().long().cpu().numpy()
+
+
+@dataclass(frozen=True)
 class RoutingMetrics:
     """The routing of an optimizer step.
 
@@ -113,6 +145,7 @@ class RoutingMetrics:
     z: mean over sequences and layers of their mean logsumexp(logits)^2.
     entropy: mean over sequences and layers of their mean entropy of the scores, in nats.
     dropped: pairs of a token and an expert beyond the capacity, summed over layers.
+    own: the loads by this worker's tokens. The other fields are equal on all workers.
     """
 
     counts: torch.Tensor
@@ -120,6 +153,7 @@ class RoutingMetrics:
     z: float
     entropy: float
     dropped: int
+    own: OwnLoads | None = None
 
     @property
     def load_by_layer(self) -> list[float]:
@@ -174,4 +208,5 @@ def routing_metrics(
         z=float(sums[:, Z].mean()) / options.sequences,
         entropy=float(sums[:, ENTROPY].mean()) / options.sequences,
         dropped=int(sums[:, DROPPED].sum()),
+        own=OwnLoads.of(routings),
     )

@@ -43,7 +43,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, equal on all workers.
+    """One optimizer step, equal on all workers, except `RoutingMetrics.own`.
 
     loss: mean over the tokens with a label, in nats. None if no token has a label.
     grad_norm: norm of the whole gradient, before clipping.

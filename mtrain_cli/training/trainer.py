@@ -487,6 +487,9 @@ class Trainer:
             attends: the attention of each micro-batch.
             valid: number of labels in the whole step that count toward the loss.
         """
+        for batch in batches:
+            if batch.routing is not None:
+                batch.routing.recorder = self.recorder
         if self.stage is None:
             loss = self._forward_backward(batches, attends, valid)
         else:

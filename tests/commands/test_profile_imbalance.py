@@ -268,7 +268,7 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
     (line,) = (line for line in result.stderr.splitlines() if "above" in line)
     assert (
         line == "error: work worker imbalance 1.499 of dense contiguous all_gather is above "
-        "--fail-above worker=1.3"
+        "--fail-above work.worker=1.3"
     )
     summary = json.loads(result.stdout)
     assert [round(r["work"]["worker"]["mean"], 2) for r in summary["results"]] == [1.5, 1.06]
@@ -314,6 +314,18 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
             ["--fail-above worse=1"],
             "--fail-above worse=1: no such degree (did you mean worker?); allowed: worker, step, "
             "total, critical, work.worker",
+        ),
+        (
+            ["--fail-above experts.total=1 model=tiny_moe"],
+            "--fail-above experts.total=1: no such degree (did you mean work.total?); allowed: ",
+        ),
+        (
+            ["--fail-above experts.worker=1.5"],
+            "--fail-above experts.worker=1.5: model=tiny has no experts",
+        ),
+        (
+            ["--fail-above experts.step=2 model=tiny_moe --attention-only"],
+            "--fail-above experts.step=2: --attention-only measures no experts",
         ),
         (
             ["--fail-above worker=much"],

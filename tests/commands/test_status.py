@@ -167,6 +167,11 @@ def test_the_sheet_shows_progress_and_health(monkeypatch):
     )
 
 
+def test_a_run_with_experts_shows_their_largest_load():
+    reporter(begun()).step(last=True, step=12, loss=2.5, seconds=4.2, expert_load=1.725)
+    assert "experts     largest load 1.73x the mean in the last step" in status("first").stdout
+
+
 def test_a_stalled_run_shows_where_its_workers_are(monkeypatch):
     run = begun()
     stepped(run)

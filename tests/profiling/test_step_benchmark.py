@@ -29,7 +29,7 @@ def samples(count: int) -> tuple[list[tuple[str, bool]], list[Any]]:
         cases=[SimpleNamespace(label="a"), SimpleNamespace(label="b")],
         samples=0,
         plan=SimpleNamespace(samples=count),
-        recorded=lambda case, iteration, _: calls.append((case.label, iteration)),
+        recorded=lambda case, iteration, *_: calls.append((case.label, iteration)),
         timed=lambda case, plain, recorded: calls.append((case.label, plain, recorded)),
         save_indices=lambda: calls.append("indices"),
     )
@@ -51,9 +51,9 @@ def samples(count: int) -> tuple[list[tuple[str, bool]], list[Any]]:
     rehearsal.trainer = SimpleNamespace(step=6)  # type: ignore[assignment]
     rehearsal._warm = False
 
-    def compute(case: Any, _: Any, *, recorded: bool) -> tuple[list[Any], float]:
+    def compute(case: Any, _: Any, *, recorded: bool) -> tuple[list[Any], None, float]:
         passes.append((case.label, recorded))
-        return [], float(next(seconds))
+        return [], None, float(next(seconds))
 
     rehearsal._compute = compute  # type: ignore[method-assign]
     rehearsal.due = False

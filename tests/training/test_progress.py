@@ -294,6 +294,12 @@ def test_format_duration(seconds, text):
     assert format_duration(seconds) == text
 
 
+def test_steps_of_a_model_with_experts_show_the_largest_load():
+    progress, _, _ = make()
+    assert "expert load" not in progress.line(STEP)
+    assert "expert load 1.70x  2.00 s" in progress.line(replace(STEP, expert_load=1.7))
+
+
 def test_sparse_steps_show_hfu_and_density():
     sparse = replace(STEP, mfu_model=None, mfu_executed=0.5069, density=0.057, index_seconds=0.07)
     progress, out, clock = make()

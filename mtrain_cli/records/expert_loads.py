@@ -1,0 +1,349 @@
+"""The loads of experts in a profile: rows in a file, and their imbalance degrees.
+
+`profiles/definitions.md` defines every number. A profile of a model with experts writes one part
+after each sample and joins the parts at the end, as it does with its records (`record_files`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.parallel.recording import BACKWARD, DIRECTIONS, EXPERTS, FORWARD, KINDS
+from mtrain_cli.records import record_files
+from mtrain_cli.records.analysis import Estimate
+from mtrain_cli.records.record_files import RecordedFolder
+
+LOADS, LOAD_PARTS = "experts.parquet", "experts"
+FACT = "experts"  # key of a case of a model with experts in summary.json
+DEALT = (2, 4, 8)  # numbers of workers of the what-if
+DEGREES = ("worker", "step")
+MOST_CELLS = 1 << 26  # layers x ranks x experts of a file
+ROW = np.dtype(
+    [
+        ("case", np.int16),  # number of the case in summary.json
+        ("step", np.int32),  # training step
+        ("layer", np.int16),
+        ("rank", np.int16),  # rank that holds the tokens
+        ("expert", np.int32),
+        ("tokens", np.int64),  # tokens of the rank that the expert computes
+        ("dropped", np.int64),  # tokens of the rank that chose the expert beyond its capacity
+    ]
+)
+
+
+def expert_facts(model: ModelConfig, parallel: int) -> dict[str, Any]:
+    """Return the fact ``experts`` of a case; empty for a model without experts.
+
+    parallel: number of workers over which the experts of a layer are dealt.
+    """
+    moe = model.moe
+    if not moe.experts:
+        return {}
+    return {FACT: {"count": moe.experts, "top_k": moe.top_k, "parallel": parallel}}
+
+
+def write_loads(rows: np.ndarray, folder: Path, number: int) -> None:
+    """Write the loads of one sample. A model without experts has none, and gets no file."""
+    if len(rows):
+        record_files.write_part(rows, folder, number, LOAD_PARTS)
+
+
+def join_loads(folder: Path) -> None:
+    """Join the loads of all samples into one file."""
+    record_files.join_parts(folder, LOAD_PARTS, LOADS)
+
+
+def delete_loads_after(folder: Path, last: int) -> None:
+    """Delete the loads of training steps after ``last``."""
+    record_files.delete_parts_after(folder, last, LOAD_PARTS)
+
+
+@dataclass(frozen=True)
+class ExpertAnalysis:
+    """The loads of one case. Tokens count once for each expert that computes them.
+
+    case, label: number and name of the case in the summary.
+    parallel: number of workers over which the experts of a layer are dealt.
+    steps, layers, ranks: numbers of the training steps, layers and ranks with loads.
+    worker, step: imbalance degrees of the number of tokens, over samples. A sample is a layer of a
+        training step.
+    dealt: the worker degree that the same loads would have if the experts were dealt over so many
+        workers, by number of workers.
+    largest: tokens of the expert with the most, divided by the mean, over samples.
+    dropped: share of the chosen pairs of token and expert that are beyond an expert's capacity.
+    shares: share of each expert in the tokens of its layer, float32 [steps, layers, E].
+    by_rank: tokens of each rank that each expert computes, means over steps, [layers, ranks, E].
+    by_layer: for each layer, worker, step and largest as means over steps, [layers, 3].
+    time: worker imbalance degree of the recorded time of the experts; None without records.
+    ms: that time for one layer, by direction, as the mean over ranks, layers and steps.
+    """
+
+    case: int
+    label: str
+    parallel: int
+    steps: tuple[int, ...]
+    layers: tuple[int, ...]
+    ranks: tuple[int, ...]
+    worker: Estimate
+    step: Estimate
+    dealt: dict[int, Estimate]
+    largest: Estimate
+    dropped: float
+    shares: np.ndarray
+    by_rank: np.ndarray
+    by_layer: np.ndarray
+    time: Estimate | None
+    ms: dict[str, float]
+
+    @property
+    def experts(self) -> int:
+        return self.shares.shape[2]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry ``experts`` of the case's results."""
+        times = {} if self.time is None else {"time": {"worker": _json(self.time)}}
+        return {
+            "parallel": self.parallel,
+            "samples": self.worker.n,
+            "worker": _json(self.worker),
+            "step": _json(self.step),
+            "dealt": {str(workers): _json(value) for workers, value in self.dealt.items()},
+            "largest": _json(self.largest),
+            "dropped": self.dropped,
+            **times,
+            "ms": self.ms,
+            "shares": [[float(f"{x:.4g}") for x in row] for row in self.shares.mean(0).tolist()],
+        }
+
+
+def _json(value: Estimate) -> dict[str, Any]:
+    return {"mean": float(f"{value.mean:.5g}"), "std": float(f"{value.std:.5g}"), "n": value.n}
+
+
+def worker_tokens(tokens: np.ndarray, ranks: np.ndarray, parallel: int) -> np.ndarray:
+    """Return the tokens that each worker computes with each expert it holds, [workers, E / ep].
+
+    Args:
+        tokens: tokens of each rank by expert, [ranks, E].
+        ranks: numbers of the ranks, ascending.
+        parallel: ep, the number of consecutive ranks over which the experts are dealt, in equal
+            consecutive parts.
+    """
+    if parallel == 1:
+        return tokens
+    groups, first = np.unique(ranks // parallel, return_index=True)
+    of_group = np.add.reduceat(tokens, first, axis=0)
+    return of_group.reshape(len(groups) * parallel, -1)
+
+
+def expert_degrees(computed: np.ndarray) -> tuple[float, float]:
+    """Return the worker and the step imbalance degree of a layer.
+
+    Args:
+        computed: tokens that each worker computes with each expert it holds, [workers, experts].
+    """
+    totals, most = computed.sum(1), computed.max(1)
+    busy = totals > 0
+    if not busy.any():
+        return 1.0, 1.0
+    step = most[busy] * computed.shape[1] / totals[busy]
+    return float(totals.max() / totals.mean()), float(step.mean())
+
+
+def dealt_degree(totals: np.ndarray, workers: int) -> float:
+    """Return the worker degree of a layer if its experts were dealt over so many workers.
+
+    totals: tokens by expert, [E]. ``workers`` divides E.
+    """
+    parts = totals.reshape(workers, -1).sum(1)
+    return float(parts.max() / parts.mean()) if parts.any() else 1.0
+
+
+def analyse_experts(recorded: RecordedFolder) -> list[ExpertAnalysis]:
+    """Return an analysis of each case with loads; an empty list for a profile without them.
+
+    Raises:
+        ConfigError: the file of loads is damaged.
+    """
+    folder = recorded.folder
+    whole = folder / LOADS
+    files = [whole] if whole.is_file() else sorted((folder / LOAD_PARTS).glob("*.parquet"))
+    sums: dict[int, _CaseSums] = {}
+    cases = recorded.summary.get("cases") or [recorded.summary.get("settings") or {}]
+    for file in files:
+        for case, step, rows in _samples(file):
+            facts = cases[case] if 0 <= case < len(cases) else None
+            if not isinstance(facts, dict):
+                raise ConfigError(
+                    f"{file}: has loads of case {case}, which {record_files.SUMMARY} does not list"
+                )
+            sums.setdefault(case, _CaseSums(case, facts, file)).add(step, rows)
+    times = _times(recorded) if sums and recorded.parts else {}
+    return [sums[case].result(times.get(case, {})) for case in sorted(sums)]
+
+
+def _samples(file: Path) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
+    """Yield (case, step, rows) of each sample of a file, in the order of the file."""
+    import pyarrow.parquet as pq
+
+    names = ROW.names or ()
+    with record_files.reading(file):
+        table = pq.read_table(file)
+        absent = [name for name in names if name not in table.column_names]
+        if absent:
+            raise ConfigError(f"{file}: has no column {', '.join(absent)}; measure again")
+        columns = {}
+        for name in names:
+            values = table.column(name).to_numpy()
+            if values.dtype.kind not in "iu":
+                raise ConfigError(f"{file}: column {name} must hold integers; measure again")
+            columns[name] = values.astype(np.int64)
+    if not len(columns["case"]):
+        return
+    if min(int(values.min()) for values in columns.values()) < 0:
+        raise ConfigError(f"{file}: holds negative numbers; measure again")
+    case, step = columns["case"], columns["step"]
+    bounds = np.flatnonzero((np.diff(case) != 0) | (np.diff(step) != 0)) + 1
+    for begin, end in zip([0, *bounds], [*bounds, len(case)], strict=True):
+        rows = {name: values[begin:end] for name, values in columns.items()}
+        yield int(case[begin]), int(step[begin]), rows
+
+
+class _CaseSums:
+    """Collects the samples of one case."""
+
+    def __init__(self, case: int, facts: dict[str, Any], file: Path) -> None:
+        self._case, self._facts, self._file = case, facts, file
+        about = facts.get(FACT)
+        about = about if isinstance(about, dict) else {}
+        parallel = about.get("parallel")
+        self._parallel = parallel if isinstance(parallel, int) and parallel > 0 else 1
+        count = about.get("count")
+        self._experts: int = count if isinstance(count, int) else 0
+        self._shape: tuple[np.ndarray, np.ndarray] | None = None  # layers, ranks
+        self._steps: list[int] = []
+        self._shares: list[np.ndarray] = []
+        self._degrees: list[np.ndarray] = []  # [worker, step, largest, dealt...] x layers
+        self._tokens: np.ndarray | float = 0.0
+        self._dropped = self._chosen = 0
+
+    def add(self, step: int, rows: dict[str, np.ndarray]) -> None:
+        layers, ranks = np.unique(rows["layer"]), np.unique(rows["rank"])
+        experts = int(rows["expert"].max()) + 1
+        if self._shape is None:
+            self._experts = max(self._experts, experts)
+            if len(layers) * len(ranks) * self._experts > MOST_CELLS:
+                raise ConfigError(f"{self._file}: has more loads than a report can show")
+            self._parallel = self._parallel if self._experts % self._parallel == 0 else 1
+            self._shape = layers, ranks
+            self._dealt = [n for n in DEALT if self._experts % n == 0]
+        known_layers, known_ranks = self._shape
+        if (
+            not np.array_equal(layers, known_layers)
+            or not np.array_equal(ranks, known_ranks)
+            or experts > self._experts
+        ):
+            raise ConfigError(
+                f"{self._file}: step {step} has other layers, ranks or experts than steps before; "
+                "measure again"
+            )
+        at = (np.searchsorted(layers, rows["layer"]), np.searchsorted(ranks, rows["rank"]))
+        table = np.zeros((len(layers), len(ranks), self._experts))
+        np.add.at(table, (*at, rows["expert"]), rows["tokens"])
+        has = np.zeros((len(layers), len(ranks)), bool)
+        has[at] = True
+        self._steps.append(step)
+        self._tokens = self._tokens + table
+        self._dropped += int(rows["dropped"].sum())
+        self._chosen += int(rows["dropped"].sum() + rows["tokens"].sum())
+        totals = table.sum(1)
+        whole = totals.sum(1, keepdims=True)
+        even = np.full_like(totals, 1 / self._experts)
+        self._shares.append(np.divide(totals, whole, out=even, where=whole > 0).astype(np.float32))
+        self._degrees.append(
+            np.array([self._of_layer(table[i], has[i], ranks) for i in range(len(layers))]).T
+        )
+
+    def _of_layer(self, tokens: np.ndarray, has: np.ndarray, ranks: np.ndarray) -> list[float]:
+        """Return worker, step, largest and dealt degrees of a layer.
+
+        has: whether a rank computes the layer, which only the ranks of a pipeline's stage do.
+        """
+        totals = tokens.sum(0)
+        largest = float(totals.max() / totals.mean()) if totals.any() else 1.0
+        worker, step = expert_degrees(worker_tokens(tokens[has], ranks[has], self._parallel))
+        return [worker, step, largest, *(dealt_degree(totals, n) for n in self._dealt)]
+
+    def result(self, times: dict[tuple[int, int], dict[str, dict[int, float]]]) -> ExpertAnalysis:
+        """Return the analysis. times: result of `_times` for this case."""
+        assert self._shape is not None
+        layers, ranks = self._shape
+        degrees = np.stack(self._degrees)  # [steps, kinds, layers]
+        owners = np.repeat(self._steps, len(layers))
+        worker, step, largest, *dealt = (
+            Estimate.of(degrees[:, kind], owners) for kind in range(degrees.shape[1])
+        )
+        return ExpertAnalysis(
+            case=self._case,
+            label=str(self._facts.get("label") or "one step"),
+            parallel=self._parallel,
+            steps=tuple(self._steps),
+            layers=tuple(layers.tolist()),
+            ranks=tuple(ranks.tolist()),
+            worker=worker,
+            step=step,
+            dealt=dict(zip(self._dealt, dealt, strict=True)),
+            largest=largest,
+            dropped=self._dropped / self._chosen if self._chosen else 0.0,
+            shares=np.stack(self._shares),
+            by_rank=np.asarray(self._tokens) / len(self._steps),
+            by_layer=degrees[:, :3].mean(0).T,
+            time=_time_degree(times),
+            ms=_mean_ms(times),
+        )
+
+
+def _times(
+    recorded: RecordedFolder,
+) -> dict[int, dict[tuple[int, int], dict[str, dict[int, float]]]]:
+    """Return the ms of the experts: case -> (step, layer) -> direction -> rank -> ms."""
+    columns = ("case", "iteration", "layer", "rank", "direction", "phase", "dur_us")
+    found: dict[int, dict[tuple[int, int], dict[str, dict[int, float]]]] = {}
+    for batch in recorded.batches(columns):
+        mine = batch["phase"] == KINDS.index(EXPERTS)
+        rows = zip(
+            *(batch[name][mine].tolist() for name in columns if name != "phase"), strict=True
+        )
+        for case, iteration, layer, rank, direction, us in rows:
+            of_layer = found.setdefault(case, {}).setdefault((iteration, layer), {})
+            by_rank = of_layer.setdefault(DIRECTIONS[direction], {})
+            by_rank[rank] = by_rank.get(rank, 0.0) + us / 1e3
+    return found
+
+
+def _time_degree(times: dict[tuple[int, int], dict[str, dict[int, float]]]) -> Estimate | None:
+    """Return the worker imbalance degree of the time of all passes; None without times."""
+    degrees, owners = [], []
+    for (step, _), directions in times.items():
+        ranks = {rank for by_rank in directions.values() for rank in by_rank}
+        sums = [sum(by_rank.get(r, 0.0) for by_rank in directions.values()) for r in ranks]
+        mean = sum(sums) / len(sums)
+        degrees.append(max(sums) / mean if mean > 0 else 1.0)
+        owners.append(step)
+    return Estimate.of(np.array(degrees), np.array(owners)) if degrees else None
+
+
+def _mean_ms(times: dict[tuple[int, int], dict[str, dict[int, float]]]) -> dict[str, float]:
+    """Return the ms of a layer by direction, as the mean over ranks, layers and steps."""
+    found: dict[str, list[float]] = {}
+    for directions in times.values():
+        for direction, by_rank in directions.items():
+            found.setdefault(direction, []).extend(by_rank.values())
+    order = (FORWARD, "recompute", BACKWARD)
+    return {name: sum(found[name]) / len(found[name]) for name in order if name in found}

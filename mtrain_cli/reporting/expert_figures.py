@@ -1,0 +1,179 @@
+"""Draw the experts of a model: shares of tokens by layer, step and rank, and a run's routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.records.expert_loads import ExpertAnalysis
+from mtrain_cli.reporting import plots
+from mtrain_cli.reporting.expert_tables import labelled_experts
+from mtrain_cli.reporting.plots import Figure, FigureView
+from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.tables import fold
+from mtrain_cli.reporting.training_figures import curves, layers_over_steps
+
+NUMBERS = 20_000  # most cells of all heat maps of one figure
+_SIDE = 256  # most experts, layers, steps or ranks on an axis
+_CURVES = (
+    ("largest load, times the mean", "expert_load", True),
+    ("balance loss, 1 = even", "balance_loss", False),
+    ("entropy of routing, nats", "router_entropy", False),
+    ("z: mean of logsumexp^2", "router_z", False),
+)
+_DROPPED = ("tokens dropped", "dropped", True)
+Loads = Sequence[tuple[str, ReportSource, ExpertAnalysis]]  # (label, run, loads)
+
+
+def expert_figures(sources: Sequence[ReportSource]) -> list[Figure]:
+    """Return the figures of all models with experts."""
+    loads = labelled_experts(sources)
+    # With dense runs, too, so that a run has the same color in all curves.
+    trained = [source for source in sources if source.metrics]
+    return [*_routing_figures(trained), _shares(loads), _over_steps(loads), _ranks(loads)]
+
+
+def _routing_figures(sources: Sequence[ReportSource]) -> list[Figure]:
+    dropped = any(step.dropped for source in sources for step in source.metrics)
+    quantities = [*_CURVES, *([_DROPPED] if dropped else [])]
+    return [
+        curves("routing", "Routing", sources, quantities),
+        layers_over_steps(
+            *("expert-load", "Largest load of an expert by layer"),
+            sources,
+            "expert_load_by_layer",
+            "load",
+            "step %{x}, layer %{y}: %{z:.3g} times the mean",
+        ),
+    ]
+
+
+def _shares(loads: Loads) -> Figure:
+    """Draw heat maps of the shares of tokens, experts x layers: the mean, and single steps."""
+    views = []
+    for label, _, each in loads:
+        size = max(1, len(each.layers) * each.experts)
+        count = max(0, NUMBERS // (size * len(loads)) - 1)
+        tables = [(f"mean of {len(each.steps)} steps", each.shares.mean(0))]
+        if len(each.steps) == 1:
+            tables = [(f"step {each.steps[0]}", each.shares[0])]
+        elif count:
+            chosen = plots.evenly(range(len(each.steps)), count)
+            tables += [(f"step {each.steps[i]}", each.shares[i]) for i in chosen]
+        most = max(float(table.max()) for _, table in tables)
+        for name, table in tables:
+            trace = _share(table, range(each.experts), each.layers, "layer", "expert", most)
+            x = plots.axis("expert", **plots.whole(each.experts))
+            y = plots.downward("layer", **plots.whole(len(each.layers)))
+            views.append(FigureView((label, name), [trace], _layout(len(each.layers), x, y)))
+    note = f"Share of the layer's tokens that each expert computes.{_folded(loads)}"
+    selectors = ("case", "step")
+    return Figure("experts", "Tokens by expert and layer", selectors, views, note)
+
+
+def _over_steps(loads: Loads) -> Figure:
+    """Draw the share of each expert over the recorded steps, in a view per layer."""
+    views = []
+    for label, _, each in loads:
+        if len(each.steps) < 2:
+            continue
+        steps = plots.evenly(range(len(each.steps)), _SIDE)
+        for i, layer in _some_layers(each, len(steps), len(loads)):
+            table, numbers = each.shares[steps, i].T, [each.steps[at] for at in steps]
+            trace = _share(table, numbers, range(each.experts), "expert", "step")
+            y = plots.downward("expert", **plots.whole(each.experts))
+            shape = _layout(each.experts, plots.axis("recorded step", type="category"), y)
+            views.append(FigureView((label, str(layer)), [trace], shape))
+    note = f"Share of the layer's tokens that each expert computes.{_folded(loads)}"
+    selectors = ("case", "layer")
+    return Figure("experts-steps", "Tokens by expert over steps", selectors, views, note)
+
+
+def _ranks(loads: Loads) -> Figure:
+    """Draw which ranks' tokens each expert computes, in a view per layer."""
+    views = []
+    for label, _, each in loads:
+        if len(each.ranks) < 2:
+            continue
+        for i, layer in _some_layers(each, len(each.ranks), len(loads)):
+            table, _ = fold(each.by_rank[i], _SIDE)
+            across, down = (_labels(axis, size) for axis, size in _axes(each, table.shape))
+            trace = plots.heat(
+                plots.numbers(table, 4),
+                across,
+                down,
+                "tokens",
+                "rank %{y}, expert %{x}: %{z:.4g} tokens",
+                zmax=float(table.max(initial=0)) or 1.0,
+            )
+            x = plots.axis("expert", **plots.whole(len(across)))
+            y = plots.downward("rank", **plots.whole(len(down)))
+            views.append(FigureView((label, str(layer)), [trace], _layout(len(down), x, y)))
+    note = f"Tokens of each rank, as means over recorded steps.{_folded(loads)}"
+    selectors = ("case", "layer")
+    return Figure("experts-ranks", "Tokens by expert and rank", selectors, views, note)
+
+
+def _folded(loads: Loads) -> str:
+    """Return a note if the tables are too large to show all their cells."""
+    size = max((max(each.shares.shape[1:]) for _, _, each in loads), default=0)
+    ranks = max((len(each.ranks) for _, _, each in loads), default=0)
+    if max(size, ranks) <= _SIDE:
+        return ""
+    return f" Larger tables shrink to {_SIDE} x {_SIDE} cells, each the maximum of its group."
+
+
+def _some_layers(each: ExpertAnalysis, cells: int, cases: int) -> list[tuple[int, int]]:
+    """Return (place, number) of the layers to draw, so that the cells stay within `NUMBERS`.
+
+    Args:
+        cells: positions on the other axis than the experts.
+        cases: number of cases on the page.
+    """
+    size = max(1, min(cells, _SIDE) * min(each.experts, _SIDE) * cases)
+    return plots.evenly(list(enumerate(each.layers)), max(1, NUMBERS // size))
+
+
+def _share(
+    whole: np.ndarray,
+    across: Sequence[int],
+    down: Sequence[int],
+    row: str,
+    column: str,
+    most: float = 0.0,
+) -> plots.Trace:
+    """Return a heat map of shares.
+
+    Args:
+        across, down: numbers of the columns and of the rows.
+        row, column: what a row and a column is.
+        most: end of the color scale; 0 for the largest share.
+    """
+    table, _ = fold(whole, _SIDE)
+    return plots.heat(
+        plots.numbers(table, 4),
+        _labels(across, table.shape[1]),
+        _labels(down, table.shape[0]),
+        "share",
+        f"{row} %{{y}}, {column} %{{x}}: %{{z:.2%}} of the tokens",
+        zmax=most or float(table.max(initial=0)) or 1.0,
+    )
+
+
+def _axes(each: ExpertAnalysis, shape: tuple[int, ...]) -> list[tuple[Sequence[int], int]]:
+    return [(range(each.experts), shape[1]), (each.ranks, shape[0])]
+
+
+def _labels(numbers: Sequence[int], cells: int) -> list[Any]:
+    """Return a label for each cell of an axis: the number, or the numbers that the cell covers."""
+    of_cell = -(-len(numbers) // max(1, cells))
+    if of_cell == 1:
+        return list(numbers)
+    groups = (numbers[i : i + of_cell] for i in range(0, len(numbers), of_cell))
+    return [f"{group[0]}-{group[-1]}" for group in groups]
+
+
+def _layout(rows: int, x: dict[str, Any], y: dict[str, Any]) -> dict[str, Any]:
+    return plots.layout(190 + 14 * min(40, max(4, rows)), x, y)

@@ -1,0 +1,194 @@
+"""Time tensor and pipeline parallelism on two GPUs: mtrain, and torch's own in the same call.
+
+    python profiles/parallelism_speed.py tensor --seq 128k --cluster h200_1x8
+    python profiles/parallelism_speed.py pipeline --seq 32k --cluster h200_1x8
+    python profiles/parallelism_speed.py one --seq 64k --before OTHER_CHECKOUT
+    python profiles/parallelism_speed.py tensor --toy
+
+Each call takes less than ten minutes on two GPUs with `--model qwen3b`. It first checks on a tiny
+model that all ways give the same loss, then times steps, then prints a Markdown table:
+
+- tensor: two workers share each layer, in mtrain and with torch's `parallelize_module`, compiled
+  (`torch_peer.py`). The third row shares the sequence instead. All recompute whole layers.
+- pipeline: two stages with 2, 4, 8 and 16 micro-batches, and context parallelism with the same
+  batch. formula: (m + (p - 1) / v) (F + B), with the recorded times F and B of the slowest stage
+- one: dense and sparse steps on one GPU, here and in another checkout of mtrain
+
+Times are medians of the steps after the first two. predicted: `mtrain simulate run`, with its
+bounds. `--toy` runs a tiny model on two CPU processes, to test the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from measured_runs import Measured, predicted, train, write_ids, write_state
+from torch_peer import TENSOR, Peer
+from torch_peer import train as train_peer
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.sizes import parse_size
+
+TINY = (
+    "model.hidden_size=64", "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=2",
+    "model.head_dim=16", "model.intermediate_size=128", "model.vocab_size=300",
+    "topology.block_size=64",
+)  # fmt: skip
+SPARSE = ("sparsity=vertical_slash", "sparsity.min_columns=64", "sparsity.max_columns=64")
+# The optimizer of the peer: then losses after a step are equal, too.
+SAME_STEPS = (
+    "optim.lr=0.00001", "optim.warmup_steps=0", "optim.schedule=constant", "optim.clip_norm=0",
+    "optim.weight_decay=0",
+)  # fmt: skip
+TENSOR_PARALLEL, PIPELINE = "topology.tensor_parallel=2", "topology.pipeline_parallel=2"
+WHOLE_LAYERS = "train.activation_checkpoint=full"
+CLOSE = {"cpu": 1e-5, "cuda": 5e-3}  # the peer computes in bfloat16 on GPUs
+LAYOUT, EXCHANGE = "zigzag", "all_gather"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What to measure with: the model's settings, the length, the device, and the files."""
+
+    model: tuple[str, ...]
+    seq: int
+    steps: int
+    device: str
+    cluster: str
+    folder: Path
+
+    def words(self, *more: str, workers: int = 2) -> tuple[str, ...]:
+        """Return the settings of a run on one document of random tokens."""
+        return (
+            *self.model, f"seq={self.seq}", "data=tokens", f"data.path={self.folder / 'ids.npy'}",
+            "data.shuffle=false", "data.document_mask=false", f"topology.device={self.device}",
+            f"topology.workers={workers}", f"topology.layout={LAYOUT}",
+            f"topology.exchange={EXCHANGE}", f"train.steps={self.steps}", *more,
+        )  # fmt: skip
+
+    @property
+    def shape(self) -> ModelConfig:
+        return compose([*self.model, f"seq={self.seq}"]).model
+
+    def peer(self, state: Path | None = None) -> Peer:
+        """Return the peer of a run, and write its tokens."""
+        data = write_ids(self.folder, self.shape.vocab_size, self.seq, [0])
+        ids = torch.from_numpy(np.load(data)).long()
+        return Peer(self.shape, ids, TENSOR, self.device, self.steps, state=state)
+
+    def predicted(self, *more: str) -> str:
+        """Return seconds with bounds."""
+        words = (*self.model, f"seq={self.seq}", "data.document_mask=false", *more)
+        low, value, high = predicted(self.cluster, 2, LAYOUT, EXCHANGE, *words)
+        return f"{value:.3g} ({low:.3g} - {high:.3g})"
+
+
+def check(bench: Bench) -> None:
+    """Compare the losses of two steps of a tiny model over all ways. Exit if they differ."""
+    tiny = Bench(TINY, 512, 2, bench.device, bench.cluster, bench.folder)
+    write_state(tiny.shape, compose(list(TINY)).seed, bench.folder / "state")
+    expected = train_peer(tiny.peer(bench.folder / "state"), 2).losses
+    ways = {
+        "one worker": tiny.words(workers=1),
+        "tensor": tiny.words(TENSOR_PARALLEL),
+        "context": tiny.words(),
+        "pipeline": tiny.words(PIPELINE, "train.global_batch=4"),
+        "virtual stages": tiny.words(PIPELINE, "topology.virtual_stages=2", "train.global_batch=4"),
+    }
+    for name, words in ways.items():
+        found = train(*words, *SAME_STEPS).losses
+        worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+        print(f"check: {name}: losses {found}, {worst:.1e} from the peer's", flush=True)
+        if not worst <= CLOSE[bench.device]:
+            raise SystemExit(f"{name}: losses {found} differ from the peer's {expected}")
+
+
+def tensor(bench: Bench) -> Iterator[str]:
+    """Yield the rows of tensor parallelism."""
+    yield "| what | s / step | tokens/s/GPU | peak GiB | speed-up over torch | predicted s |"
+    yield "|---|---|---|---|---|---|"
+    peer = train_peer(bench.peer(), 2)
+
+    def row(name: str, run: Measured, prediction: str) -> str:
+        rate = bench.seq / 2 / run.seconds
+        faster = peer.seconds / run.seconds
+        return (
+            f"| {name} | {run.seconds:.3f} | {rate:,.0f} | {run.peak_gib:.1f} | {faster:.2f}x "
+            f"| {prediction} |"
+        )
+
+    yield row("torch, 2 tensor", Measured(peer.losses, peer.seconds, 0, peer.peak_gib, None), "")
+    for name, more in (("2 tensor", (TENSOR_PARALLEL,)), ("2 context", ())):
+        run = train(*bench.words(WHOLE_LAYERS, *more))
+        yield row(f"mtrain, {name}", run, bench.predicted(WHOLE_LAYERS, *more))
+
+
+def pipeline(bench: Bench) -> Iterator[str]:
+    """Yield the rows of pipelines."""
+    bench.peer()
+    columns = ["m", "v", "s / step", "passes s", "formula s", "passes / formula", "predicted s"]
+    yield f"| {' | '.join(columns)} | 2 context s |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for count in (2, 4, 8, 16):
+        batch = (f"train.global_batch={count}", "train.shard=gradients")
+        beside = train(*bench.words(*batch)).seconds
+        for parts in (1, 2):
+            more = (*batch, PIPELINE, f"topology.virtual_stages={parts}")
+            run = train(*bench.words(*more), record=True)
+            assert run.pipeline is not None
+            passes = np.add(run.pipeline["forward_ms"], run.pipeline["backward_ms"])
+            slowest = max(passes[stage::2].sum() for stage in range(2)) / 1e3
+            formula = (count + 1 / parts) * slowest
+            makespan = run.pipeline["makespan_ms"] / 1e3
+            yield (
+                f"| {count} | {parts} | {run.seconds:.3f} | {makespan:.3f} | {formula:.3f} "
+                f"| {makespan / formula:.3f} | {bench.predicted(*more)} | {beside:.3f} |"
+            )
+
+
+def one(bench: Bench, before: Path | None) -> Iterator[str]:
+    """Yield the rows of one GPU."""
+    bench.peer()
+    yield "| attention | s / step | in the other checkout | before / now |"
+    yield "|---|---|---|---|"
+    for name, more in (("dense", ()), ("vertical_slash", SPARSE)):
+        words = bench.words(*more, workers=1)
+        now = train(*words).seconds
+        then = train(*words, checkout=before).seconds if before else now
+        yield f"| {name} | {now:.3f} | {f'{then:.3f}' if before else ''} | {then / now:.3f} |"
+
+
+def main() -> None:
+    """Check, then print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=["tensor", "pipeline", "one"])
+    parser.add_argument("--model", default="qwen3b", help="a model of `mtrain config list`")
+    parser.add_argument("--seq", default="128k", help="tokens of a sequence; an even number")
+    parser.add_argument("--steps", type=int, default=6, help="training steps of a run, at least 3")
+    parser.add_argument("--cluster", default="h200_1x8", help="cluster of the predictions")
+    parser.add_argument("--before", type=Path, help="with `one`: another checkout of mtrain")
+    parser.add_argument("--toy", action="store_true", help="a tiny model on two CPU processes")
+    given = parser.parse_args()
+    seq = 512 if given.toy else parse_size(given.seq)
+    if seq % 2 or given.steps < 3:
+        parser.error("--seq must be even, and --steps at least 3")
+    device = "cpu" if given.toy else "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        model = TINY if given.toy else (f"model={given.model}",)
+        bench = Bench(model, seq, given.steps, device, given.cluster, Path(folder))
+        check(bench)
+        tables = {"tensor": tensor, "pipeline": pipeline}
+        rows = one(bench, given.before) if given.what == "one" else tables[given.what](bench)
+        for line in rows:
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

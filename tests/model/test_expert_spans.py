@@ -1,0 +1,62 @@
+"""The spans of the experts begin and end around their own work, in both directions."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mtrain_cli.model.expert_spans import record_experts
+from mtrain_cli.parallel.recording import Recorder
+
+
+class _Slow(torch.autograd.Function):
+    """Doubles its argument, in 10 ms forward and 20 ms backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        time.sleep(0.01)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        _ = ctx.saved_tensors
+        time.sleep(0.02)
+        return 2 * grad
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_spans_cover_each_pass_and_not_the_second_forward_pass(again):
+    recorder = Recorder(torch.device("cpu"))
+    calls: list[bool] = []
+
+    def layer(x):
+        second = bool(calls)
+        calls.append(second)
+        time.sleep(0.05 if second else 0)
+        return record_experts(_Slow.apply, x, recorder, 3, again=second)
+
+    x = torch.ones(4, requires_grad=True)
+    recorder.start()
+    out = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+    assert out.tolist() == [2.0] * 4
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 4
+    spans = {span.direction: span for span in recorder.read()}
+    assert list(spans) == ["forward", *(["recompute"] if again else []), "backward"]
+    assert {(span.kind, span.layer, span.step) for span in spans.values()} == {("experts", 3, -1)}
+    assert 0.01 <= spans["forward"].seconds < 0.05
+    assert 0.02 <= spans["backward"].seconds < 0.07, "without the second forward pass"
+
+
+def test_nothing_is_recorded_without_a_recorder_or_while_it_is_stopped():
+    x = torch.ones(2, requires_grad=True)
+    assert record_experts(lambda x: 2 * x, x, None, 0, again=False).tolist() == [2, 2]
+    recorder = Recorder(torch.device("cpu"))
+    record_experts(lambda x: 2 * x, x, recorder, 0, again=False).sum().backward()
+    recorder.start()
+    assert recorder.read() == []

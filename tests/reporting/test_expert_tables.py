@@ -1,0 +1,162 @@
+"""Reports show the experts of profiles and of training runs, in tables, CSV files and the page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from records.test_expert_loads import TOKENS, loads, profile
+from reporting.training_runs import step, trained
+from synthetic_records import Play, facts_of, ring, rows_of, write
+
+from mtrain_cli.console import Console
+from mtrain_cli.records.expert_loads import LOADS
+from mtrain_cli.reporting.comparison import comparison
+from mtrain_cli.reporting.expert_tables import (
+    HEADS,
+    ROUTING_HEADS,
+    expert_cells,
+    routing_cells,
+    share_map,
+)
+from mtrain_cli.reporting.html import write_page
+from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.reporting.sheets import sheets
+from mtrain_cli.reporting.terminal import show_sources
+
+
+def with_experts(name: str, folder: Path, load: float = 2.0) -> ReportSource:
+    """Return a training run of a model with four experts."""
+    metrics = tuple(
+        step(
+            n,
+            balance_loss=1.0 + n / 100,
+            router_z=4.0,
+            expert_load=load + n / 100,
+            expert_load_by_layer=[1.5, load + n / 100],
+            router_entropy=1.3,
+            dropped=n % 2,
+        )
+        for n in range(1, 21)
+    )
+    settings = {"model.moe.experts": 4, "model.num_layers": 3}
+    return replace(trained(name, folder, settings=settings), metrics=metrics)
+
+
+def shown(folder: Path, sources: list[ReportSource], width: int = 140) -> str:
+    with (folder / "out").open("w") as file:
+        show_sources(Console(file=file, width=width), sources)
+    return (folder / "out").read_text()
+
+
+def rows(sources: list[ReportSource], name: str) -> list[dict]:
+    return [row for sheet in sheets(sources) if sheet.name == name for row in sheet.rows]
+
+
+def test_the_table_has_degrees_times_and_the_what_if(tmp_path):
+    (cells,) = expert_cells([open_source(profile(tmp_path, loads(), loads(step=2)))])
+    assert dict(zip(HEADS, cells, strict=True)) == {
+        "case": "one",
+        "ep": "1",
+        "worker imbalance": "1.00 ±0.00",
+        "step imbalance": "1.50 ±0.58",
+        "largest load": "1.50 ±0.58",
+        "if dealt over 2 / 4 / 8": "1.17 / 1.50 / -",
+        "worker imbalance, by time": "1.50",
+        "ms forward / backward": "2 / 4",
+        "dropped": "0.0%",
+        "n": "4",
+    }
+
+
+def test_the_routing_of_a_run_is_its_first_and_last_step(tmp_path):
+    (cells,) = routing_cells([with_experts("run", tmp_path), trained("dense", tmp_path)])
+    assert len(cells) == len(ROUTING_HEADS)
+    assert cells[:7] == ["run", "1.010", "1.200", "2.01", "2.20", "1.300", "1.300"]
+    assert cells[7:] == ["1.386", "4.000", "10"], "even: the logarithm of 4"
+
+
+def test_terminal_shows_tables_and_a_heat_map(tmp_path):
+    source = open_source(profile(tmp_path / "a", loads()))
+    text = shown(tmp_path, [source, with_experts("run", tmp_path)])
+    assert "Experts" in text
+    assert "Routing" in text
+    assert "share of tokens by layer and expert" in text
+    for width in (60, 80):
+        narrow = shown(tmp_path, [source], width)
+        assert "step" in narrow
+    dense = shown(tmp_path, [trained("dense", tmp_path)])
+    assert "Experts" not in dense
+    assert "Routing" not in dense
+
+
+def test_a_large_heat_map_is_folded(tmp_path):
+    (each,) = open_source(profile(tmp_path, loads(np.ones((3, 2, 8))))).experts
+    with (tmp_path / "out").open("w") as file:
+        Console(file=file, width=100).print(share_map(each, "x", cells=2))
+    text = (tmp_path / "out").read_text()
+    assert "each cell is the maximum of several experts or layers" in text
+    assert "0-1 " in text
+
+
+def test_page_and_csv_escape_names(tmp_path):
+    source = open_source(profile(tmp_path / "a", loads(), loads(step=2), label="<b>one</b>"))
+    text = write_page(tmp_path / "report.html", [source, with_experts("<i>r</i>", tmp_path)])
+    page = text.read_text()
+    assert "<h2>Experts</h2>" in page
+    assert "&lt;b&gt;one&lt;/b&gt;" in page
+    assert "<b>one" not in page
+    assert "<i>r" not in page
+    found = rows([source], "experts")
+    assert len(found) == 2 * 4
+    assert found[0]["tokens"] == 12.0
+    assert found[0]["share"] == pytest.approx(0.5)
+    assert found[0]["load"] == pytest.approx(2.0)
+    assert [row["step_id"] for row in rows([source], "expert_balance")] == [2.0, 1.0]
+    assert rows([with_experts("r", tmp_path)], "routing")[3] == {
+        **{"run": "r", "step": 4, "balance_loss": 1.04, "expert_load": 2.04},
+        **{"router_entropy": 1.3, "router_z": 4.0, "dropped": 0},
+    }
+    assert rows([trained("dense", tmp_path)], "routing") == []
+
+
+def test_runs_with_experts_compare_with_each_other_and_with_dense_runs(tmp_path):
+    first, other = with_experts("a", tmp_path), with_experts("b", tmp_path, 4.0)
+    ratios = {row.what: row.ratio for row in comparison([first, other])}
+    assert ratios["largest expert load, last tenth"] == pytest.approx(4.195 / 2.195)
+    assert ratios["routing entropy, last tenth"] == 1.0
+    dense = trained("dense", tmp_path)
+    for pair in ([first, dense], [dense, first]):
+        assert "loss, last tenth of the steps" in {row.what for row in comparison(pair)}
+        assert not [row for row in comparison(pair) if "expert" in row.what]
+        write_page(tmp_path / "both.html", pair)
+        assert "Routing" in shown(tmp_path, pair)
+
+
+def test_profiles_with_experts_compare(tmp_path):
+    uneven = TOKENS * [[[1, 1, 1, 1]], [[4, 1, 1, 1]]]
+    a = open_source(profile(tmp_path / "a", loads()))
+    b = open_source(profile(tmp_path / "b", loads(uneven)))
+    ratios = {row.what: row.ratio for row in comparison([a, b])}
+    assert ratios["experts: step imbalance"] == pytest.approx((2 + 16 / 7) / 2 / 1.5)
+    assert ratios["experts: worker imbalance"] == 1.0
+    plain = write(tmp_path / "c", [rows_of(Play(ring(2)))], [facts_of(ring(2), label="one")])
+    whats = {row.what for row in comparison([a, open_source(plain)])}
+    assert whats
+    assert not [what for what in whats if "expert" in what]
+
+
+def test_a_profile_without_loads_or_with_a_damaged_file_still_shows(tmp_path):
+    assert open_source(profile(tmp_path / "old")).experts == ()
+    folder = profile(tmp_path / "a", loads())
+    source = open_source(folder)
+    assert json.loads(json.dumps([each.to_json() for each in source.experts]))
+    (folder / "experts" / "000000.parquet").unlink()
+    (folder / LOADS).write_bytes(b"no")
+    damaged = open_source(folder)
+    assert damaged.experts == ()
+    assert "loads of experts are not shown" in " ".join(damaged.remarks)
+    assert damaged.cases

@@ -1,0 +1,55 @@
+"""The scripts that time parallelism and masks beside torch run on two CPU processes."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROFILES = Path(__file__).parents[2] / "profiles"
+
+
+@pytest.fixture
+def mask_speed(monkeypatch):
+    monkeypatch.syspath_prepend(str(PROFILES))
+    return importlib.import_module("mask_speed")
+
+
+def test_long_tailed_documents_cover_the_sequence(mask_speed):
+    starts = mask_speed.long_tailed(1 << 19, 8192)
+    assert starts[0] == 0
+    assert starts[-1] < 1 << 19
+    lengths = [b - a for a, b in zip(starts, (*starts[1:], 1 << 19), strict=True)]
+    assert min(lengths[:-1]) >= 16
+    assert max(lengths) > 8 * sorted(lengths)[len(lengths) // 2]
+
+
+def test_the_peer_ignores_the_label_of_the_last_token_of_a_document(mask_speed, tmp_path):
+    tiny = mask_speed.TINY
+    bench = mask_speed.Bench(tiny, 512, 2, "cpu", "h200_1x8", tmp_path, 0, (0, 100))
+    peer = bench.peer()
+    assert (peer.labels < 0).nonzero().flatten().tolist() == [99]
+    assert peer.labels[100] == peer.ids[101]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words", "rows"),
+    [
+        ("parallelism_speed", ["tensor"], 3),
+        ("parallelism_speed", ["pipeline"], 8),
+        ("parallelism_speed", ["one"], 2),
+        ("mask_speed", ["compare", "--mask", "documents"], 4),
+        ("mask_speed", ["dense"], 3),
+    ],
+)
+def test_a_script_checks_losses_and_prints_its_table(script, words, rows):
+    command = [sys.executable, PROFILES / f"{script}.py", *words, "--toy", "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
+    checks = [line for line in done.stdout.splitlines() if line.startswith("check: ")]
+    table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert len(checks) >= 4
+    assert len(table) == 1 + rows, done.stdout
