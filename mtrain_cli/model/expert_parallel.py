@@ -159,6 +159,7 @@ class _SharedExperts(torch.autograd.Function):
             inner_RI = functional.silu(gate_RI) * up_RI * scores_R1
             out_RC = grouped_rows(inner_RI.to(x_RC.dtype), down_LCI, chunk.ends_L)
             back = group.start(out_RC[chunk.place_R], chunk.receive, chunk.send)
+            del gate_RI, up_RI, inner_RI, out_RC
             yield
             out_TC[own] = _sums(back.wait(), chunk, scores_TK)
 
@@ -196,6 +197,8 @@ class _SharedExperts(torch.autograd.Function):
             dx = group.start(dx_RC[chunk.place_R], chunk.receive, chunk.send)
             dscores = group.start(dscores_R[chunk.place_R], chunk.receive, chunk.send)
             dgate_up_LWC.add_(grouped_sums(dgate_up_RW, x_RC, chunk.ends_L))
+            del grad_RC, silu_RI, outer_RI, dinner_RI, inner_RI, douter_RI, dgate_RI
+            del dgate_up_RW, dx_RC, dscores_R
             yield
             dx_TC[own] = _sums(dx.wait(), chunk, scores_TK)
             dscores_TK[own].view(-1)[chunk.order_S] = dscores.wait()

@@ -31,7 +31,7 @@ def grouped_rows_back(rows_SB: Tensor, weights_EBA: Tensor, ends_E: Tensor) -> T
 
 def grouped_sums(left_SB: Tensor, right_SA: Tensor, ends_E: Tensor) -> Tensor:
     """Return ``left.T @ right`` over the rows of each expert, ``[E, B, A]``."""
-    if _runs_grouped(left_SB, right_SA):
+    if len(left_SB) and _runs_grouped(left_SB, right_SA):
         return torch._grouped_mm(left_SB.t(), right_SA, offs=ends_E)
     shape = len(ends_E), left_SB.shape[1], right_SA.shape[1]
     sums_EBA = left_SB.new_zeros(shape)
@@ -41,7 +41,7 @@ def grouped_sums(left_SB: Tensor, right_SA: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _by_expert(rows_SA: Tensor, weights_EAB: Tensor, ends_E: Tensor) -> Tensor:
-    if _runs_grouped(rows_SA, weights_EAB):
+    if len(rows_SA) and _runs_grouped(rows_SA, weights_EAB):
         result_SB = torch._grouped_mm(rows_SA, weights_EAB, offs=ends_E)
         # It leaves the rows behind the last group uninitialized.
         row_S1 = torch.arange(len(rows_SA), device=rows_SA.device)[:, None]

@@ -7,8 +7,8 @@ a group start their messages in the same order, even if no row travels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -25,6 +25,7 @@ from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.mesh import STAGE, connect_all
 from mtrain_cli.parallel.recording import WAIT
+from mtrain_cli.parallel.tensor_group import MessageObserver
 from mtrain_cli.parallel.transport import explain_peer_loss
 
 EXPERTS = "experts"  # dimension of the mesh along which workers hold different experts
@@ -40,7 +41,7 @@ class RowMessage:
 
     def wait(self) -> Tensor:
         """Return the rows, ordered by the worker that sent them. On a GPU, the stream waits."""
-        with self._group.peer_errors(), nvtx_ranges.span(WAIT, "", _LINK, -1):
+        with self._group.waits():
             self._work.wait()
         return self._received
 
@@ -52,16 +53,18 @@ class ExpertGroup:
     rank, size: this worker's rank in the group, and the number of workers in the group. Worker r
         holds the r-th of ``size`` equal, consecutive parts of the experts.
     received: bytes of rows that reached this worker from others.
+    observer: watches the waits of this worker.
     """
 
     rank: int
     size: int
     process_group: dist.ProcessGroup = field(repr=False)
     received: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
+    observer: MessageObserver = field(default_factory=MessageObserver, repr=False, compare=False)
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """Return the numbers of rows that each worker has for each expert, ``[size, E]``."""
-        with self.peer_errors():
+        with self.waits():
             return all_gather(counts_E.contiguous(), self.size, self.process_group)
 
     def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> RowMessage:
@@ -84,6 +87,13 @@ class ExpertGroup:
                 async_op=True,
             )
         return RowMessage(arriving, work, self)
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Wait for other workers in the ``with`` block, as an NVTX range and for the observer."""
+        span = nvtx_ranges.span(WAIT, "", _LINK, -1)
+        with self.peer_errors(), self.observer.waiting(), span:
+            yield
 
     def peer_errors(self) -> AbstractContextManager[None]:
         """Return a context in which the loss of a worker is an error that names the group."""

@@ -243,6 +243,8 @@ class Trainer:
         timer = ComputeTimer(layers, self.device, most)
         if self.tensor is not None:
             self.tensor.observer.waiting = timer.waiting
+        if self.experts is not None:
+            self.experts.observer.waiting = timer.waiting
         return timer
 
     def train_step(self, stop: bool) -> StepResult:
