@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
@@ -126,7 +127,7 @@ def degree_problem(config: Config, dims: ParallelDims, degree: int) -> str | Non
     """Return why a degree does not fit, or None if it fits."""
     workers, moe = dims.dp * dims.cp * dims.tp, config.model.moe
     if workers % degree:
-        return f"does not divide the {workers} workers of a stage"
+        return f"does not divide the {with_count(workers, 'worker')}{_of_stage(dims)}"
     if moe.experts % degree:
         return f"does not divide model.moe.experts={moe.experts}"
     sizes = (moe.experts, 2 * moe.expert_size, config.model.hidden_size)
@@ -135,10 +136,14 @@ def degree_problem(config: Config, dims: ParallelDims, degree: int) -> str | Non
         for shape in (sizes, (sizes[0], sizes[2], moe.expert_size)):
             if sharded_dimension(shape, shards) is None:
                 return (
-                    f"leaves {shards} workers to share an expert's weight of "
+                    f"leaves {with_count(shards, 'worker')} to share an expert's weight of "
                     f"{shape[1]} x {shape[2]}, and neither size is a multiple of {shards}"
                 )
     return None
+
+
+def _of_stage(dims: ParallelDims) -> str:
+    return f" of a stage (topology.pipeline_parallel={dims.pp})" if dims.pp > 1 else ""
 
 
 def grouped_problem(config: Config, dtype_bytes: int) -> str | None:

@@ -95,7 +95,7 @@ def test_a_dense_model_has_no_degree():
     [
         (
             ["topology.expert_parallel=4"], 2, "cpu",
-            "topology.expert_parallel=4: does not divide the 2 workers of a stage; allowed: "
+            "topology.expert_parallel=4: does not divide the 2 workers; allowed: "
             "auto, 1, 2",
         ),
         (
