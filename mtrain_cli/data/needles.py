@@ -171,13 +171,15 @@ class _Builder:
             ConfigError: there is no room for the lines.
         """
         settings = self._settings
-        tokens = dict(self._counted([line for pair in pairs for line in pair.lines]))
+        lines = [line for pair in pairs for line in pair.lines]
+        tokens = dict(self._counted(lines))
+        taken = sum(tokens[line] for line in lines)  # a question may stand several times
         last = sum(tokens[pair.lines[-1]] for pair in pairs if pair.in_tail)
-        space = settings.length - self._end - sum(tokens.values())
+        space = settings.length - self._end - taken
         if space < 0 or last > settings.tail:
             raise ConfigError(
                 f"--pairs {settings.pairs}: {settings.length:,} tokens of {self._tokenizer.name} "
-                f"have no room for them: they take {sum(tokens.values()):,}, and the questions at "
+                f"have no room for them: they take {taken:,}, and the questions at "
                 f"the end {last:,} of {settings.tail:,}. Give fewer pairs, fewer questions or a "
                 "larger length."
             )
@@ -227,10 +229,15 @@ class _Builder:
         text = "".join(body)
         while self._count(text) > target:
             # Tokens at the ends of lines can differ in the whole text: drop a line of the corpus.
-            body.remove(next(line for line in body if not line.startswith(_OWN_LINES)))
+            line = next((line for line in body if not line.startswith(_OWN_LINES)), None)
+            if line is None:
+                break
+            body.remove(line)
             text = "".join(body)
         if self._count(text) == target:
             return text
+        if self._count(text) > target:
+            raise self._no_length()
         for head in ("", "#", "##"):
             letters = 0
             for _ in range(8):
@@ -241,7 +248,10 @@ class _Builder:
                 letters += round(missing / self._tokens_of_x) if abs(missing) > 1 else missing
                 if letters < 0:
                     break
-        raise ConfigError(
+        raise self._no_length()
+
+    def _no_length(self) -> ConfigError:
+        return ConfigError(
             f"--tokenizer: no document of {self._tokenizer.name} gets exactly "
             f"{self._settings.length:,} tokens; give another --length"
         )

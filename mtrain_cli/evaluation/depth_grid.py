@@ -104,7 +104,7 @@ class DepthGrid:
         if room < _LEAST_TEXT:
             raise ConfigError(
                 f"{length:,} tokens are too few for {len(depths)} needles and their questions; "
-                f"give {length - room + _LEAST_TEXT:,} or more."
+                f"give {self._longest(len(depths)):,} or more."
             )
         start = int(self._ends[random.randrange(len(self._ends) - 1)])
         parts: list[np.ndarray] = []
@@ -122,6 +122,12 @@ class DepthGrid:
             answer = _span(parts)
             probes.append(DepthProbe(depths[number], answers[number], spans[number], answer))
         return DepthSample(np.concatenate(parts), tuple(probes))
+
+    def _longest(self, needles: int) -> int:
+        """Return a length that is enough for every draw of names."""
+        answers = ["9999999"] * len(NAMES)
+        texts = (self._encode(each, NAMES, answers) for each in (_NEEDLE, _QUESTION, _ANSWER))
+        return needles * sum(max(map(len, each)) for each in texts) + _LEAST_TEXT
 
     def _encode(
         self, template: str, names: Sequence[str], answers: Sequence[str]

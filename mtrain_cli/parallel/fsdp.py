@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,10 @@ def shard_parameters(
         module.set_gradient_divide_factor(1.0)
         # Without this, NCCL would scale inside its reduction. gloo can only sum.
         module.set_force_sum_reduction_for_comms(True)
+    # FSDP2 prefetches the unit before the last one, which is here a layer, never its experts.
+    for later, earlier in pairwise(reversed(experts)):
+        assert isinstance(later, FSDPModule)
+        later.set_modules_to_backward_prefetch([earlier])  # type: ignore[list-item]
 
 
 def sharded_dimension(shape: Sequence[int], workers: int) -> int | None:

@@ -54,8 +54,7 @@ def sum_copied_gradients(parameters: Iterable[Tensor], tensor: TensorGroup) -> N
     """Add up the gradients of the parameters that all workers of a tensor group hold whole.
 
     Each worker has such a gradient, of a norm or of experts, only for its own tokens or heads. One
-    message
-    carries all of them, once per optimizer step.
+    message carries all of them, once per optimizer step.
     """
     gradients = [p.grad for p in parameters if p.grad is not None and copies(p) > 1]
     shards = [g.to_local() for g in gradients if isinstance(g, DTensor)]

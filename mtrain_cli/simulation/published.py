@@ -13,6 +13,7 @@ from typing import Any
 from mtrain_cli import resource_dir
 from mtrain_cli.config.cluster import Cluster, load_cluster
 from mtrain_cli.config.documents import is_number, read_yaml, reason
+from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
 
@@ -27,7 +28,8 @@ QUANTITIES = (
     *(RATE, MFU, MEMORY, SPEED_UP, WORKER, STEP, COMPUTED, WORK),
     *(WORKER + LESS, STEP + LESS, REDUNDANT, MESSAGES, SPEED),
 )
-FORMULAS = ("ring", "double_ring", "burst")
+RING = exchange_name(gathers=False, hierarchical=False)
+FORMULAS = (RING, "double_ring", "burst")
 _SETTINGS = (
     *("words", "layout", "exchange", "index", "density", "columns"),
     *("nodes", "per_node", "attention_only"),
@@ -67,7 +69,7 @@ class PublishedRow:
     values: tuple[PublishedValue, ...]
     words: tuple[str, ...] = ()
     layout: str = "zigzag"
-    exchange: str = "ring"
+    exchange: str = RING
     index: str = "dense"
     density: float | None = None
     columns: int | None = None

@@ -19,6 +19,7 @@ from mtrain_cli.simulation.published import (
     MFU,
     RATE,
     REDUNDANT,
+    RING,
     SPEED,
     SPEED_UP,
     STEP,
@@ -136,7 +137,7 @@ class _PredictedRow:
         )
         inside, between = (ranks - nodes) * inner_us, nodes * outer_us
         us = {
-            "ring": 6 * ranks * max(inner_us, outer_us),
+            RING: 6 * ranks * max(inner_us, outer_us),
             "double_ring": 4 * max(inside, between) + 2 * (inside + between),
             "burst": 5 * max(inside, between),
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
@@ -43,6 +44,9 @@ def expert_traffic(
 
     A row travels to its expert and back, and so does its gradient. The second forward pass of a
     checkpointed layer sends the row again, but not back.
+
+    With tensor parallelism and degree 1, each worker of a tensor group has the same shard of the
+    experts, and adds up its gradients with the others once a step.
     """
     model, train, moe = config.model, config.train, config.model.moe
     workers = dims.dp * dims.cp * dims.tp
@@ -52,24 +56,32 @@ def expert_traffic(
     row = (4 + again) * model.hidden_size * dtype_bytes + (2 + again) * _SCORE
     rows = micro_batches * tokens * moe.top_k * (degree - 1) / degree * row
     whole = 3 * moe.experts * moe.expert_size * model.hidden_size / degree
-    others = 1 - degree / workers
+    copies = dims.tp if degree == 1 else 1
+    others = 1 - degree * copies / workers
     gathers = 2 * micro_batches if train.shard == "full" else 1
     reductions = 1 if train.shard == "optimizer" else micro_batches
     bytes_each = gathers * dtype_bytes + reductions * BYTES[train.reduce_dtype]
-    return ExpertTraffic(degree, round(rows), round(whole * others * bytes_each))
+    # An all-reduce in float32.
+    summed = 2 * (1 - 1 / copies) * 4 * whole * copies / workers
+    return ExpertTraffic(degree, round(rows), round(whole * others * bytes_each + summed))
 
 
-def expert_degree(config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int) -> int:
+def expert_degree(
+    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
+) -> int:
     """Return the expert-parallel degree of a run (`require_experts_fit`).
 
     `auto` takes the degree that moves the fewest bytes, among those that stay in a node.
+
+    Args:
+        per_node: number of workers of a node.
     """
     given = config.topology.expert_parallel
     if not config.model.moe.experts:
         return 1
     if isinstance(given, int):
         return given
-    return chosen_traffic(config, dims, layout, dtype_bytes).degree
+    return chosen_traffic(config, dims, layout, dtype_bytes, per_node).degree
 
 
 def require_experts_fit(config: Config, dims: ParallelDims, dtype_bytes: int, device: str) -> None:
@@ -90,15 +102,17 @@ def require_experts_fit(config: Config, dims: ParallelDims, dtype_bytes: int, de
 
 
 def chosen_traffic(
-    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int
+    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
 ) -> ExpertTraffic:
-    """Return the traffic of the allowed degree that moves the fewest bytes."""
-    node = config.topology.gpus_per_node
-    most = node if isinstance(node, int) else dims.workers
+    """Return the traffic of the allowed degree that moves the fewest bytes.
+
+    An expert group begins at a multiple of its degree, so it stays in a node if the degree divides
+    the workers of the node.
+    """
     options = [
         expert_traffic(config, dims, layout, dtype_bytes, degree)
         for degree in allowed_degrees(config, dims)
-        if degree <= most
+        if per_node % degree == 0
     ]
     return min(options, key=lambda option: option.total)
 
@@ -113,7 +127,7 @@ def degree_problem(config: Config, dims: ParallelDims, degree: int) -> str | Non
     """Return why a degree does not fit, or None if it fits."""
     workers, moe = dims.dp * dims.cp * dims.tp, config.model.moe
     if workers % degree:
-        return f"does not divide the {workers} workers of a stage"
+        return f"does not divide the {with_count(workers, 'worker')}{_of_stage(dims)}"
     if moe.experts % degree:
         return f"does not divide model.moe.experts={moe.experts}"
     sizes = (moe.experts, 2 * moe.expert_size, config.model.hidden_size)
@@ -122,10 +136,14 @@ def degree_problem(config: Config, dims: ParallelDims, degree: int) -> str | Non
         for shape in (sizes, (sizes[0], sizes[2], moe.expert_size)):
             if sharded_dimension(shape, shards) is None:
                 return (
-                    f"leaves {shards} workers to share an expert's weight of "
+                    f"leaves {with_count(shards, 'worker')} to share an expert's weight of "
                     f"{shape[1]} x {shape[2]}, and neither size is a multiple of {shards}"
                 )
     return None
+
+
+def _of_stage(dims: ParallelDims) -> str:
+    return f" of a stage (topology.pipeline_parallel={dims.pp})" if dims.pp > 1 else ""
 
 
 def grouped_problem(config: Config, dtype_bytes: int) -> str | None:

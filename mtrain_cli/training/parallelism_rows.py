@@ -41,11 +41,12 @@ def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
     if not config.model.moe.experts:
         return []
     shape = config, dims, plan.layout, plan.dtype_bytes
-    degree = expert_degree(*shape)
+    per_node = plan.environment.workers_per_node
+    degree = expert_degree(*shape, per_node)
     held = f"a worker computes {config.model.moe.experts // degree} of {config.model.moe.experts}"
     if dims.dp * dims.cp * dims.tp == 1:
         return [("experts", held)]
-    best = chosen_traffic(*shape)
+    best = chosen_traffic(*shape, per_node)
     other = best.degree if degree == 1 else 1
     degrees = dict.fromkeys((degree, other))
     costs = [

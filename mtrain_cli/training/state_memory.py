@@ -70,20 +70,19 @@ class StateMemory:
         self.root_weights = sum(prod(shape) for shape in roots)
         kinds = layer_kinds(model, self.numbers)
         shapes = {kind: layer_shapes(model, experts=kind).values() for kind in kinds}
-        self.shards = {k: sharded_numbers(each, self.layer_workers) for k, each in shapes.items()}
-        # With expert parallelism, a worker computes with its own experts. All workers of the stage
-        # share the experts, a whole part of them each.
+        # With expert parallelism, a worker computes with its own experts, and other workers than
+        # those of the layer share their weights.
         given = config.topology.expert_parallel
-        degree = given if isinstance(given, int) else 1
-        self.same_experts = workers // degree
-        self.expert_shard = 0  # of a layer with experts, if they are dealt
-        if degree > 1:
-            of_experts = [s for each in shapes.values() for s in each if len(s) == 3]
-            self.expert_shard = sum(map(prod, of_experts)) // workers
-            if True in self.shards:
-                others = (s for s in shapes[True] if len(s) != 3)
-                self.shards[True] = sharded_numbers(others, self.layer_workers)
-                self.shards[True] += self.expert_shard
+        self.degree = degree = given if isinstance(given, int) else 1
+        self.dealt = {
+            kind: sum(prod(s) for s in each if len(s) == 3 and degree > 1) // workers
+            for kind, each in shapes.items()
+        }
+        self.shards = {
+            kind: self.dealt[kind]
+            + sharded_numbers((s for s in each if len(s) < 3 or degree == 1), self.layer_workers)
+            for kind, each in shapes.items()
+        }
         self.whole = {
             kind: sum(prod(s) // (degree if len(s) == 3 else 1) for s in each)
             for kind, each in shapes.items()
@@ -174,13 +173,9 @@ class StateMemory:
 
     def layer_scatter(self, layer: int) -> int:
         """Return the bytes of the input of a layer's reduce-scatter. layer: its number."""
-        experts = self._dealt([layer])
-        others = self._shards_of([layer]) - experts
-        return self._scatter(others, self.layer_workers) + self._scatter(experts, self.same_experts)
-
-    def _dealt(self, layers: Sequence[int]) -> int:
-        """Return the part of `_shards_of` that belongs to experts which are dealt over workers."""
-        return self.expert_shard * sum(map(self.model.has_experts, layers))
+        dealt = self.dealt[self.model.has_experts(layer)]
+        others = self._scatter(self._shards_of([layer]) - dealt, self.layer_workers)
+        return others + self._scatter(dealt, self.workers // self.degree)
 
     @property
     def root_scatter(self) -> int:
@@ -195,11 +190,12 @@ class StateMemory:
         """Return the bytes of weights and gradients that reach one worker per optimizer step."""
         n, full = self.micro_batches, self.shard_kind == "full"
         reduced = self.r * (1 if self.shard_kind == "optimizer" else n)
-        each, experts = self.e * (2 * n if full else 1) + reduced, self._dealt(self.numbers)
-        layers = each * (self.of_layers - experts)
+        dealt = sum(self.dealt[self.model.has_experts(layer)] for layer in self.numbers)
+        each = self.e * (2 * n if full else 1) + reduced
+        experts = (self.workers // self.degree - 1) * each * dealt
+        layers = each * (self.of_layers - dealt)
         root = (self.e * (n if full else 1) + reduced) * self.root_shard
-        dealt = (self.same_experts - 1) * each * experts
-        return (self.layer_workers - 1) * layers + (self.workers - 1) * root + dealt
+        return experts + (self.layer_workers - 1) * layers + (self.workers - 1) * root
 
     def over_host_link(self) -> int:
         """Return the bytes that an offloaded optimizer moves between device and host per step.

@@ -155,7 +155,8 @@ class Trainer:
     def _make_expert_group(self, timeout: timedelta) -> ExpertGroup | None:
         dims, itemsize = self.environment.dims, self.choices.dtype.itemsize
         require_experts_fit(self.config, dims, itemsize, self.device.type)
-        degree = expert_degree(self.config, dims, self.choices.layout, itemsize)
+        layout, per_node = self.choices.layout, self.environment.workers_per_node
+        degree = expert_degree(self.config, dims, layout, itemsize, per_node)
         return make_expert_group(self.environment.rank, dims, degree, self.device, timeout)
 
     def _make_data(self) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mtrain_cli.composition.compose import compose
@@ -90,9 +90,17 @@ def _check(document: NeedleDocument, settings: NeedleSettings, tokenizer: Tokeni
 def test_a_reader_answers_every_question(
     length: int, pairs: int, chains: float, seed: int, questions: int
 ) -> None:
+    assume(pairs * (105 + 50 * questions) <= length)  # their lines, at most
     settings_ = NeedleSettings(length, pairs, chains, seed, questions)
     for document in needle_documents(_corpus(_TEXT), ByteTokenizer(), settings_, 2):
         _check(document, settings_, ByteTokenizer())
+
+
+def test_repeated_questions_count_as_often_as_they_stand() -> None:
+    """Seventeen pairs with three questions each need more than 3,000 characters."""
+    settings_ = NeedleSettings(3000, 17, 1.0, 0, 3)
+    with pytest.raises(ConfigError, match=r"^--pairs 17: 3,000 tokens of bytes have no room"):
+        next(needle_documents(_corpus(_TEXT), ByteTokenizer(), settings_, 2))
 
 
 @pytest.mark.parametrize("length", [2048, 4001, 8192])

@@ -95,6 +95,11 @@ def test_mistakes_are_named() -> None:
     grid = DepthGrid(_TEXT, ByteTokenizer())
     with pytest.raises(ConfigError, match=r"^100 tokens are too few for 1 needles .* or more\.$"):
         next(grid.samples(100, (0.5,)))
+    with pytest.raises(ConfigError) as refused:
+        next(grid.samples(150, (0.2, 0.8), together=True))
+    least = int(refused.value.problems[0].split("give ")[1].split()[0].replace(",", ""))
+    for length in range(least, least + 20):  # each length draws other names
+        assert len(next(grid.samples(length, (0.2, 0.8), together=True)).ids) == length
     for depth in (-0.1, 1.5):
         with pytest.raises(ConfigError, match="must be a share from 0 to 1"):
             next(grid.samples(1000, (0.5, depth)))

@@ -61,33 +61,44 @@ def test_rows_and_weights_balance_at_the_tokens_of_the_closed_form(degree):
     assert round(own_tokens, -2) == 29_500
 
 
-def chosen(seq: str, *words: str) -> int:
-    config = compose([*QWEN, f"seq={seq}", "topology.expert_parallel=auto", *words])
+def test_with_tensor_parallelism_and_one_degree_gradients_are_summed_once_a_step():
+    config = compose([*QWEN, "seq=64k", "topology.tensor_parallel=4", "train.global_batch=3"])
+    dims = ParallelDims.of(8, cp=2, tp=4)
+    layout = make_layout("striped", 2, config.seq, 128)
+    whole = 3 * 128 * 768 * 2048
+    found = expert_traffic(config, dims, layout, 2, 1)
+    # Two workers share a copy. Each all-reduces its half with three others.
+    assert found.weights == whole // 2 * 3 * (2 * 2 + 4) + 2 * whole // 2 * 4 * 3 // 4
+    shared = expert_traffic(config, dims, layout, 2, 8)
+    assert (shared.weights, shared.rows > 0) == (0, True)
+
+
+def chosen(seq: str, per_node: int = 8) -> int:
+    config = compose([*QWEN, f"seq={seq}", "topology.expert_parallel=auto"])
     layout = make_layout("striped", 8, config.seq, 128)
-    return expert_degree(config, ParallelDims.of(8, cp=8), layout, 2)
+    return expert_degree(config, ParallelDims.of(8, cp=8), layout, 2, per_node)
 
 
 def test_auto_moves_rows_of_short_sequences_and_weights_for_long_ones():
     assert chosen("8k") == 8
     assert chosen("1m") == 1
-    assert chosen("8k", "topology.gpus_per_node=2") == 2, "a group stays in a node"
+    assert chosen("8k", per_node=2) == 2, "a group stays in a node"
+    assert chosen("8k", per_node=6) == 2, "of 6 workers: groups of 4 would cross nodes"
 
 
 def test_auto_takes_the_fewest_bytes():
     for seq in ("8k", "128k", "256k", "1m"):
         config = compose([*QWEN, f"seq={seq}", "topology.expert_parallel=auto"])
         layout, dims = make_layout("striped", 8, config.seq, 128), ParallelDims.of(8, cp=8)
-        best = chosen_traffic(config, dims, layout, 2)
+        best = chosen_traffic(config, dims, layout, 2, 8)
         totals = [expert_traffic(config, dims, layout, 2, n).total for n in (1, 2, 4, 8)]
         assert best.total == min(totals)
 
 
 def test_a_dense_model_has_no_degree():
     config = compose(["model=qwen3b", "topology.expert_parallel=auto"])
-    assert (
-        expert_degree(config, ParallelDims.of(8, cp=8), make_layout("striped", 8, 4096, 128), 2)
-        == 1
-    )
+    layout = make_layout("striped", 8, 4096, 128)
+    assert expert_degree(config, ParallelDims.of(8, cp=8), layout, 2, 8) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +106,7 @@ def test_a_dense_model_has_no_degree():
     [
         (
             ["topology.expert_parallel=4"], 2, "cpu",
-            "topology.expert_parallel=4: does not divide the 2 workers of a stage; allowed: "
+            "topology.expert_parallel=4: does not divide the 2 workers; allowed: "
             "auto, 1, 2",
         ),
         (
