@@ -289,7 +289,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     seconds += n * messages * message_bytes(config, plan.layout, e) / NODE_LINK
     tokens, rows = own_tiles(config, plan.layout, e)
     logits = 4 * tokens * config.model.vocab_size / (train.loss_chunk_mib << 20)
-    # Layers with experts have no tiles.
+    # The chunks of experts are not priced.
     tiled = layers * (1 - config.model.expert_layers / config.model.num_layers)
     return seconds + n * TILE_SECONDS * (2 * tokens / rows * tiled + logits)
 
