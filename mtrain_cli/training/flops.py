@@ -351,7 +351,7 @@ def recomputed_matmul(
     Activation checkpointing recomputes q, k, v, o, gate and up, but not down: backward needs only
     the input of down. Without checkpointing, a layer computed in tiles recomputes o, gate and up. A
     layer that keeps its MLP products (`keep_mlp`) does not recompute o, gate and up. A layer with
-    experts recomputes the router and the whole shared MLP, too, and is never tiled.
+    experts recomputes the router and the whole shared MLP, too; its chunks repeat no product.
     """
     found = 0
     for experts, layers in layer_kinds(model).items():
