@@ -150,7 +150,10 @@ def compare(bench: Bench) -> Iterator[str]:
 
 
 def layer_ms(few: float, more: float) -> float:
-    """Return the time of a layer of steps that take so many seconds with few and more layers."""
+    """Return the milliseconds of one layer.
+
+    few, more: seconds of a step with `FEW` and with `MORE` layers.
+    """
     return 1e3 * (more - few) / (MORE - FEW)
 
 

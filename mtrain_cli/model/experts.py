@@ -1,4 +1,4 @@
-"""A mixture of experts: the layer's MLP as many small MLPs, a few of which compute each token.
+"""A mixture of experts: many small MLPs in place of a layer's MLP. Each token uses a few of them.
 
 See arXiv:2101.03961 and arXiv:2401.06066 (shared experts). `routing.py` decides which experts
 compute which tokens.

@@ -127,7 +127,7 @@ class HuggingFaceFolder:
         """Read a region of a parameter, one tensor of the folder after another.
 
         Yield the place of each tensor in the region, and its values on the CPU in the dtype of the
-        file. Experts of which the region has nothing are not read.
+        file. Experts outside the region are not read.
         """
         for stored, rows, place in overlaps(self._parts[name], region):
             with _readable(self.path / self._file_of[stored]):

@@ -73,7 +73,7 @@ class ExpertAnalysis:
     steps, layers, ranks: numbers of the training steps, layers and ranks with loads.
     worker, step: imbalance degrees of the number of tokens, over samples. A sample is a layer of a
         training step.
-    dealt: the worker degree that the same loads would have if the experts were dealt over so many
+    dealt: the worker degree that the same loads would have if the experts were dealt over this many
         workers, by number of workers.
     largest: tokens of the expert with the most, divided by the mean, over samples.
     dropped: share of the chosen pairs of token and expert that are beyond an expert's capacity.
@@ -157,7 +157,7 @@ def expert_degrees(computed: np.ndarray) -> tuple[float, float]:
 
 
 def dealt_degree(totals: np.ndarray, workers: int) -> float:
-    """Return the worker degree of a layer if its experts were dealt over so many workers.
+    """Return the worker degree of a layer whose experts are dealt over ``workers`` workers.
 
     totals: tokens by expert, [E]. ``workers`` divides E.
     """

@@ -492,7 +492,7 @@ def _source(
 ) -> tuple[Calibration, bool]:
     """Return the calibration for a GPU's kernels, and whether it was measured on this GPU model.
 
-    kernel: the kernel of which a shipped calibration must have times; None for any kernel.
+    kernel: the kernel whose times a shipped calibration must have; None for any kernel.
     """
     if calibration is not None and calibration.curves:
         known: tuple[Calibration, ...] = (calibration,)

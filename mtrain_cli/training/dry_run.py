@@ -259,7 +259,7 @@ def _dense_parts(config: Config) -> str:
 def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str, str]]:
     """Return a row on the mask, and a row on the labels that it shows; no rows if it is causal.
 
-    read: masks of the data, of which a row says how many pairs they allow; None for no such row.
+    read: masks of the data. A row says how many pairs they allow; None leaves this row out.
     """
     if (name := config.data.mask_key) is not None:
         own = f"from the data (data.mask_key={name})"

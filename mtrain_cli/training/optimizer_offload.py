@@ -63,15 +63,14 @@ class OffloadedOptimizer:
     last_micro_batch: whether the current backward pass is the last backward pass of its step.
     """
 
-    def __init__(self, decoder: nn.Module, masters: Decoder, optim: OptimConfig) -> None:
+    def __init__(self, decoder: Decoder, masters: Decoder, optim: OptimConfig) -> None:
         self.masters = masters
         parameters = list(decoder.parameters())
         self.device = parameters[0].device
         _mirror(decoder, masters)
         reset_biases(masters, torch.device("cpu"))
-        self._routers = list(
-            zip(expert_layers(decoder.layers), expert_layers(masters.layers), strict=True)  # type: ignore[arg-type]
-        )
+        routers = (expert_layers(each.layers) for each in (decoder, masters))
+        self._routers = list(zip(*routers, strict=True))
         self.optimizer = make_optimizer(masters, optim)
         self._units = [
             _unit(mine, theirs)

@@ -174,8 +174,9 @@ def test_too_many_pairs_are_refused(length: int, pairs: int) -> None:
 
 
 def test_a_corpus_without_lines_is_refused() -> None:
+    settings_ = NeedleSettings(999, 2, 0, 1)
     with pytest.raises(ConfigError, match=r"^--haystack test: holds no line of text"):
-        next(needle_documents(_corpus("é" * 500), ByteTokenizer(), NeedleSettings(999, 2, 0, 1), 1))
+        next(needle_documents(_corpus("é" * 500), ByteTokenizer(), settings_, 1))
 
 
 def test_a_fifth_of_a_mixture_are_needles(tmp_path: Path) -> None:
