@@ -25,7 +25,13 @@ from mtrain_cli.evaluation.harness_results import measured
 from mtrain_cli.evaluation.harness_tasks import HarnessTasks
 from mtrain_cli.evaluation.request import EvaluationRequest
 from mtrain_cli.evaluation.results import Result, ResultsFolder, append_row, kept_rows, key_of
-from mtrain_cli.evaluation.runner import Setting, StoppedError, pattern_text, score_text
+from mtrain_cli.evaluation.runner import (
+    Setting,
+    StoppedError,
+    pattern_text,
+    score_text,
+    settings_of,
+)
 from mtrain_cli.inference.answers import describe, report
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.limits import MOST_TOGETHER
@@ -95,10 +101,7 @@ class HarnessRunner:
     ) -> None:
         self._request, self._environment, self._stop = request, environment, stop
         self._tasks, self._first = tasks, environment.rank == 0
-        pairs = list(zip(request.attentions, configs, strict=True))
-        self._settings = [
-            Setting(weights, name, config) for weights in request.weights for name, config in pairs
-        ]
+        self._settings = settings_of(request, configs)
         folder = None if request.tokenizer is None else Path(request.tokenizer)
         self._codec = open_codec(self._settings[0].source(), folder)
         self._opened: tuple[int, EngineAnswers] | None = None

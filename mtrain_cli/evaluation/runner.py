@@ -65,6 +65,15 @@ class Setting:
         return ModelSource(Path(self.weights.path), self.weights.is_folder, self.config)
 
 
+def settings_of(request: EvaluationRequest, configs: Sequence[Config]) -> list[Setting]:
+    """Return each of the request's weights with each of its attentions, in this order.
+
+    configs: configuration of each attention.
+    """
+    pairs = list(zip(request.attentions, configs, strict=True))
+    return [Setting(weights, *pair) for weights in request.weights for pair in pairs]
+
+
 @dataclass(frozen=True)
 class InTraining:
     """A model in training.
@@ -96,10 +105,7 @@ class Runner:
         self._request, self._environment, self._stop = request, environment, stop
         self._training, self.problem = training, ""
         self._first = environment.rank == 0
-        pairs = list(zip(request.attentions, configs, strict=True))
-        self._settings = [
-            Setting(weights, name, config) for weights in request.weights for name, config in pairs
-        ]
+        self._settings = settings_of(request, configs)
         source = self._settings[0].source()
         if training is not None:
             codec = training.codec
