@@ -149,6 +149,7 @@ def test_results_of_another_model_are_refused(tmp_path, run):
     assert message in refused("niah", str(other), *words, "--out", str(run / "evaluation"))
 
 
+@pytest.mark.slow
 def test_two_workers_write_the_same_samples(folder):
     words = ("niah", "run", "--length", "512", "--needles", "2", "--samples", "2")
     words = (*words, "train.kernel=reference")

@@ -117,7 +117,11 @@ TENSORS = ["topology.workers=2", "topology.tensor_parallel=2"]
 STAGES = ["topology.workers=2", "topology.pipeline_parallel=2", "train.global_batch=4"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
+    ids=["killed", "stopped"],
+)
 def test_a_stage_lost_in_a_hop_is_named_with_stage_and_micro_batch(signum):
     hop = "pipeline, stage 1, micro-batch 1", "sends gradients to rank 0"
     end = train(Fault(1, signum, 3, *hop), *STAGES)

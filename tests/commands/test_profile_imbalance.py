@@ -443,6 +443,7 @@ def test_both_kinds_of_layers_are_replayed(mixed, tmp_path):
         assert sum(case["forward"]["pairs"]) == sum(counted(mixed, 0, 2).values())
 
 
+@pytest.mark.slow
 def test_attention_alone_measures_a_layer_of_each_kind(tmp_path):
     result = run(tmp_path, *MIXED, "--attention-only --steps 1 --seq 500,700 run.name=one")
     assert result.returncode == 0, result.stderr
@@ -489,6 +490,7 @@ def test_a_replay_is_compared_with_the_micro_batch_that_it_repeats(tmp_path):
         assert sum("the first micro-batch of the last" in line for line in case["remarks"]) == 1
 
 
+@pytest.mark.slow
 def test_a_configured_chunk_is_recorded_and_replayed(tmp_path):
     """The layout depends on the prices of rows on the cluster of the run, and on the chunk."""
     words = "topology.balanced_chunk=32 --layout balanced --exchange group_cast --seq 512"

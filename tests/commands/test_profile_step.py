@@ -406,6 +406,7 @@ def test_a_folder_with_files_is_left_unchanged(profile, summary):
     assert json.loads((profile / "summary.json").read_text()) == summary
 
 
+@pytest.mark.slow
 def test_stopping_before_a_recorded_step_leaves_no_folder(tmp_path):
     words = split("profile step --warmup 2000 train.steps=3000", *SMALL, "run.name=one")
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}

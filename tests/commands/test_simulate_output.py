@@ -47,6 +47,7 @@ def test_the_second_line_names_the_kernel_of_every_command():
     assert content["cases"][0]["kernel"] == content["predicted"][0]["step"]["kernel"] == "flash4"
 
 
+@pytest.mark.slow
 def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
     words = "model=tiny seq=16k --layout zigzag --exchange ring --no-files"
 

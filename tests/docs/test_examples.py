@@ -104,6 +104,7 @@ def test_a_first_run_leaves_a_report(folder):
     assert (folder / "runs/first/report.html").is_file()
 
 
+@pytest.mark.slow
 def test_simulating_a_cluster_leaves_a_sweep(folder):
     text = run(folder, "simulate_a_cluster.sh", "a100_4x8")
     assert "a100_4x8" in text

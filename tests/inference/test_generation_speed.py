@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 SCRIPT = Path(__file__).parents[2] / "profiles/generation_speed.py"
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_length_and_implementation(tmp_path):
     write_hf(tmp_path / "hf", init_std=0.2)
     words = ["--tokens", "64,200", "--new", "4", "--device", "cpu"]

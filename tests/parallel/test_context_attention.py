@@ -405,7 +405,10 @@ def test_output_and_gradients_equal_the_oracle(case, world, every):
 OTHERS = tuple(name for name in MASKS if name not in ("causal", "docs"))
 
 
-@pytest.mark.parametrize(("kernel", "world"), [("reference", 1), ("sdpa", 2), ("sdpa", 3)])
+@pytest.mark.parametrize(
+    ("kernel", "world"),
+    [("reference", 1), pytest.param("sdpa", 2, marks=pytest.mark.slow), ("sdpa", 3)],
+)
 def test_every_mask_equals_the_oracle(kernel, world):
     """Dense attention in every layout and exchange."""
     given = (kernel, "float64", ("dense",), True, OTHERS, ((4, 2),))
@@ -415,7 +418,7 @@ def test_every_mask_equals_the_oracle(kernel, world):
         assert not bad, f"rank {rank}: {bad}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_indices_compose_with_sliding_windows(world):
     names = tuple(name for name in CAUSAL_INTERVALS if name in OTHERS)
     given = ("reference", "float64", ("vertical_slash", "bitmap"), False, names)

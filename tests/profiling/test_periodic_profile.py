@@ -209,9 +209,8 @@ def test_a_tensor_parallel_training_records_its_groups(tmp_path):
     assert [step["loss"] for step in with_profile] == [step["loss"] for step in plain]
 
 
-@pytest.mark.parametrize(
-    "pattern", ["vertical_slash", pytest.param("moba", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["vertical_slash", "moba"])
 def test_a_pipeline_parallel_training_records_its_stages(tmp_path, pattern):
     """Four workers: two stages of two. Each layer's index is that of its own stage."""
     of_run = [word for word in WORDS if not word.startswith(("topology.workers", "sparsity"))]

@@ -140,6 +140,7 @@ def test_reasons_name_what_takes_longer():
     assert "less than the prediction can resolve" in close[0]
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_the_changes_that_help_are_listed():
     cluster = small_memory(load_cluster("a100_4x8", nodes=1), 11)
     one = scenario("model=qwen3b", "seq=1m", pairs=PairSource("local", 0.01, 256))
@@ -191,6 +192,7 @@ def test_if_nothing_fits_the_changes_that_help_are_listed():
     assert totals[0] > 0.95 * (gib - 1)
 
 
+@pytest.mark.slow
 def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     cluster = load_cluster("h200_1x8")
     one = scenario("model=qwen3b", "seq=6m", pairs=PairSource("local", 0.01, 256))

@@ -226,7 +226,7 @@ def test_ten_clipped_steps_equal_those_of_one_worker(curve):
     [
         pytest.param((2, 2, 1), (1, 1, 1), marks=pytest.mark.slow),
         ((3, 1, 3), (4, 2, 1)),
-        ((4, 4, 1), (4, 2, 2)),
+        pytest.param((4, 4, 1), (4, 2, 2), marks=pytest.mark.slow),
         pytest.param((2, 1, 2), (2, 2, 1), marks=pytest.mark.slow),
     ],
 )
