@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.model.tiling import expert_chunks
 from mtrain_cli.parallel.tensor_group import staggered
 from mtrain_cli.simulation.costs import Costs
@@ -91,11 +92,16 @@ class RowExchange:
     slower: float = 1.0
 
     @staticmethod
-    def of(plan: RunPlan, loads: ExpertLoads, costs: Costs, slower: float) -> RowExchange | None:
-        """Return the exchange of a plan; None if no rows travel."""
+    def of(
+        plan: RunPlan, loads: ExpertLoads, cluster: Cluster, costs: Costs, slower: float
+    ) -> RowExchange | None:
+        """Return the exchange of a plan; None if no rows travel.
+
+        cluster: the cluster of the plan. That of ``costs`` may have tensor groups for GPUs.
+        """
         if dealt_over(plan) == 1:
             return None
-        per_node = min(costs.cluster.gpus_per_node, plan.dims.workers)
+        per_node = min(cluster.gpus_per_node, plan.dims.workers)
         kind = plan.config.train.activation_checkpoint
         return RowExchange(layer_experts(plan, loads), costs, per_node, kind, slower)
 
