@@ -89,11 +89,13 @@ def _order(exponent: float, experts: int, top_k: int, workers: int, bound: str) 
     ranks = np.arange(experts)
     if bound == HIGH:
         return ranks
-    if bound == LOW:  # back and forth over the workers
-        rounds = ranks.reshape(-1, workers)
-        rounds[1::2] = rounds[1::2, ::-1]
-        return rounds.T.flatten()
     pairs = ExpertLoads(exponent).pairs(_TOKENS, experts, top_k)[0]
+    if bound == LOW:
+        held: list[list[int]] = [[] for _ in range(workers)]
+        for rank in ranks.tolist():  # to the worker with the fewest pairs that still has room
+            open_ones = (each for each in held if len(each) < experts // workers)
+            min(open_ones, key=lambda each: float(pairs[each].sum())).append(rank)
+        return np.array(held).flatten()
     generator = np.random.default_rng(0)
     draws = [generator.permutation(experts) for _ in range(_DRAWS)]
     draws.sort(key=lambda draw: float(pairs[draw].reshape(workers, -1).sum(1).max()))

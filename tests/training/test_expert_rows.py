@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gloo
 import numpy as np
 import pytest
 import torch
@@ -27,6 +28,7 @@ from mtrain_cli.training.expert_rows import (
     pair_bytes,
     travelling,
 )
+from mtrain_cli.training.trainer import Trainer
 
 HIDDEN, WIDTH, TOKENS = 20, 12, 7
 
@@ -111,3 +113,47 @@ def test_each_worker_receives_the_rows_of_its_experts_from_the_others():
     there, back = travelling(np.array([[1, 2, 3, 4], [10, 20, 30, 40]]))
     assert there.tolist() == [30, 7]
     assert back.tolist() == [7, 30]
+
+
+RUN = ("model=tiny_moe", "model.num_layers=2", "seq=128", "topology.block_size=16")
+
+
+def counted(rank: int, world: int, words: tuple[str, ...]) -> tuple[list[np.ndarray], int]:
+    """Return the pairs of this worker by expert, for each layer, and the bytes it received."""
+    config = compose([*RUN, "train.dtype=float32", f"topology.expert_parallel={world}", *words])
+    trainer = Trainer(config, gloo.environment(rank, world, world))
+    pairs, plan = [], expert_parallel.plan_chunks
+
+    def noted(decision, *rest):
+        pairs.append(np.diff(decision.ends_E.numpy(), prepend=0))
+        return plan(decision, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_parallel, "plan_chunks", noted)
+        trainer.train_step(False)
+    assert trainer.experts is not None
+    received = trainer.experts.received[0]
+    trainer.close()
+    return pairs, received
+
+
+@pytest.mark.parametrize(
+    ("world", "checkpoint"), [(2, "full"), pytest.param(4, "none", marks=pytest.mark.slow)]
+)
+def test_each_worker_of_a_run_receives_the_bytes_of_its_loads(world, checkpoint):
+    """Exact for each worker: the loads of a real step are uneven."""
+    found = gloo.run(world, counted, (f"train.activation_checkpoint={checkpoint}",))
+    hidden = compose(list(RUN)).model.hidden_size
+    size = message_bytes(hidden, 4)
+    program = FORWARD_CHUNK + backward_chunk(checkpoint)
+    of_kind = {
+        True: sum(size[word] for word in program if word in (ROWS, SCORES)),
+        False: sum(size[word] for word in program if word in (ROWS_BACK, SCORES_BACK)),
+    }
+    expected = np.zeros(world, np.int64)
+    for layer in range(2):
+        there, back = travelling(np.stack([pairs[layer] for pairs, _ in found]))
+        expected += there * of_kind[True] + back * of_kind[False]
+    assert [received for _, received in found] == expected.tolist()
+    assert len(set(expected.tolist())) > 1, "loads are uneven"
+    assert sum(of_kind.values()) == pair_bytes(hidden, 4, checkpoint)
