@@ -145,13 +145,14 @@ def training_words(study: Study, cell: Cell) -> list[str]:
         *tier.machine,
         "data=text",
         f"data.path={study.texts.absolute()}",
-        f"data.mix={_mix(is_base)}",
+        f"data.mix={_mix(is_base=is_base)}",
         f"data.tokenizer={package_corpus.tokenizer_path(study.texts, tier)}",
         "data.document_mask=false",
         f"seq={tier.base_seq if is_base else tier.long_seq}",
         f"seed={seed}",
         f"train.steps={steps}",
         f"train.global_batch={tier.base_batch if is_base else tier.batch}",
+        f"train.micro_batch={tier.base_batch if is_base else tier.batch}",
         f"train.checkpoint_every={max(1, steps // _CHECKPOINTS)}",
         "train.keep_checkpoints=1",
         f"optim.lr={tier.base_lr if is_base else tier.lr}",
@@ -171,14 +172,10 @@ def training_words(study: Study, cell: Cell) -> list[str]:
     ]
 
 
-def _mix(is_base: bool) -> str:
+def _mix(*, is_base: bool) -> str:
     """Return the value of data.mix."""
-    own = package_corpus.NEEDLES_BASE if is_base else package_corpus.NEEDLES_LONG
-    needles = {own: package_corpus.NEEDLE_SHARE}
-    if is_base:
-        needles[package_corpus.NEEDLES_SHORT] = package_corpus.SHORT_SHARE
-    weights = {package_corpus.CODE: 1 - sum(needles.values()), **needles}
-    return "{" + ", ".join(f"{name}: {weight:g}" for name, weight in weights.items()) + "}"
+    shares = package_corpus.mix(is_base=is_base)
+    return "{" + ", ".join(f"{name}: {weight:g}" for name, weight in shares.items()) + "}"
 
 
 def _steps(study: Study, cell: Cell) -> int:
@@ -218,11 +215,14 @@ def _required(study: Study, cell: Cell) -> Done:
     return found
 
 
-def compute(study: Study, cell: Cell, train: Callable[[list[str]], None]) -> Done:
+def compute(
+    study: Study, cell: Cell, train: Callable[[list[str]], None], *, below_gate: bool = False
+) -> Done:
     """Train and measure a cell. A stopped one continues where it was.
 
     Args:
         train: trains a run with settings, or resumes the run of the same settings.
+        below_gate: whether a base may miss the gate.
 
     Raises:
         ConfigError: a setting is wrong, or the base misses the gate.
@@ -243,7 +243,7 @@ def compute(study: Study, cell: Cell, train: Callable[[list[str]], None]) -> Don
     gate = None
     if cell.variant is None:
         export_base(study, cell)
-        gate = _measure_base(study, cell)
+        gate = _measure_base(study, cell, below_gate=below_gate)
     else:
         measure(study, cell)
     found = Done(
@@ -266,7 +266,8 @@ def export_base(study: Study, cell: Cell) -> None:
     folder = study.path(cell)
     hf, stretched = folder / HF, folder / STRETCHED
     if not hf.exists():
-        export_checkpoint(folder / RUN, hf, dtype=torch.float32)
+        # All cells begin with the rounded weights, so that half of the bytes are all of a base.
+        export_checkpoint(folder / RUN, hf, dtype=torch.bfloat16)
     if stretched.exists():
         return
     tier = study.tier
@@ -276,7 +277,7 @@ def export_base(study: Study, cell: Cell) -> None:
     )
     model = replace(config.model, rope=rope)
     factor = tier.long_seq / tier.base_seq
-    keys = config_json(model, rope_factor=factor, seq=tier.long_seq, dtype="float32")
+    keys = config_json(model, rope_factor=factor, seq=tier.long_seq, dtype="bfloat16")
     draft = folder / f"{STRETCHED}.draft"
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(hf, draft, copy_function=os.link)
@@ -288,11 +289,11 @@ def export_base(study: Study, cell: Cell) -> None:
     draft.rename(stretched)
 
 
-def _measure_base(study: Study, cell: Cell) -> float | None:
+def _measure_base(study: Study, cell: Cell, *, below_gate: bool) -> float | None:
     """Measure needles of a base at its length. Return the percent found.
 
     Raises:
-        ConfigError: they are fewer than the gate asks for.
+        ConfigError: they are fewer than the gate asks for, and not ``below_gate``.
     """
     from mtrain_cli.evaluation.results import read_results
 
@@ -300,11 +301,12 @@ def _measure_base(study: Study, cell: Cell) -> float | None:
     source = _source(study, folder / HF)
     _evaluate(study, folder, NIAH, folder / HF, {DENSE: source.config}, tier.base_seq)
     (result,) = (r for r in read_results(folder / EVALUATION) if r.task == NIAH)
-    if tier.gate is not None and (result.score or 0.0) < tier.gate:
+    if not below_gate and tier.gate is not None and (result.score or 0.0) < tier.gate:
         raise ConfigError(
             f"{cell.key}: the base finds {result.score or 0.0:.1f} % of the needles at "
             f"{tier.base_seq:,} tokens, and the gate is {tier.gate:g} %. What it cannot find, no "
-            "attention can lose. Train it for longer: --base-steps N, with another --out"
+            "attention can lose. Train it for longer: --base-steps N, with another --out. Or go on "
+            "with --below-gate"
         )
     return result.score
 
@@ -380,6 +382,13 @@ def _evaluate(
     )
     environment = resolve_environment(next(iter(configs.values())))
     evaluate(Runner(request, tuple(configs.values()), environment), environment)
+
+
+def estimated_seconds(tier: Tier, cell: Cell) -> float:
+    """Return the seconds of a cell at the speed that its tier assumes."""
+    return sum(estimated_flop(tier, cell)) / (
+        tier.base_flops if cell.variant is None else tier.flops
+    )
 
 
 def estimated_flop(tier: Tier, cell: Cell) -> tuple[float, float]:
