@@ -335,8 +335,8 @@ def _source(study: Study, model: Path) -> ModelSource:
     from mtrain_cli.inference.model_source import open_source
 
     # A share of a sequence would not be faster: one worker measures.
-    machine = [word for word in study.tier.machine if not word.startswith("topology.workers")]
-    return open_source(model, [*machine, "sparsity=dense", "topology.workers=1"])
+    device = [word for word in study.tier.machine if word.startswith("topology.device=")]
+    return open_source(model, [*device, "sparsity=dense", "topology.workers=1"])
 
 
 def _evaluate(

@@ -58,7 +58,7 @@ class Tier:
 
     seeds: a base and all cells are trained with each.
     model: settings of the model.
-    machine: settings of the workers.
+    machine: settings of the workers and of their memory.
     vocabulary: ids of a BPE that is trained on the corpus; 0 for bytes.
     corpus_mib: most MiB of code to train on.
     base_seq, long_seq: tokens of a sequence of the base, and of the cells.
@@ -218,7 +218,7 @@ _A = Tier(
     lr=3e-4,
     base_pairs=32,
     long_pairs=96,
-    questions=3,
+    questions=4,
     probe=128,
     short=4096,
     texts=16,

@@ -52,10 +52,11 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
     print_table(console, table)
     say(
         console,
-        f"left: seeds to compute. FLOP and minutes are those of one seed. {format_flop(total)} are left, "
-        f"{seconds / 60:.0f} minutes at an assumed {format_flop(tier.base_flops)}/s for a base and "
-        f"{format_flop(tier.flops)}/s for the other cells, without the time to start processes. "
-        "All count dense attention; sparse cells compute less, on a GPU.",
+        "left: seeds to compute. FLOP and minutes are those of one seed. "
+        f"{format_flop(total)} are left, {seconds / 60:.0f} minutes at an assumed "
+        f"{format_flop(tier.base_flops)}/s for a base and {format_flop(tier.flops)}/s for the "
+        "other cells, without the time to start processes. All count dense attention; sparse "
+        "cells compute less, on a GPU.",
     )
     say(console, f"Sequences: {format_size(tier.base_seq)}, then {format_size(tier.long_seq)}.")
 
