@@ -24,6 +24,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import package_corpus
 from mtrain_cli.learning.tiers import DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
 from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_metrics
@@ -234,6 +235,7 @@ def compute(
     words: list[str] = []
     if cell.variant is None or cell.variant.is_trained:
         words = training_words(study, cell)
+        _drop_lost_run(run)
         train(words)
         metrics = read_metrics(run / METRICS_FILE)
         timed = [row.seconds for row in metrics[WARM_UP_STEPS:]] or [metrics[-1].seconds]
@@ -254,6 +256,15 @@ def compute(
     # The weights of a base are in its folder hf; those of a cell have been measured.
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
     return found
+
+
+def _drop_lost_run(run: Path) -> None:
+    """Delete a run that cannot be resumed: one without checkpoint, or from another folder."""
+    if not (file := run / "resolved.yaml").is_file():
+        return
+    moved = Path(resolved_file.load(file).run.dir) != run.absolute()
+    if moved or RunDir(run).last_step() is None:
+        shutil.rmtree(run)
 
 
 def export_base(study: Study, cell: Cell) -> None:
