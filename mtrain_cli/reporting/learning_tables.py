@@ -125,7 +125,7 @@ def remarks(summary: Summary) -> list[str]:
     ]
     if blind and finished:
         lines.append(
-            f"The control does not lose by {', '.join(blind)}: the experiment could not see a loss "
+            f"The control does not lose by {'; '.join(blind)}: the experiment could not see a loss "
             "there, so equal numbers show nothing."
         )
     total = len(tier.seeds) * (len(tier.variants) + 1)
