@@ -200,9 +200,9 @@ def _describe(error: Any) -> str:
             'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
             "--config-dir DIR recipe=mine."
         )
-    if option in ("--out", "--output", "-o") and takes_overrides and not _has_out(ctx.command):
+    if option in ("--out", "--output", "-o") and takes_overrides and not _has_out(ctx):
         # A similar name, such as --layout, would not help.
-        if ctx.command.name == "generate":
+        if ctx is not None and ctx.command.name == "generate":
             return f"No such option: {option}. The text goes to stdout."
         return f"No such option: {option}. run.dir=DIR sets the folder of the results."
     if option and takes_overrides:
@@ -215,8 +215,8 @@ def _describe(error: Any) -> str:
     return message if message.endswith((".", "?", "!")) else f"{message}."
 
 
-def _has_out(command: Any) -> bool:
-    return any("--out" in parameter.opts for parameter in command.params)
+def _has_out(context: Any) -> bool:
+    return any("--out" in parameter.opts for parameter in context.command.params)
 
 
 def _wrong_value(error: Any) -> str | None:
