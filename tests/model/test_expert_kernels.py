@@ -59,7 +59,8 @@ def computed(dtype: torch.dtype, beyond: int = 5, **options: Any) -> dict[str, t
 
 @pytest.mark.parametrize("bounds", [[0, TOKENS], [0, 8, 15, TOKENS]])
 @pytest.mark.parametrize("beyond", [0, 5, 2 * TOKENS])
-def test_output_and_gradients_equal_those_of_separate_operations(bounds, beyond, uncompiled):
+@pytest.mark.usefixtures("uncompiled")
+def test_output_and_gradients_equal_those_of_separate_operations(bounds, beyond):
     for recompute in (False, True):
         options = {"beyond": beyond, "bounds": bounds, "recompute": recompute}
         expected, found = (
