@@ -232,7 +232,7 @@ class Steps:
         environment.setdefault("COLUMNS", "100")
         process = subprocess.Popen(
             [sys.executable, *words], cwd=self.folder, env=environment, stdout=subprocess.PIPE,
-            stderr=errors, text=True, errors="replace",
+            stderr=errors, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         try:
             stdout, _ = process.communicate(timeout=limit)
@@ -241,7 +241,7 @@ class Steps:
             try:
                 stdout, _ = process.communicate(timeout=CLEAN_UP_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # with its workers
                 stdout, _ = process.communicate()
         return stdout, process.returncode
 
