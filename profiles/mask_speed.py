@@ -5,8 +5,8 @@
     python profiles/mask_speed.py dense --seq 512k
     python profiles/mask_speed.py compare --mask documents --toy
 
-It first checks on a tiny model that all ways
-give the same losses, then times steps, then prints a Markdown table:
+It first checks on a tiny model that all ways give the same losses, then times steps, then prints a
+Markdown table:
 
 - compare: a causal window of 4K keys, or packed documents of log-normal lengths with a long tail
   (mean 8K, sigma 1.5). The peer is torch's context parallelism with FlexAttention, PTRR balance and

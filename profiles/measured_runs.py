@@ -155,6 +155,7 @@ def _mtrain(arguments: list[str], checkout: Path | None) -> str:
     done = subprocess.run(
         command,
         env={**os.environ, **path},
+        cwd=checkout,  # python -m looks there first
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

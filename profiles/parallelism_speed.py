@@ -5,14 +5,14 @@
     python profiles/parallelism_speed.py one --seq 64k --before OTHER_CHECKOUT
     python profiles/parallelism_speed.py tensor --toy
 
-It first checks on a tiny
-model that all ways give the same loss, then times steps, then prints a Markdown table:
+It first checks on a tiny model that all ways give the same loss, then times steps, then prints a
+Markdown table:
 
 - tensor: two workers share each layer, in mtrain and with torch's `parallelize_module`, compiled
   (`torch_peer.py`). The third row shares the sequence instead. All recompute whole layers.
 - pipeline: two stages with 2, 4, 8 and 16 micro-batches, and context parallelism with the same
   batch. formula: (m + (p - 1) / v) (F + B), with the recorded times F and B of the slowest stage
-- one: dense and sparse steps on one GPU, here and in another checkout of mtrain
+- one: dense and sparse steps on one GPU, twice here and twice in another checkout of mtrain
 
 Times are medians of the steps after the first two. predicted: `mtrain simulate run`, with its
 bounds. `--toy` runs a tiny model on two CPU processes, to test the script.
@@ -186,15 +186,19 @@ def pipeline(bench: Bench) -> Iterator[str]:
 
 
 def one(bench: Bench, before: Path | None) -> Iterator[str]:
-    """Yield the rows of one GPU."""
+    """Yield the rows of one GPU. Each run has new processes, and runs take turns."""
     bench.peer()
+    here = Path(__file__).parents[1]
     yield "| attention | s / step | in the other checkout | before / now |"
     yield "|---|---|---|---|"
     for name, more in (("dense", ()), ("vertical_slash", SPARSE)):
         words = bench.words(*more, workers=1)
-        now = bench.train(*words).seconds
-        then = train_elsewhere(before, *words).seconds if before else now
-        yield f"| {name} | {now:.3f} | {f'{then:.3f}' if before else ''} | {then / now:.3f} |"
+        turns = [here, before or here] * 2
+        now, then, again, later = (train_elsewhere(turn, *words).seconds for turn in turns)
+        yield (
+            f"| {name} | {now:.3f}, {again:.3f} | {then:.3f}, {later:.3f} "
+            f"| {(then + later) / (now + again):.3f} |"
+        )
 
 
 def main() -> None:
