@@ -11,8 +11,8 @@ are random ids. The script prints a Markdown table with a row for each length an
 - equal ids: how many of the first new tokens are those of the peer
 - peak: most memory that the tensors of one GPU took, with the weights
 
-With ``--workers`` W, W processes with a GPU each share every prompt in mtrain's rows, and one
-process computes the first row of each length. A row fails, and the next goes on, if a GPU runs out
+With ``--workers`` W, W processes with a GPU each share every prompt in mtrain's rows. One process
+computes the peer's row. A row fails, and the next goes on, if a GPU runs out
 of memory.
 
 The peer is transformers with PyTorch's scaled_dot_product_attention and a DynamicCache. The sparse
@@ -23,6 +23,7 @@ second time counts, unless the first took more than 20 s.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -97,6 +98,9 @@ def write_random(folder: Path, device: str) -> None:
         model = Qwen2ForCausalLM(shape)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()  # a worker process computes on this GPU
 
 
 def prompt(folder: Path, length: int) -> list[int]:
@@ -131,6 +135,9 @@ def time_prompt(
         torch.cuda.reset_peak_memory_stats()
     row = measure(run, prompt(folder, length), new)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    # NCCL does not end a communicator while a CUDA graph has its operations.
+    del run
+    gc.collect()
     return replace(row, peak_gib=peak)
 
 
