@@ -205,9 +205,6 @@ def _describe(error: Any) -> str:
         from mtrain_cli.config.suggest import nearest
 
         key = nearest(option.lstrip("-").replace("-", "_"), all_keys())
-        if option in ("--out", "--output", "--out-dir", "--output-dir"):
-            # No key has such a name, so that the most similar one has another meaning.
-            key = "run.dir" if ctx.command.name == "train" else None
         if key:
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."

@@ -78,13 +78,9 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
             input.
     """
     for word in overrides:
-        key, _, value = word.partition("=")
+        key = word.partition("=")[0]
         if key == "topology.context_parallel":
             raise ConfigError(f"{word}: all workers share each prompt; leave this setting out")
-        if key == "topology.expert_parallel" and value not in ("1", "auto"):
-            raise ConfigError(
-                f"{word}: only training divides the experts among workers; leave this setting out"
-            )
         if key not in _SETTABLE and not key.startswith(("sparsity.", "topology.")):
             raise ConfigError(
                 f"{word}: the model gives this setting; allowed: sparsity=, topology=, their keys, "

@@ -129,10 +129,6 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
             'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
             "--config-dir DIR recipe=mine.",
         ),
-        (
-            ["train", "--out", "x"],
-            "No such option: --out; settings are written key=value: run.dir=...",
-        ),
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
         (
             ["trian"],
