@@ -56,6 +56,25 @@ def test_a_script_checks_losses_and_prints_its_table(script, words, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "checks", "rows"),
+    [(["products"], 0, 6), (["layer"], 6, 6), (["model"], 0, 7)],
+    ids=lambda value: str(value),
+)
+def test_the_script_of_experts_prints_its_table(words, checks, rows):
+    command = [sys.executable, PROFILES / "expert_speed.py", *words, "--toy", "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
+    lines = done.stdout.splitlines()
+    checked = [line for line in lines if line.startswith("check: ")]
+    table = [line for line in lines if line.startswith("| ")]
+    assert len(checked) == checks, done.stdout
+    assert len(table) == 1 + rows, done.stdout
+    assert not [line for line in lines if "failed" in line or "WRONG" in line], done.stdout
+    widths = {line.count("|") for line in table}
+    assert len(widths) == 1, done.stdout
+
+
+@pytest.mark.slow
 def test_the_run_end_to_end_leaves_text_tables_and_figures(tmp_path):
     command = [sys.executable, PROFILES / "end_to_end.py", "--toy", "--out", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
