@@ -97,8 +97,11 @@ class Bench:
     def train_peer(
         self, layers: int | None = None, state: Path | None = None
     ) -> torch_peer.PeerTimes:
-        """Train the peer."""
-        return self.pool.call(torch_peer.train, self.peer(layers, state))
+        """Train the peer, in processes that run nothing else."""
+        self.pool.restart()
+        times = self.pool.call(torch_peer.train, self.peer(layers, state))
+        self.pool.restart()
+        return times
 
     def predicted(self, layout: str, exchange: str, *more: str) -> Prediction:
         """Start the prediction of a step."""

@@ -97,8 +97,11 @@ class Bench:
         return self.pool.train(*words, record=record)
 
     def train_peer(self, state: Path | None = None) -> torch_peer.PeerTimes:
-        """Train the peer."""
-        return self.pool.call(torch_peer.train, self.peer(state))
+        """Train the peer, in processes that run nothing else."""
+        self.pool.restart()
+        times = self.pool.call(torch_peer.train, self.peer(state))
+        self.pool.restart()
+        return times
 
     def predicted(self, *more: str) -> Prediction:
         """Start the prediction of a step."""
