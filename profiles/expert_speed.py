@@ -3,7 +3,7 @@
     python profiles/expert_speed.py products
     python profiles/expert_speed.py layer
     python profiles/expert_speed.py model --seq 32k,8k
-    python profiles/expert_speed.py model --seq 128k --layers 8
+    python profiles/expert_speed.py model --seq 128k --layers 8 --alone
     python profiles/expert_speed.py model --toy
 
 Each call prints a Markdown table row by row. A row that fails has its reason, and the next row
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of `model`; default: the most of 12 that fit")
     parser.add_argument("--degrees", default="1,2", help="of `model`: expert-parallel degrees")
     parser.add_argument("--attention", default="dense,vertical_slash", help="of `model`")
+    parser.add_argument("--alone", action="store_true", help="of `model`: no run of transformers")
     parser.add_argument("--set", action="append", default=[], help="of `model`: KEY=VALUE")
     parser.add_argument("--steps", type=int, default=5, help="training steps of a run, at least 3")
     parser.add_argument(
@@ -114,7 +115,7 @@ def main() -> None:
             given.limit,
         )
         bench = replace(bench, model=(*bench.model, *given.set))
-        for line in expert_steps.model(bench, layers):
+        for line in expert_steps.model(bench, layers, peer=not given.alone):
             print(line, flush=True)
 
 

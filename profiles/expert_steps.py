@@ -216,7 +216,7 @@ def with_layers(bench: Bench, layers: int | None) -> Bench:
     return replace(bench, model=(*bench.model, f"model.num_layers={layers}"))
 
 
-def model(bench: Bench, layers: int | None) -> Iterator[str]:
+def model(bench: Bench, layers: int | None, *, peer: bool) -> Iterator[str]:
     """Yield the rows of mtrain by length, attention and degree, and those of transformers."""
     bench = with_layers(bench, layers)
     yield f"layers: {bench.shape(max(bench.lengths)).num_layers}"
@@ -229,7 +229,7 @@ def model(bench: Bench, layers: int | None) -> Iterator[str]:
         bench.write(seq)
         for attention, words in bench.attentions.items():
             yield from _runs(bench, seq, attention, words)
-        if seq == bench.lengths[0]:
+        if peer and seq == bench.lengths[0]:
             yield from _peer_rows(bench, seq)
 
 
