@@ -31,8 +31,8 @@ NEEDLE_SHARE = 0.25  # of the training sequences
 # Shares of the sequences of a base, and the documents that they are made of: from one needle, a
 # model first learns to copy a number, and from several to tell names apart.
 _LESSONS = {
-    "needles_short": (0.15, NeedleSettings(256, 1, 0.0, 3, 5)),
-    "needles_middle": (0.15, NeedleSettings(1024, 6, 0.0, 4, 3)),
+    "needles_short": (0.2, NeedleSettings(256, 1, 0.0, 3, 5)),
+    "needles_middle": (0.2, NeedleSettings(1024, 6, 0.0, 4, 3)),
 }
 _MOST_OF_LESSON = 20_000  # documents
 # Links from one name to another are another skill, which small models learn late or never.

@@ -204,6 +204,7 @@ _A = Tier(
     model=(
         "model.hidden_size=512", "model.num_layers=8", "model.num_heads=8", "model.num_kv_heads=2",
         "model.head_dim=64", "model.intermediate_size=1536", "model.rope.theta=1000000",
+        "model.init_std=0.04",  # about 1 / sqrt(hidden_size): toys learn to copy in fewer steps
     ),
     machine=("train.activation_checkpoint=none",),  # 64K tokens take 11 GiB
     vocabulary=0,
@@ -256,7 +257,7 @@ _B = replace(
     model=(
         "model.hidden_size=768", "model.num_layers=12", "model.num_heads=12",
         "model.num_kv_heads=4", "model.head_dim=64", "model.intermediate_size=2048",
-        "model.rope.theta=1000000", "model.vocab_size=16384",
+        "model.rope.theta=1000000", "model.vocab_size=16384", "model.init_std=0.036",
     ),
     vocabulary=16384,
     base_steps=6000,
