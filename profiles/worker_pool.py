@@ -7,6 +7,7 @@ processes end, because the others may wait for the one that failed. The next tas
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import sys
@@ -95,7 +96,8 @@ class Pool:
                 try:
                     problem, results[rank] = self._pipes[rank].recv()
                 except EOFError:
-                    problem = f"rank {rank} ended"
+                    self._processes[rank].join(5)
+                    problem = f"rank {rank} ended with code {self._processes[rank].exitcode}"
                 if problem is not None:
                     self._stop()
                     raise RunFailed(problem)
@@ -103,6 +105,11 @@ class Pool:
                 self._stop()
                 raise RunFailed(f"longer than {limit_s:.0f} s")
         return results[0]
+
+    def restart(self) -> None:
+        """End the processes and start new ones."""
+        self._stop()
+        self._start()
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
@@ -132,6 +139,7 @@ def _serve(pipe: Connection, rank: int, device: str, processes: int, log: str) -
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
+    faulthandler.enable(all_threads=False)
     if device == "cpu":
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -29,7 +29,7 @@ def test_long_tailed_documents_cover_the_sequence(mask_speed):
 
 def test_the_peer_ignores_the_label_of_the_last_token_of_a_document(mask_speed, tmp_path):
     tiny = mask_speed.TINY
-    bench = mask_speed.Bench(tiny, 512, 2, "cpu", "h200_1x8", tmp_path, 0, (0, 100))
+    bench = mask_speed.Bench(tiny, 512, 2, "cpu", "h200_1x8", tmp_path, None, 0, (0, 100))
     peer = bench.peer()
     assert (peer.labels < 0).nonzero().flatten().tolist() == [99]
     assert peer.labels[100] == peer.ids[101]
