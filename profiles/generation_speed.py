@@ -1,6 +1,7 @@
 """Time the prompt and the new tokens of a model: mtrain, and transformers in the same run.
 
     python profiles/generation_speed.py /tmp/qwen3b --tokens 1000,131072
+    python profiles/generation_speed.py /tmp/qwen3b --tokens 131072,524288 --workers 2 --no-peer
 
 If FOLDER does not exist, the script writes the Qwen2.5-3B shape with random weights there. Prompts
 are random ids. The script prints a Markdown table with a row for each length and implementation:
@@ -10,6 +11,10 @@ are random ids. The script prints a Markdown table with a row for each length an
 - equal ids: how many of the first new tokens are those of the peer
 - peak: most memory that the tensors of one GPU took, with the weights
 
+With ``--workers`` W, W processes with a GPU each share every prompt in mtrain's rows. One process
+computes the peer's row. A row fails, and the next goes on, if a GPU runs out
+of memory.
+
 The peer is transformers with PyTorch's scaled_dot_product_attention and a DynamicCache. The sparse
 row keeps 5 % of the diagonals and 2,048 columns of each head. Each prompt runs twice, and the
 second time counts, unless the first took more than 20 s.
@@ -18,13 +23,16 @@ second time counts, unless the first took more than 20 s.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from worker_pool import Pool, RunFailed
 
 from mtrain_cli import api
 
@@ -34,11 +42,12 @@ BLOCK = 128  # tokens of a block of a pattern on a GPU
 
 @dataclass(frozen=True)
 class Row:
-    """Times of one prompt, in seconds, and the new ids."""
+    """Times of one prompt, in seconds, the new ids, and the most memory of a GPU in GiB."""
 
     prompt: float
     token: float
     ids: list[int]
+    peak_gib: float = 0.0
 
 
 def main() -> None:
@@ -48,27 +57,30 @@ def main() -> None:
     parser.add_argument("--tokens", default="1000,131072", help="lengths of the prompts")
     parser.add_argument("--new", type=int, default=33, help="new tokens, at least 2")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--workers", type=int, default=1, help="processes that share a prompt")
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
     given = parser.parse_args()
     lengths = [int(word) for word in given.tokens.split(",")]
     if given.new < 2:
         parser.error(f"--new {given.new}: give at least 2")
-    if not given.folder.exists():
-        write_random(given.folder, given.device)
-    peers: dict[int, Row] = {}
+    folder, device = given.folder, given.device
+    if not folder.exists():
+        write_random(folder, device)
     print("| tokens | what | prompt s | tokens/s | new token ms | equal ids | peak GiB |")
     print("|---|---|---|---|---|---|---|")
-    for name, load in implementations(given.folder, given.device, given.peer):
+    with Pool(given.workers, device) as pool:
         for length in lengths:
-            run = load(length)
-            run(prompt(given.folder, min(length, 1000)), given.new)  # starts kernels and allocator
-            _reset_peak(given.device)
-            row = measure(run, prompt(given.folder, length), given.new)
-            peers.setdefault(length, row)
-            print(line(length, name, row, peers[length], given.device), flush=True)
-            del run
-            if given.device == "cuda":
-                torch.cuda.empty_cache()
+            first = None
+            for name, load, workers in implementations(given.workers, given.peer):
+                what = name if workers == 1 else f"{name}, {workers} workers"
+                try:
+                    row = pool.call(time_prompt, load, folder, device, length, given.new,
+                                    workers=workers, limit_s=550)  # fmt: skip
+                except RunFailed as error:
+                    print(f"| {length:,} | {what} | failed: {error} |", flush=True)
+                    continue
+                first = first or row
+                print(line(length, what, row, first), flush=True)
 
 
 def write_random(folder: Path, device: str) -> None:
@@ -86,6 +98,9 @@ def write_random(folder: Path, device: str) -> None:
         model = Qwen2ForCausalLM(shape)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()  # a worker process computes on this GPU
 
 
 def prompt(folder: Path, length: int) -> list[int]:
@@ -97,20 +112,33 @@ def prompt(folder: Path, length: int) -> list[int]:
 
 
 Run = Callable[[list[int], int], Row]
+Load = Callable[[Path, str, int], Run]
 
 
-def implementations(
-    folder: Path, device: str, peer: bool
-) -> list[tuple[str, Callable[[int], Run]]]:
-    """Return what to measure: a name, and a function that loads it for a length."""
-    found: list[tuple[str, Callable[[int], Run]]] = []
+def implementations(workers: int, peer: bool) -> list[tuple[str, Load, int]]:
+    """Return what to measure: a name, a function that loads it for a length, and its workers."""
+    found: list[tuple[str, Load, int]] = []
     if peer:
-        found.append(("transformers, dense", lambda _: load_peer(folder, device)))
-    found.append(("mtrain, dense", lambda _: load_mtrain(folder, device, [])))
-    found.append(
-        ("mtrain, sparse", lambda length: load_mtrain(folder, device, sparse_words(length)))
-    )
+        found.append(("transformers, dense", load_peer, 1))
+    found.append(("mtrain, dense", load_dense, workers))
+    found.append(("mtrain, sparse", load_sparse, workers))
     return found
+
+
+def time_prompt(
+    _rank: int, _workers: int, load: Load, folder: Path, device: str, length: int, new: int
+) -> Row:
+    """Return the times of a prompt, as one of the processes that share it."""
+    run = load(folder, device, length)
+    run(prompt(folder, min(length, 1000)), new)  # starts kernels and allocator
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    row = measure(run, prompt(folder, length), new)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    # NCCL does not end a communicator while a CUDA graph has its operations.
+    del run
+    gc.collect()
+    return replace(row, peak_gib=peak)
 
 
 def sparse_words(length: int) -> list[str]:
@@ -124,8 +152,18 @@ def sparse_words(length: int) -> list[str]:
     ]
 
 
+def load_dense(folder: Path, device: str, _length: int) -> Run:
+    """Load mtrain's model with dense attention."""
+    return load_mtrain(folder, device, [])
+
+
+def load_sparse(folder: Path, device: str, length: int) -> Run:
+    """Load mtrain's model with sparse attention to prompts of a length."""
+    return load_mtrain(folder, device, sparse_words(length))
+
+
 def load_mtrain(folder: Path, device: str, words: list[str]) -> Run:
-    """Load mtrain's model."""
+    """Load mtrain's model into this process, or into all processes of the group."""
     model = api.load(folder, *words, device=device)
 
     def run(ids: list[int], new: int) -> Row:
@@ -135,7 +173,7 @@ def load_mtrain(folder: Path, device: str, words: list[str]) -> Run:
     return run
 
 
-def load_peer(folder: Path, device: str) -> Run:
+def load_peer(folder: Path, device: str, _length: int) -> Run:
     """Load the model with transformers, in the dtype of mtrain on this device."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -160,23 +198,19 @@ def load_peer(folder: Path, device: str) -> Run:
 def measure(run: Run, ids: list[int], new: int) -> Row:
     """Run a prompt twice, or once if that takes long. Return the last row."""
     row = run(ids, new)
-    return row if row.prompt > LONG else run(ids, new)
+    long = torch.tensor(float(row.prompt > LONG))
+    dist.broadcast(long, 0)  # all processes decide alike
+    return row if long else run(ids, new)
 
 
-def line(length: int, name: str, row: Row, peer: Row, device: str) -> str:
+def line(length: int, name: str, row: Row, peer: Row) -> str:
     """Return a row of the table."""
     same = next((i for i, (a, b) in enumerate(zip(row.ids, peer.ids, strict=True)) if a != b), None)
     equal = len(row.ids) if same is None else same
-    peak = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if device == "cuda" else ""
     return (
         f"| {length:,} | {name} | {row.prompt:.3f} | {length / row.prompt:,.0f} "
-        f"| {1e3 * row.token:.2f} | {equal} of {len(row.ids)} | {peak} |"
+        f"| {1e3 * row.token:.2f} | {equal} of {len(row.ids)} | {row.peak_gib:.1f} |"
     )
-
-
-def _reset_peak(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python profiles/mask_speed.py dense --seq 512k
     python profiles/mask_speed.py compare --mask documents --toy
 
-Each call takes less than ten minutes on two GPUs. It first checks on a tiny model that all ways
-give the same losses, then times steps, then prints a Markdown table:
+It first checks on a tiny model that all ways give the same losses, then times steps, then prints a
+Markdown table:
 
 - compare: a causal window of 4K keys, or packed documents of log-normal lengths with a long tail
   (mean 8K, sigma 1.5). The peer is torch's context parallelism with FlexAttention, PTRR balance and
@@ -17,8 +17,8 @@ give the same losses, then times steps, then prints a Markdown table:
 Columns:
 
 - s / step: median of the steps after the first two, with all layers and the LM head
-- layer ms: difference between steps of 6 and of 2 layers, divided by 4. A layer has attention, its
-  matrix products, and its second forward pass, which recomputes it
+- layer ms: difference from a step with 2 layers, divided by the number of other layers. A layer has
+  attention, its matrix products, and its second forward pass, which recomputes it
 - loader ms: median wait of a step for the loader, `data_seconds` in `metrics.jsonl`
 - predicted s: `mtrain simulate run`, with its bounds; it assumes that a sequence is one document
 
@@ -35,17 +35,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measured_runs import predicted, train, write_ids, write_state
+import torch_peer
+from measured_runs import Pool, Prediction, RunFailed, write_ids, write_state
 from parallelism_speed import CLOSE, SAME_STEPS, TINY, WHOLE_LAYERS
 from torch_peer import CONTEXT, Peer
-from torch_peer import train as train_peer
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.sizes import parse_size
 
 # Of mtrain: layout and exchange.
 WAYS = (("balanced", "group_cast"), ("striped", "all_gather"), ("zigzag", "ring"))
-FEW, MORE = 2, 6  # layers of the runs whose difference is a layer
+FEW = 2  # layers of the shorter run, whose difference from the other gives a layer
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Bench:
     device: str
     cluster: str
     folder: Path
+    pool: Pool
     window: int
     starts: tuple[int, ...] = (0,)
 
@@ -93,11 +94,19 @@ class Bench:
         documents = torch.from_numpy(document) if len(self.starts) > 1 else None
         return Peer(shape, ids, CONTEXT, self.device, self.steps, documents, self.window, state)
 
-    def predicted(self, layout: str, exchange: str, *more: str) -> str:
-        """Return seconds with bounds."""
+    def train_peer(
+        self, layers: int | None = None, state: Path | None = None
+    ) -> torch_peer.PeerTimes:
+        """Train the peer, in processes that run nothing else."""
+        self.pool.restart()
+        times = self.pool.call(torch_peer.train, self.peer(layers, state))
+        self.pool.restart()
+        return times
+
+    def predicted(self, layout: str, exchange: str, *more: str) -> Prediction:
+        """Start the prediction of a step."""
         words = (*self.model, *self.mask, f"seq={self.seq}", *more)
-        low, value, high = predicted(self.cluster, 2, layout, exchange, *words)
-        return f"{value:.3g} ({low:.3g} - {high:.3g})"
+        return Prediction(self.cluster, 2, layout, exchange, *words)
 
 
 def long_tailed(seq: int, mean: int) -> tuple[int, ...]:
@@ -108,21 +117,21 @@ def long_tailed(seq: int, mean: int) -> tuple[int, ...]:
 
 
 def check(bench: Bench) -> None:
-    """Compare the losses of two steps of a tiny model over all ways. Exit if they differ."""
+    """Compare the losses of two steps of a tiny model over all ways. Say so if they differ."""
     window, starts = (50 if bench.window else 0), bench.starts
     if len(starts) > 1:
         starts = long_tailed(512, 60)
     tiny = replace(bench, model=TINY, seq=512, steps=2, window=window, starts=starts)
     write_state(compose(list(TINY)).model, compose(list(TINY)).seed, bench.folder / "state")
-    expected = train_peer(tiny.peer(state=bench.folder / "state"), 2).losses
+    expected = tiny.train_peer(state=bench.folder / "state").losses
     ways = {"one worker": tiny.words("contiguous", "all_gather", workers=1)}
     ways |= {f"{layout} + {exchange}": tiny.words(layout, exchange) for layout, exchange in WAYS}
     for name, words in ways.items():
-        found = train(*words, *SAME_STEPS).losses
+        found = bench.pool.train(*words, *SAME_STEPS).losses
         worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
         print(f"check: {name}: losses {found}, {worst:.1e} from the peer's", flush=True)
         if not worst <= CLOSE[bench.device]:
-            raise SystemExit(f"{name}: losses {found} differ from the peer's {expected}")
+            print(f"WRONG: {name}: losses {found} differ from the peer's {expected}", flush=True)
 
 
 def compare(bench: Bench) -> Iterator[str]:
@@ -130,31 +139,36 @@ def compare(bench: Bench) -> Iterator[str]:
     columns = ["what", "s / step", "layer ms", "peak GiB", "loader ms", "speed-up over torch"]
     yield f"| {' | '.join(columns)} | predicted s |"
     yield "|---" * (len(columns) + 1) + "|"
-    peer = train_peer(bench.peer(), 2)
-    few, more = (train_peer(bench.peer(layers), 2).seconds for layers in (FEW, MORE))
-    yield (
-        f"| torch, FlexAttention, PTRR | {peer.seconds:.3f} | {layer_ms(few, more):.1f} "
-        f"| {peer.peak_gib:.1f} | | 1.00x | |"
-    )
-    for way in WAYS:
-        run = train(*bench.words(*way, WHOLE_LAYERS))
-        few, more = (
-            train(*bench.words(*way, WHOLE_LAYERS, f"model.num_layers={layers}")).seconds
-            for layers in (FEW, MORE)
-        )
+    others = bench.peer().model.num_layers - FEW
+    peer = None
+
+    def layer_ms(few: float, all_layers: float) -> float:
+        return 1e3 * (all_layers - few) / others
+
+    try:
+        times = bench.train_peer()
+        few = bench.train_peer(FEW).seconds
+        peer = times.seconds
         yield (
-            f"| {' + '.join(way)} | {run.seconds:.3f} | {layer_ms(few, more):.1f} "
-            f"| {run.peak_gib:.1f} | {run.data_ms:.1f} | {peer.seconds / run.seconds:.2f}x "
-            f"| {bench.predicted(*way, WHOLE_LAYERS)} |"
+            f"| torch, FlexAttention, PTRR | {peer:.3f} | {layer_ms(few, peer):.1f} "
+            f"| {times.peak_gib:.1f} | | 1.00x | |"
         )
-
-
-def layer_ms(few: float, more: float) -> float:
-    """Return the milliseconds of one layer.
-
-    few, more: seconds of a step with `FEW` and with `MORE` layers.
-    """
-    return 1e3 * (more - few) / (MORE - FEW)
+    except RunFailed as error:
+        yield f"| torch, FlexAttention, PTRR | failed: {error} |"
+    for way in WAYS:
+        prediction = bench.predicted(*way, WHOLE_LAYERS)
+        try:
+            run = bench.pool.train(*bench.words(*way, WHOLE_LAYERS))
+            less = bench.words(*way, WHOLE_LAYERS, f"model.num_layers={FEW}")
+            few = bench.pool.train(*less).seconds
+        except RunFailed as error:
+            yield f"| {' + '.join(way)} | failed: {error} |"
+            continue
+        faster = f"{peer / run.seconds:.2f}x" if peer else ""
+        yield (
+            f"| {' + '.join(way)} | {run.seconds:.3f} | {layer_ms(few, run.seconds):.1f} "
+            f"| {run.peak_gib:.1f} | {run.data_ms:.1f} | {faster} | {prediction} |"
+        )
 
 
 def dense(bench: Bench) -> Iterator[str]:
@@ -169,11 +183,16 @@ def dense(bench: Bench) -> Iterator[str]:
         (f"window, full every {every}", bench, WAYS[0], (f"mask.full_every={every}",)),
     )
     for name, case, way, more in cases:
-        run = train(*case.words(*way, *memory, *more))
+        prediction = case.predicted(*way, *memory, *more)
+        try:
+            run = bench.pool.train(*case.words(*way, *memory, *more))
+        except RunFailed as error:
+            yield f"| {name} | failed: {error} |"
+            continue
         causal = causal or run.seconds
         yield (
             f"| {name} | {run.seconds:.3f} | {causal / run.seconds:.2f}x | {run.peak_gib:.1f} "
-            f"| {run.data_ms:.1f} | {case.predicted(*way, *memory, *more)} |"
+            f"| {run.data_ms:.1f} | {prediction} |"
         )
 
 
@@ -184,8 +203,13 @@ def main() -> None:
     parser.add_argument("--mask", choices=["window", "documents"], default="window")
     parser.add_argument("--model", default="qwen3b", help="a model of `mtrain config list`")
     parser.add_argument("--seq", default="256k", help="tokens of a sequence")
+    parser.add_argument("--layers", type=int, help="number of layers, if not the model's")
     parser.add_argument("--steps", type=int, default=5, help="training steps of a run, at least 3")
     parser.add_argument("--cluster", default="h200_1x8", help="cluster of the predictions")
+    parser.add_argument("--logs", type=Path, help="existing folder for what the workers print")
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare losses first"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny model on two CPU processes")
     given = parser.parse_args()
     seq = 1024 if given.toy else parse_size(given.seq)
@@ -194,18 +218,22 @@ def main() -> None:
     if given.what == "dense" and given.mask == "documents":
         parser.error("dense: compares windows; leave --mask out")
     documents = given.mask == "documents"
-    with tempfile.TemporaryDirectory() as folder:
+    device = "cpu" if given.toy else "cuda"
+    layers = (f"model.num_layers={given.layers}",) if given.layers else ()
+    with tempfile.TemporaryDirectory() as folder, Pool(2, device, given.logs) as pool:
         bench = Bench(
-            TINY if given.toy else (f"model={given.model}",),
+            (*(TINY if given.toy else (f"model={given.model}",)), *layers),
             seq,
             given.steps,
-            "cpu" if given.toy else "cuda",
+            device,
             given.cluster,
             Path(folder),
+            pool,
             0 if documents else 100 if given.toy else 4096,
             long_tailed(seq, 100 if given.toy else 8192) if documents else (0,),
         )
-        check(bench)
+        if given.check:
+            check(bench)
         for line in compare(bench) if given.what == "compare" else dense(bench):
             print(line, flush=True)
 

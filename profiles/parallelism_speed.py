@@ -5,14 +5,14 @@
     python profiles/parallelism_speed.py one --seq 64k --before OTHER_CHECKOUT
     python profiles/parallelism_speed.py tensor --toy
 
-Each call takes less than ten minutes on two GPUs with `--model qwen3b`. It first checks on a tiny
-model that all ways give the same loss, then times steps, then prints a Markdown table:
+It first checks on a tiny model that all ways give the same loss, then times steps, then prints a
+Markdown table:
 
 - tensor: two workers share each layer, in mtrain and with torch's `parallelize_module`, compiled
   (`torch_peer.py`). The third row shares the sequence instead. All recompute whole layers.
 - pipeline: two stages with 2, 4, 8 and 16 micro-batches, and context parallelism with the same
   batch. formula: (m + (p - 1) / v) (F + B), with the recorded times F and B of the slowest stage
-- one: dense and sparse steps on one GPU, here and in another checkout of mtrain
+- one: dense and sparse steps on one GPU, twice here and twice in another checkout of mtrain
 
 Times are medians of the steps after the first two. predicted: `mtrain simulate run`, with its
 bounds. `--toy` runs a tiny model on two CPU processes, to test the script.
@@ -23,14 +23,22 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from measured_runs import Measured, predicted, train, write_ids, write_state
+import torch_peer
+from measured_runs import (
+    Measured,
+    Pool,
+    Prediction,
+    RunFailed,
+    train_elsewhere,
+    write_ids,
+    write_state,
+)
 from torch_peer import TENSOR, Peer
-from torch_peer import train as train_peer
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ModelConfig
@@ -63,6 +71,7 @@ class Bench:
     device: str
     cluster: str
     folder: Path
+    pool: Pool
 
     def words(self, *more: str, workers: int = 2) -> tuple[str, ...]:
         """Return the settings of a run on one document of random tokens."""
@@ -83,18 +92,28 @@ class Bench:
         ids = torch.from_numpy(np.load(data)).long()
         return Peer(self.shape, ids, TENSOR, self.device, self.steps, state=state)
 
-    def predicted(self, *more: str) -> str:
-        """Return seconds with bounds."""
+    def train(self, *words: str, record: bool = False) -> Measured:
+        """Train a run of mtrain."""
+        return self.pool.train(*words, record=record)
+
+    def train_peer(self, state: Path | None = None) -> torch_peer.PeerTimes:
+        """Train the peer, in processes that run nothing else."""
+        self.pool.restart()
+        times = self.pool.call(torch_peer.train, self.peer(state))
+        self.pool.restart()
+        return times
+
+    def predicted(self, *more: str) -> Prediction:
+        """Start the prediction of a step."""
         words = (*self.model, f"seq={self.seq}", "data.document_mask=false", *more)
-        low, value, high = predicted(self.cluster, 2, LAYOUT, EXCHANGE, *words)
-        return f"{value:.3g} ({low:.3g} - {high:.3g})"
+        return Prediction(self.cluster, 2, LAYOUT, EXCHANGE, *words)
 
 
 def check(bench: Bench) -> None:
-    """Compare the losses of two steps of a tiny model over all ways. Exit if they differ."""
-    tiny = Bench(TINY, 512, 2, bench.device, bench.cluster, bench.folder)
+    """Compare the losses of two steps of a tiny model over all ways. Say so if they differ."""
+    tiny = replace(bench, model=TINY, seq=512, steps=2)
     write_state(tiny.shape, compose(list(TINY)).seed, bench.folder / "state")
-    expected = train_peer(tiny.peer(bench.folder / "state"), 2).losses
+    expected = tiny.train_peer(bench.folder / "state").losses
     ways = {
         "one worker": tiny.words(workers=1),
         "tensor": tiny.words(TENSOR_PARALLEL),
@@ -103,31 +122,39 @@ def check(bench: Bench) -> None:
         "virtual stages": tiny.words(PIPELINE, "topology.virtual_stages=2", "train.global_batch=4"),
     }
     for name, words in ways.items():
-        found = train(*words, *SAME_STEPS).losses
+        found = bench.train(*words, *SAME_STEPS).losses
         worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
         print(f"check: {name}: losses {found}, {worst:.1e} from the peer's", flush=True)
         if not worst <= CLOSE[bench.device]:
-            raise SystemExit(f"{name}: losses {found} differ from the peer's {expected}")
+            print(f"WRONG: {name}: losses {found} differ from the peer's {expected}", flush=True)
 
 
 def tensor(bench: Bench) -> Iterator[str]:
     """Yield the rows of tensor parallelism."""
     yield "| what | s / step | tokens/s/GPU | peak GiB | speed-up over torch | predicted s |"
     yield "|---|---|---|---|---|---|"
-    peer = train_peer(bench.peer(), 2)
+    peer = None
 
-    def row(name: str, run: Measured, prediction: str) -> str:
-        rate = bench.seq / 2 / run.seconds
-        faster = peer.seconds / run.seconds
+    def row(name: str, seconds: float, peak_gib: float, prediction: object) -> str:
+        faster = f"{peer / seconds:.2f}x" if peer else ""
         return (
-            f"| {name} | {run.seconds:.3f} | {rate:,.0f} | {run.peak_gib:.1f} | {faster:.2f}x "
-            f"| {prediction} |"
+            f"| {name} | {seconds:.3f} | {bench.seq / 2 / seconds:,.0f} | {peak_gib:.1f} "
+            f"| {faster} | {prediction} |"
         )
 
-    yield row("torch, 2 tensor", Measured(peer.losses, peer.seconds, 0, peer.peak_gib, None), "")
+    try:
+        times = bench.train_peer()
+        peer = times.seconds
+        yield row("torch, 2 tensor", times.seconds, times.peak_gib, "")
+    except RunFailed as error:
+        yield f"| torch, 2 tensor | failed: {error} |"
     for name, more in (("2 tensor", (TENSOR_PARALLEL,)), ("2 context", ())):
-        run = train(*bench.words(WHOLE_LAYERS, *more))
-        yield row(f"mtrain, {name}", run, bench.predicted(WHOLE_LAYERS, *more))
+        prediction = bench.predicted(WHOLE_LAYERS, *more)
+        try:
+            run = bench.train(*bench.words(WHOLE_LAYERS, *more))
+            yield row(f"mtrain, {name}", run.seconds, run.peak_gib, prediction)
+        except RunFailed as error:
+            yield f"| mtrain, {name} | failed: {error} |"
 
 
 def pipeline(bench: Bench) -> Iterator[str]:
@@ -138,10 +165,18 @@ def pipeline(bench: Bench) -> Iterator[str]:
     yield "|---" * (len(columns) + 1) + "|"
     for count in (2, 4, 8, 16):
         batch = (f"train.global_batch={count}", "train.shard=gradients")
-        beside = train(*bench.words(*batch)).seconds
+        try:
+            beside = f"{bench.train(*bench.words(*batch)).seconds:.3f}"
+        except RunFailed as error:
+            beside = f"failed: {error}"
         for parts in (1, 2):
             more = (*batch, PIPELINE, f"topology.virtual_stages={parts}")
-            run = train(*bench.words(*more), record=True)
+            prediction = bench.predicted(*more)
+            try:
+                run = bench.train(*bench.words(*more), record=True)
+            except RunFailed as error:
+                yield f"| {count} | {parts} | failed: {error} |"
+                continue
             assert run.pipeline is not None
             passes = np.add(run.pipeline["forward_ms"], run.pipeline["backward_ms"])
             slowest = max(passes[stage::2].sum() for stage in range(2)) / 1e3
@@ -149,20 +184,24 @@ def pipeline(bench: Bench) -> Iterator[str]:
             makespan = run.pipeline["makespan_ms"] / 1e3
             yield (
                 f"| {count} | {parts} | {run.seconds:.3f} | {makespan:.3f} | {formula:.3f} "
-                f"| {makespan / formula:.3f} | {bench.predicted(*more)} | {beside:.3f} |"
+                f"| {makespan / formula:.3f} | {prediction} | {beside} |"
             )
 
 
 def one(bench: Bench, before: Path | None) -> Iterator[str]:
-    """Yield the rows of one GPU."""
+    """Yield the rows of one GPU. Each run has new processes, and runs take turns."""
     bench.peer()
+    here = Path(__file__).parents[1]
     yield "| attention | s / step | in the other checkout | before / now |"
     yield "|---|---|---|---|"
     for name, more in (("dense", ()), ("vertical_slash", SPARSE)):
         words = bench.words(*more, workers=1)
-        now = train(*words).seconds
-        then = train(*words, checkout=before).seconds if before else now
-        yield f"| {name} | {now:.3f} | {f'{then:.3f}' if before else ''} | {then / now:.3f} |"
+        turns = [here, before or here] * 2
+        now, then, again, later = (train_elsewhere(turn, *words).seconds for turn in turns)
+        yield (
+            f"| {name} | {now:.3f}, {again:.3f} | {then:.3f}, {later:.3f} "
+            f"| {(then + later) / (now + again):.3f} |"
+        )
 
 
 def main() -> None:
@@ -171,19 +210,27 @@ def main() -> None:
     parser.add_argument("what", choices=["tensor", "pipeline", "one"])
     parser.add_argument("--model", default="qwen3b", help="a model of `mtrain config list`")
     parser.add_argument("--seq", default="128k", help="tokens of a sequence; an even number")
+    parser.add_argument("--layers", type=int, help="number of layers, if not the model's")
     parser.add_argument("--steps", type=int, default=6, help="training steps of a run, at least 3")
     parser.add_argument("--cluster", default="h200_1x8", help="cluster of the predictions")
     parser.add_argument("--before", type=Path, help="with `one`: another checkout of mtrain")
+    parser.add_argument("--logs", type=Path, help="existing folder for what the workers print")
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare losses first"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny model on two CPU processes")
     given = parser.parse_args()
     seq = 512 if given.toy else parse_size(given.seq)
     if seq % 2 or given.steps < 3:
         parser.error("--seq must be even, and --steps at least 3")
     device = "cpu" if given.toy else "cuda"
-    with tempfile.TemporaryDirectory() as folder:
-        model = TINY if given.toy else (f"model={given.model}",)
-        bench = Bench(model, seq, given.steps, device, given.cluster, Path(folder))
-        check(bench)
+    workers = 1 if given.what == "one" else 2
+    layers = (f"model.num_layers={given.layers}",) if given.layers else ()
+    model = (*(TINY if given.toy else (f"model={given.model}",)), *layers)
+    with tempfile.TemporaryDirectory() as folder, Pool(workers, device, given.logs) as pool:
+        bench = Bench(model, seq, given.steps, device, given.cluster, Path(folder), pool)
+        if given.check and given.what != "one":
+            check(bench)
         tables = {"tensor": tensor, "pipeline": pipeline}
         rows = one(bench, given.before) if given.what == "one" else tables[given.what](bench)
         for line in rows:

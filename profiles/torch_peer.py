@@ -15,9 +15,7 @@ is fused on GPUs.
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -90,15 +87,6 @@ class PeerTimes:
     losses: list[float]
     seconds: float
     peak_gib: float
-
-
-def train(peer: Peer, workers: int) -> PeerTimes:
-    """Train on ``workers`` processes of this machine."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _worker, (workers, peer, folder), nprocs=workers, join=True, start_method="spawn"
-        )
-        return torch.load(Path(folder, "times"), weights_only=False)
 
 
 class Attention(nn.Module):
@@ -222,25 +210,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), -1) * sin
 
 
-def _worker(rank: int, workers: int, peer: Peer, folder: str) -> None:
-    backend = "nccl" if peer.device == "cuda" else "gloo"
-    if peer.device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{folder}/store"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=workers)
-    try:
-        times = _train(peer, rank, workers)
-        if rank == 0:
-            torch.save(times, Path(folder, "times"))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def _train(peer: Peer, rank: int, workers: int) -> PeerTimes:
+def train(rank: int, workers: int, peer: Peer) -> PeerTimes:
+    """Train as one of ``workers`` processes, in their process group."""
     device = torch.device(peer.device, rank if peer.device == "cuda" else None)
     torch.manual_seed(0)
     with torch.device("meta"):

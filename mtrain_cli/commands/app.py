@@ -200,6 +200,11 @@ def _describe(error: Any) -> str:
             'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
             "--config-dir DIR recipe=mine."
         )
+    if option in ("--out", "--output", "-o") and takes_overrides and not _has_out(ctx):
+        # A similar name, such as --layout, would not help.
+        if ctx is not None and ctx.command.name == "generate":
+            return f"No such option: {option}. The text goes to stdout."
+        return f"No such option: {option}. run.dir=DIR sets the folder of the results."
     if option and takes_overrides:
         from mtrain_cli.config.keys import all_keys
         from mtrain_cli.config.suggest import nearest
@@ -208,6 +213,10 @@ def _describe(error: Any) -> str:
         if key:
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."
+
+
+def _has_out(context: Any) -> bool:
+    return any("--out" in parameter.opts for parameter in context.command.params)
 
 
 def _wrong_value(error: Any) -> str | None:

@@ -43,7 +43,7 @@ def needles(
     """Write documents that hide numbers and ask for them later, for data=text.
 
     Each document has exactly --length tokens: lines of Python such as magic["calm-otter"] = 4817263
-    among lines of a corpus, and later assert magic["calm-otter"] == 4817263. The last question
+    among lines of a corpus, and later expected["calm-otter"] = 4817263. The last question
     about every other number stands in the last 2k tokens; all others stand anywhere after their
     number.
 

@@ -30,6 +30,7 @@ def learning(
     seeds: Annotated[str, option("N,...")] = "",
     budget_minutes: Annotated[float, option("N")] = 0.0,
     base_steps: Annotated[int, bounded(0, MOST_STEPS)] = 0,
+    below_gate: Annotated[bool, flag("--below-gate")] = False,
     packages: Annotated[Path | None, option("DIR")] = None,
     dry_run: Annotated[bool, flag("--dry-run")] = False,
     as_json: Json = False,
@@ -60,9 +61,10 @@ def learning(
         out: Folder of the study; by default measurements/learning-TIER.
         only: Names of cells, as --dry-run lists them; by default all.
         seeds: Some of the tier's seeds.
-        budget_minutes: Begin no further cell after this time, or if it would take longer; 0 = no
-            limit.
+        budget_minutes: Begin no further cell after this time, or if it would probably take longer
+            than is left; 0 = no limit.
         base_steps: Steps of a base, if those of the tier do not pass its gate.
+        below_gate: Go on with a base that misses its gate. The report says so.
         packages: Folder of Python packages to train on; by default those of this Python.
         dry_run: List the cells with FLOP and time, and exit.
     """
@@ -91,7 +93,7 @@ def learning(
         show_plan(console, study, cells)
         return
     study = _prepare(study, packages, console)
-    _compute(study, cells, budget_minutes, console)
+    _compute(study, cells, budget_minutes, console, below_gate=below_gate)
     show(study, as_json=as_json)
 
 
@@ -124,15 +126,17 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     return replace(study, sha256=facts.sha256)
 
 
-def _compute(study: Study, cells: list[Cell], budget: float, console: Console) -> None:
+def _compute(
+    study: Study, cells: list[Cell], budget: float, console: Console, *, below_gate: bool = False
+) -> None:
     """Compute the cells that are not finished, as long as the budget lasts."""
     from mtrain_cli.learning import cells as computed
 
-    started, longest = time.monotonic(), 0.0
+    started, pace = time.monotonic(), Pace(study.tier)
     missing = [cell for cell in cells if study.done(cell) is None]
     for number, cell in enumerate(missing, 1):
         used = time.monotonic() - started
-        if budget and number > 1 and used + longest > 60 * budget:
+        if budget and number > 1 and used + pace.expected(cell) > 60 * budget:
             console.print(
                 f"budget  {used / 60:.1f} minutes used; {len(missing) - number + 1} cells are "
                 "left. The same command continues.",
@@ -141,9 +145,41 @@ def _compute(study: Study, cells: list[Cell], budget: float, console: Console) -
             return
         console.print(f"cell    {number} of {len(missing)}: {cell.key}", soft_wrap=True)
         with writing(study.folder):
-            computed.compute(study, cell, _train)
+            computed.compute(study, cell, _train, below_gate=below_gate)
         _free_gpu()
-        longest = max(longest, time.monotonic() - started - used)
+        pace.add(cell, time.monotonic() - started - used)
+
+
+class Pace:
+    """How long cells of a sitting take.
+
+    A cell takes as long as the longest cell of its kind did: a base, or another cell. Before the
+    first one of its kind, the estimate of its tier counts, as wrong as it was for finished cells.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._longest: dict[bool, float] = {}
+        self._seconds = self._estimated = 0.0
+
+    def add(self, cell: Cell, seconds: float) -> None:
+        """Note a finished cell."""
+        from mtrain_cli.learning.cells import estimated_seconds
+
+        is_base = cell.variant is None
+        self._longest[is_base] = max(self._longest.get(is_base, 0.0), seconds)
+        self._seconds += seconds
+        self._estimated += estimated_seconds(self._tier, cell)
+
+    def expected(self, cell: Cell) -> float:
+        """Return seconds; 0 before the first cell of a sitting."""
+        from mtrain_cli.learning.cells import estimated_seconds
+
+        if (longest := self._longest.get(cell.variant is None)) is not None:
+            return longest
+        if not self._estimated:
+            return 0.0
+        return self._seconds * estimated_seconds(self._tier, cell) / self._estimated
 
 
 def _train(words: list[str]) -> None:

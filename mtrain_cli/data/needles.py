@@ -4,10 +4,12 @@ Lines of a corpus surround three kinds of lines:
 
     magic["calm-otter"] = 4817263
     magic["old-heron"] = magic["calm-otter"]
-    assert magic["old-heron"] == 4817263
+    expected["old-heron"] = 4817263
 
-An ``assert`` is a question: a model that has read its beginning knows the number only from an
-earlier line, the needle. A line with two names is a link, which some questions must follow.
+A line of ``expected`` is a question: a model that has read its beginning knows the number only from
+an earlier line, the needle. A line with two names is a link, which some questions must follow.
+Needle and question are equal from the name to the number, so that a head which continues an earlier
+equal text can find the number.
 Each document has the same number of tokens, so each training sequence of that length is one.
 With one question about each needle, most of the text cannot be predicted, and small models need
 many tokens before they retrieve a number. With several questions about few needles they need fewer.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from random import Random
 
 from mtrain_cli.config.schema import ConfigError
@@ -40,7 +42,7 @@ pig pony puma quail ram raven
 NAMES = tuple(f"{first}-{second}" for first in _ADJECTIVES.split() for second in _ANIMALS.split())
 TAIL = 2048  # tokens at the end with the last questions of half of the needles; see `tail`
 _LONGEST_LINE = 160  # characters of a line from the corpus
-_OWN_LINES = ("magic[", "assert magic[")
+_OWN_LINES = ("magic[", "expected[")
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ class NeedleDocument:
 
     def line(self) -> str:
         """Return the document as a line of JSON that ``data=text`` reads."""
-        return json.dumps(asdict(self)) + "\n"
+        # `asdict` copies deeply, which took as long as to make the document.
+        questions = [vars(question) for question in self.questions]
+        return json.dumps({**vars(self), "questions": questions}) + "\n"
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class _Builder:
                 lines.append(f'magic["{other}"] = magic["{name}"]\n')
                 name = other
             links = len(lines) - 1
-            lines += [f'assert magic["{name}"] == {answer}\n'] * settings.questions
+            lines += [f'expected["{name}"] = {answer}\n'] * settings.questions
             pairs.append(_Pair(tuple(lines), links, answer, in_tail=number % 2 == 0))
         return pairs
 
@@ -294,7 +298,8 @@ def _lines(corpus: Corpus) -> Iterator[str]:
         for unit in corpus.units:
             for document in unit.documents(0):
                 for line in _whole_lines(document.pieces):
-                    if line.isascii() and len(line) <= _LONGEST_LINE and "magic[" not in line:
+                    is_own = any(own in line for own in _OWN_LINES)
+                    if line.isascii() and len(line) <= _LONGEST_LINE and not is_own:
                         usable += 1
                         yield line
         if not usable:

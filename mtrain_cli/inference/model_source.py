@@ -81,6 +81,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
         key = word.partition("=")[0]
         if key == "topology.context_parallel":
             raise ConfigError(f"{word}: all workers share each prompt; leave this setting out")
+        if key in ("topology.expert_parallel", "topology.expert_chunks"):
+            raise ConfigError(f"{word}: each worker holds all experts; leave this setting out")
         if key not in _SETTABLE and not key.startswith(("sparsity.", "topology.")):
             raise ConfigError(
                 f"{word}: the model gives this setting; allowed: sparsity=, topology=, their keys, "

@@ -24,6 +24,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import package_corpus
 from mtrain_cli.learning.tiers import DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
 from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_metrics
@@ -145,13 +146,14 @@ def training_words(study: Study, cell: Cell) -> list[str]:
         *tier.machine,
         "data=text",
         f"data.path={study.texts.absolute()}",
-        f"data.mix={_mix(is_base)}",
+        f"data.mix={_mix(is_base=is_base)}",
         f"data.tokenizer={package_corpus.tokenizer_path(study.texts, tier)}",
         "data.document_mask=false",
         f"seq={tier.base_seq if is_base else tier.long_seq}",
         f"seed={seed}",
         f"train.steps={steps}",
         f"train.global_batch={tier.base_batch if is_base else tier.batch}",
+        f"train.micro_batch={tier.base_batch if is_base else tier.batch}",
         f"train.checkpoint_every={max(1, steps // _CHECKPOINTS)}",
         "train.keep_checkpoints=1",
         f"optim.lr={tier.base_lr if is_base else tier.lr}",
@@ -171,14 +173,10 @@ def training_words(study: Study, cell: Cell) -> list[str]:
     ]
 
 
-def _mix(is_base: bool) -> str:
+def _mix(*, is_base: bool) -> str:
     """Return the value of data.mix."""
-    own = package_corpus.NEEDLES_BASE if is_base else package_corpus.NEEDLES_LONG
-    needles = {own: package_corpus.NEEDLE_SHARE}
-    if is_base:
-        needles[package_corpus.NEEDLES_SHORT] = package_corpus.SHORT_SHARE
-    weights = {package_corpus.CODE: 1 - sum(needles.values()), **needles}
-    return "{" + ", ".join(f"{name}: {weight:g}" for name, weight in weights.items()) + "}"
+    shares = package_corpus.mix(is_base=is_base)
+    return "{" + ", ".join(f"{name}: {weight:g}" for name, weight in shares.items()) + "}"
 
 
 def _steps(study: Study, cell: Cell) -> int:
@@ -218,11 +216,14 @@ def _required(study: Study, cell: Cell) -> Done:
     return found
 
 
-def compute(study: Study, cell: Cell, train: Callable[[list[str]], None]) -> Done:
+def compute(
+    study: Study, cell: Cell, train: Callable[[list[str]], None], *, below_gate: bool = False
+) -> Done:
     """Train and measure a cell. A stopped one continues where it was.
 
     Args:
         train: trains a run with settings, or resumes the run of the same settings.
+        below_gate: whether a base may miss the gate.
 
     Raises:
         ConfigError: a setting is wrong, or the base misses the gate.
@@ -234,6 +235,7 @@ def compute(study: Study, cell: Cell, train: Callable[[list[str]], None]) -> Don
     words: list[str] = []
     if cell.variant is None or cell.variant.is_trained:
         words = training_words(study, cell)
+        _drop_lost_run(run)
         train(words)
         metrics = read_metrics(run / METRICS_FILE)
         timed = [row.seconds for row in metrics[WARM_UP_STEPS:]] or [metrics[-1].seconds]
@@ -243,7 +245,7 @@ def compute(study: Study, cell: Cell, train: Callable[[list[str]], None]) -> Don
     gate = None
     if cell.variant is None:
         export_base(study, cell)
-        gate = _measure_base(study, cell)
+        gate = _measure_base(study, cell, below_gate=below_gate)
     else:
         measure(study, cell)
     found = Done(
@@ -256,6 +258,15 @@ def compute(study: Study, cell: Cell, train: Callable[[list[str]], None]) -> Don
     return found
 
 
+def _drop_lost_run(run: Path) -> None:
+    """Delete a run that cannot be resumed: one without checkpoint, or from another folder."""
+    if not (file := run / "resolved.yaml").is_file():
+        return
+    moved = Path(resolved_file.load(file).run.dir) != run.absolute()
+    if moved or RunDir(run).last_step() is None:
+        shutil.rmtree(run)
+
+
 def export_base(study: Study, cell: Cell) -> None:
     """Write the weights of a base, as trained and with positions stretched by YaRN."""
     import torch
@@ -266,7 +277,8 @@ def export_base(study: Study, cell: Cell) -> None:
     folder = study.path(cell)
     hf, stretched = folder / HF, folder / STRETCHED
     if not hf.exists():
-        export_checkpoint(folder / RUN, hf, dtype=torch.float32)
+        # All cells begin with the rounded weights, so that half of the bytes are all of a base.
+        export_checkpoint(folder / RUN, hf, dtype=torch.bfloat16)
     if stretched.exists():
         return
     tier = study.tier
@@ -276,7 +288,7 @@ def export_base(study: Study, cell: Cell) -> None:
     )
     model = replace(config.model, rope=rope)
     factor = tier.long_seq / tier.base_seq
-    keys = config_json(model, rope_factor=factor, seq=tier.long_seq, dtype="float32")
+    keys = config_json(model, rope_factor=factor, seq=tier.long_seq, dtype="bfloat16")
     draft = folder / f"{STRETCHED}.draft"
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(hf, draft, copy_function=os.link)
@@ -288,11 +300,11 @@ def export_base(study: Study, cell: Cell) -> None:
     draft.rename(stretched)
 
 
-def _measure_base(study: Study, cell: Cell) -> float | None:
+def _measure_base(study: Study, cell: Cell, *, below_gate: bool) -> float | None:
     """Measure needles of a base at its length. Return the percent found.
 
     Raises:
-        ConfigError: they are fewer than the gate asks for.
+        ConfigError: they are fewer than the gate asks for, and not ``below_gate``.
     """
     from mtrain_cli.evaluation.results import read_results
 
@@ -300,11 +312,12 @@ def _measure_base(study: Study, cell: Cell) -> float | None:
     source = _source(study, folder / HF)
     _evaluate(study, folder, NIAH, folder / HF, {DENSE: source.config}, tier.base_seq)
     (result,) = (r for r in read_results(folder / EVALUATION) if r.task == NIAH)
-    if tier.gate is not None and (result.score or 0.0) < tier.gate:
+    if not below_gate and tier.gate is not None and (result.score or 0.0) < tier.gate:
         raise ConfigError(
             f"{cell.key}: the base finds {result.score or 0.0:.1f} % of the needles at "
             f"{tier.base_seq:,} tokens, and the gate is {tier.gate:g} %. What it cannot find, no "
-            "attention can lose. Train it for longer: --base-steps N, with another --out"
+            "attention can lose. Train it for longer: --base-steps N, with another --out. Or go on "
+            "with --below-gate"
         )
     return result.score
 
@@ -333,8 +346,8 @@ def _source(study: Study, model: Path) -> ModelSource:
     from mtrain_cli.inference.model_source import open_source
 
     # A share of a sequence would not be faster: one worker measures.
-    machine = [word for word in study.tier.machine if not word.startswith("topology.workers")]
-    return open_source(model, [*machine, "sparsity=dense", "topology.workers=1"])
+    device = [word for word in study.tier.machine if word.startswith("topology.device=")]
+    return open_source(model, [*device, "sparsity=dense", "topology.workers=1"])
 
 
 def _evaluate(
@@ -380,6 +393,13 @@ def _evaluate(
     )
     environment = resolve_environment(next(iter(configs.values())))
     evaluate(Runner(request, tuple(configs.values()), environment), environment)
+
+
+def estimated_seconds(tier: Tier, cell: Cell) -> float:
+    """Return the seconds of a cell at the speed that its tier assumes."""
+    return sum(estimated_flop(tier, cell)) / (
+        tier.base_flops if cell.variant is None else tier.flops
+    )
 
 
 def estimated_flop(tier: Tier, cell: Cell) -> tuple[float, float]:

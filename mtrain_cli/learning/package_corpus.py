@@ -26,11 +26,17 @@ from mtrain_cli.learning.tiers import Tier
 
 BLOCK = 256  # bytes
 CODE, HELD_OUT, ABOUT, TOKENIZER = "code", "held_out.jsonl", "corpus.json", "tokenizer.json"
-NEEDLES_BASE, NEEDLES_LONG, NEEDLES_SHORT = "needles_base", "needles_long", "needles_short"
-CHAINS = 0.25  # share of questions that follow a link
-NEEDLE_SHARE = 0.2  # of the training sequences
-SHORT_SHARE = 0.1  # of the sequences of a base, from which a model first learns to copy a number
-_SHORT, _SHORT_QUESTIONS, _MOST_SHORT = 256, 5, 20_000
+NEEDLES_BASE, NEEDLES_LONG = "needles_base", "needles_long"
+NEEDLE_SHARE = 0.25  # of the training sequences
+# Shares of the sequences of a base, and the documents that they are made of: from one needle, a
+# model first learns to copy a number, and from several to tell names apart.
+_LESSONS = {
+    "needles_short": (0.2, NeedleSettings(256, 1, 0.0, 3, 5)),
+    "needles_middle": (0.2, NeedleSettings(1024, 6, 0.0, 4, 3)),
+}
+_MOST_OF_LESSON = 20_000  # documents
+# Links from one name to another are another skill, which small models learn late or never.
+CHAINS = 0.0
 _MOST_OF_PACKAGE = 16 << 20  # bytes, so that no package is a large part of the text
 _HELD_OUT_SHARE = 8  # one of this number of packages
 _SKIPPED = {"__pycache__", "test", "tests"}
@@ -101,6 +107,14 @@ def build(folder: Path, tier: Tier, packages: Path | None = None) -> CorpusFacts
     )
     replace_text(about, json.dumps(asdict(found), indent=1) + "\n")
     return found
+
+
+def mix(*, is_base: bool) -> dict[str, float]:
+    """Return the share of each part of the texts in the training of a base or of other cells."""
+    needles = {NEEDLES_BASE if is_base else NEEDLES_LONG: NEEDLE_SHARE}
+    if is_base:
+        needles |= {name: share for name, (share, _) in _LESSONS.items()}
+    return {CODE: 1 - sum(needles.values()), **needles}
 
 
 def tokenizer_path(folder: Path, tier: Tier) -> str:
@@ -216,14 +230,15 @@ def _write_needles(folder: Path, tier: Tier, tokenizer: Tokenizer) -> None:
     """Write needles between lines of the training code, for the base and for the cells."""
     haystack = text_corpus(str(folder / CODE), "text")
     base, cells = tier.base_steps * tier.base_batch, tier.steps * tier.batch
-    short = min(_MOST_SHORT, int(SHORT_SHARE * base * tier.base_seq / _SHORT))
     of_base, of_cells = (tier.base_seq, tier.base_pairs), (tier.long_seq, tier.long_pairs)
     # As many documents as training reads, up to a limit for the short ones.
-    sequences = {
+    sequences: dict[str, tuple[NeedleSettings, float]] = {
         NEEDLES_BASE: (NeedleSettings(*of_base, CHAINS, 1, tier.questions), NEEDLE_SHARE * base),
         NEEDLES_LONG: (NeedleSettings(*of_cells, CHAINS, 2, tier.questions), NEEDLE_SHARE * cells),
-        NEEDLES_SHORT: (NeedleSettings(_SHORT, 1, 0.0, 3, _SHORT_QUESTIONS), short),
     }
+    for name, (share, settings) in _LESSONS.items():
+        read = share * base * tier.base_seq / settings.length
+        sequences[name] = settings, min(_MOST_OF_LESSON, read)
     for name, (settings, read) in sequences.items():
         count = max(8, int(read) + 1)
         made = needle_documents(haystack, tokenizer, settings, count)

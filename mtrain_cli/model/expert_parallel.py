@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
+from mtrain_cli.model import expert_kernels
 from mtrain_cli.model.expert_tiles import WeightGradients, inner_gradients, outputs
 from mtrain_cli.model.experts import Experts, expert_layers
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back
@@ -64,14 +65,16 @@ class ExpertSharing:
         *,
         recompute: bool,
         inputs_only: bool,
+        compile: bool = False,
     ) -> Tensor:
         """Return what `compute_experts` returns, with experts on all workers of the group."""
         weights = own_part(experts.gate_up), own_part(experts.down)
         # Workers with popular experts take longer, so the time of all is not compared.
         with self.group.observer.waiting():
             return _SharedExperts.apply(
-                x_TC, scores_TK, *weights, decision.chunks, self.group, recompute, inputs_only
-            )
+                x_TC, scores_TK, *weights, decision.chunks, self.group,
+                recompute, compile, inputs_only,
+            )  # fmt: skip
 
 
 class Chunk(NamedTuple):
@@ -133,11 +136,13 @@ class _Journey:
     """Rows of a chunk that travel to the workers of their experts, and back.
 
     top_k: number of experts of a token.
+    compile: compile the operations on rows.
     """
 
     chunk: Chunk
     group: ExpertGroup
     top_k: int
+    compile: bool
 
     @property
     def own(self) -> slice:
@@ -146,7 +151,11 @@ class _Journey:
 
     def start_rows(self, rows_TC: Tensor) -> RowMessage:
         """Start to send the row of each pair's token. rows_TC: rows of all own tokens."""
-        rows = rows_TC[self.own].index_select(0, self.chunk.order_S // self.top_k)
+        own, order_S = rows_TC[self.own], self.chunk.order_S
+        if self.compile:
+            rows = expert_kernels.taken(own, order_S, self.top_k)
+        else:
+            rows = own.index_select(0, order_S // self.top_k)
         return self.group.start(rows, self.chunk.send, self.chunk.receive)
 
     def start_scores(self, scores_TK: Tensor) -> RowMessage:
@@ -156,11 +165,17 @@ class _Journey:
 
     def arrived(self, message: RowMessage) -> Tensor:
         """Wait for rows from all workers. Return them ordered by expert."""
-        return message.wait()[self.chunk.order_R]
+        return self._ordered(message.wait(), self.chunk.order_R)
 
     def start_back(self, rows_R: Tensor) -> RowMessage:
         """Start to send rows, ordered by expert, back to the workers of their tokens."""
-        return self.group.start(rows_R[self.chunk.place_R], self.chunk.receive, self.chunk.send)
+        rows_R = self._ordered(rows_R, self.chunk.place_R)
+        return self.group.start(rows_R, self.chunk.receive, self.chunk.send)
+
+    def _ordered(self, rows_R: Tensor, order_R: Tensor) -> Tensor:
+        if self.compile and rows_R.ndim > 1:
+            return expert_kernels.taken(rows_R, order_R, 1)
+        return rows_R[order_R]
 
     def sums(self, message: RowMessage, high: torch.dtype) -> Tensor:
         """Wait for the rows that return. Return the sum of each token's rows.
@@ -169,6 +184,8 @@ class _Journey:
             high: dtype in which to add up the rows.
         """
         rows_SC = message.wait()
+        if self.compile:
+            return expert_kernels.summed(rows_SC, self.chunk.place, None, self.top_k)
         padded = functional.pad(rows_SC, (0, 0, 0, 1))  # the row of pairs that did not travel
         rows_TKC = padded[self.chunk.place].unflatten(0, (-1, self.top_k))
         return rows_TKC.sum(1, dtype=high).to(rows_SC.dtype)
@@ -184,13 +201,14 @@ class _SharedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TC: Tensor, scores_TK: Tensor, gate_up_LWC: Tensor, down_LCI: Tensor,
-        chunks: tuple[Chunk, ...], group: ExpertGroup, recompute: bool, inputs_only: bool,
+        chunks: tuple[Chunk, ...], group: ExpertGroup,
+        recompute: bool, compile: bool, inputs_only: bool,
     ) -> Tensor:  # fmt: skip
         kept: list[Tensor] = []
         out_TC = x_TC.new_empty(()).expand_as(x_TC) if inputs_only else torch.empty_like(x_TC)
 
         def compute(chunk: Chunk) -> Iterator[None]:
-            journey = _Journey(chunk, group, scores_TK.shape[1])
+            journey = _Journey(chunk, group, scores_TK.shape[1], compile)
             rows, scores = journey.start_rows(x_TC), journey.start_scores(scores_TK)
             yield
             x_RC, scores_R1 = journey.arrived(rows), journey.arrived(scores)[:, None]
@@ -198,7 +216,7 @@ class _SharedExperts(torch.autograd.Function):
             if not recompute:
                 kept.extend((x_RC, scores_R1, gate_up_RW))
             del x_RC, rows
-            out_RC = outputs(gate_up_RW, scores_R1, down_LCI, chunk.ends_L)
+            out_RC = outputs(gate_up_RW, scores_R1, down_LCI, chunk.ends_L, compile=compile)
             del gate_up_RW
             back = journey.start_back(out_RC)
             del out_RC
@@ -207,7 +225,7 @@ class _SharedExperts(torch.autograd.Function):
 
         if not inputs_only:
             staggered(map(compute, chunks))
-        ctx.chunks, ctx.group = chunks, group
+        ctx.chunks, ctx.group, ctx.compile = chunks, group, compile
         ctx.save_for_backward(x_TC, scores_TK, gate_up_LWC, down_LCI, *kept)
         return out_TC
 
@@ -220,7 +238,7 @@ class _SharedExperts(torch.autograd.Function):
         sums = WeightGradients(len(ctx.chunks))
 
         def compute(number: int, chunk: Chunk) -> Iterator[None]:
-            journey = _Journey(chunk, ctx.group, scores_TK.shape[1])
+            journey = _Journey(chunk, ctx.group, scores_TK.shape[1], ctx.compile)
             messages = [] if kept else [journey.start_rows(x_TC), journey.start_scores(scores_TK)]
             of_grad = journey.start_rows(grad_TC)
             yield
@@ -233,7 +251,7 @@ class _SharedExperts(torch.autograd.Function):
             grad_RC = journey.arrived(of_grad)
             del messages, of_grad
             inner_RI, dgate_up_RW, dscores_R = inner_gradients(
-                grad_RC, gate_up_RW, scores_R1, down_LCI, chunk.ends_L
+                grad_RC, gate_up_RW, scores_R1, down_LCI, chunk.ends_L, compile=ctx.compile
             )
             del gate_up_RW
             dx = journey.start_back(grouped_rows_back(dgate_up_RW, gate_up_LWC, chunk.ends_L))
@@ -248,7 +266,7 @@ class _SharedExperts(torch.autograd.Function):
 
         staggered(compute(n, chunk) for n, chunk in enumerate(ctx.chunks))
         of_weights = sums.take("gate_up", gate_up_LWC), sums.take("down", down_LCI)
-        return dx_TC, dscores_TK, *of_weights, None, None, None, None
+        return dx_TC, dscores_TK, *of_weights, None, None, None, None, None
 
 
 def deal_experts(decoder: nn.Module, mesh: DeviceMesh) -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.expert_settings import MoeConfig
+from mtrain_cli.model import expert_kernels
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import Decision, part_of
 from mtrain_cli.model.tiling import expert_chunks
@@ -31,11 +32,13 @@ class ExpertExecution:
     chunks: value of ``topology.expert_chunks``.
     recompute: whether the layer is checkpointed. Its second forward pass then leaves the products
         to the backward pass, if there are several chunks or if workers share the experts.
+    compile: compile the operations between the matrix products.
     """
 
     tile_bytes: int = 0
     chunks: int | str = "auto"
     recompute: bool = False
+    compile: bool = False
 
     def bounds(self, x_TC: Tensor, moe: MoeConfig, *, shared: bool) -> list[int]:
         """Return the first token of each chunk, and the number of tokens.
@@ -52,17 +55,25 @@ class ExpertExecution:
         return [tokens * n // count for n in range(count + 1)]
 
 
-def dispatch(rows: Tensor, decision: Decision) -> Tensor:
+def dispatch(rows: Tensor, decision: Decision, *, compile: bool = False) -> Tensor:
     """Return the row of each pair's token, ordered by expert, ``[S, C]``."""
-    return rows.index_select(0, decision.order_S // decision.chosen_TK.shape[1])
+    top_k = decision.chosen_TK.shape[1]
+    if compile:
+        return expert_kernels.taken(rows, decision.order_S, top_k)
+    return rows.index_select(0, decision.order_S // top_k)
 
 
-def combine(rows_SC: Tensor, decision: Decision) -> Tensor:
+def combine(rows_SC: Tensor, decision: Decision, *, compile: bool = False) -> Tensor:
     """Return the sum of each token's rows, ``[T, C]``. The inverse way of `dispatch`.
 
-    The sum is computed in float32.
+    The sum is computed in float32. Rows of pairs that no expert computes do not count.
     """
-    rows_TKC = rows_SC.index_select(0, decision.place_S).unflatten(0, decision.chosen_TK.shape)
+    ends_E, top_k = decision.ends_E, decision.chosen_TK.shape[1]
+    if compile:
+        return expert_kernels.summed(rows_SC, decision.place_S, ends_E, top_k)
+    rows = rows_SC.index_select(0, decision.place_S)
+    rows.masked_fill_((decision.place_S >= ends_E[-1])[:, None], 0)
+    rows_TKC = rows.unflatten(0, decision.chosen_TK.shape)
     return rows_TKC.sum(1, dtype=accumulation_dtype(rows_SC.dtype)).to(rows_SC.dtype)
 
 
@@ -71,15 +82,30 @@ def by_place(scores_TK: Tensor, decision: Decision) -> Tensor:
     return scores_TK.flatten()[decision.order_S][:, None]
 
 
-def outputs(gate_up_SW: Tensor, scores_S1: Tensor, down_ECI: Tensor, ends_E: Tensor) -> Tensor:
+def outputs(
+    gate_up_SW: Tensor,
+    scores_S1: Tensor,
+    down_ECI: Tensor,
+    ends_E: Tensor,
+    *,
+    compile: bool = False,
+) -> Tensor:
     """Return the experts' outputs times the scores, ``[S, C]``."""
+    if compile:
+        return grouped_rows(expert_kernels.gated(gate_up_SW, scores_S1), down_ECI, ends_E)
     gate_SI, up_SI = gate_up_SW.chunk(2, -1)
     inner_SI = functional.silu(gate_SI) * up_SI * scores_S1
     return grouped_rows(inner_SI.to(gate_up_SW.dtype), down_ECI, ends_E)
 
 
 def inner_gradients(
-    grad_SC: Tensor, gate_up_SW: Tensor, scores_S1: Tensor, down_ECI: Tensor, ends_E: Tensor
+    grad_SC: Tensor,
+    gate_up_SW: Tensor,
+    scores_S1: Tensor,
+    down_ECI: Tensor,
+    ends_E: Tensor,
+    *,
+    compile: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the input of the down projection, and the gradients of gate and up and of the scores.
 
@@ -89,15 +115,25 @@ def inner_gradients(
     dtype = gate_up_SW.dtype
     gate_SI, up_SI = gate_up_SW.chunk(2, -1)
     dinner_SI = grouped_rows_back(grad_SC, down_ECI, ends_E)
+    if compile:
+        return expert_kernels.gate_backward(gate_up_SW, dinner_SI, scores_S1, ends_E)
     silu_SI = functional.silu(gate_SI)
     outer_SI = silu_SI * up_SI
-    dscores_S = (dinner_SI.to(scores_S1.dtype) * outer_SI).sum(-1)
+    dscores_S = score_gradients(dinner_SI, outer_SI, scores_S1.dtype, ends_E)
     inner_SI = (outer_SI * scores_S1).to(dtype)
     del outer_SI
     douter_SI = (dinner_SI * scores_S1).to(dtype)
     del dinner_SI
     dgate_SI = torch.ops.aten.silu_backward(douter_SI * up_SI, gate_SI)
     return inner_SI, torch.cat([dgate_SI, douter_SI * silu_SI], -1), dscores_S
+
+
+def score_gradients(
+    dinner_SI: Tensor, outer_SI: Tensor, dtype: torch.dtype, ends_E: Tensor
+) -> Tensor:
+    """Return the gradient of each row's score, ``[S]``; 0 behind the last group."""
+    row_S = torch.arange(len(outer_SI), device=outer_SI.device)
+    return (dinner_SI.to(dtype) * outer_SI).sum(-1).masked_fill_(row_S >= ends_E[-1], 0)
 
 
 class WeightGradients:
@@ -133,21 +169,21 @@ class ChunkedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TC: Tensor, scores_TK: Tensor, gate_up_EWC: Tensor, down_ECI: Tensor,
-        decision: Decision, bounds: list[int], recompute: bool, inputs_only: bool,
+        decision: Decision, bounds: list[int], recompute: bool, compile: bool, inputs_only: bool,
     ) -> Tensor:  # fmt: skip
-        ctx.decision, ctx.bounds = decision, bounds
+        ctx.decision, ctx.bounds, ctx.compile = decision, bounds, compile
         kept: list[Tensor] = []
         if not inputs_only:
             out_TC = torch.empty_like(x_TC)
             for own, part in _chunks(decision, bounds):
-                rows_SC = dispatch(x_TC[own], part)
+                rows_SC = dispatch(x_TC[own], part, compile=compile)
                 gate_up_SW = grouped_rows(rows_SC, gate_up_EWC, part.ends_E)
                 del rows_SC
                 if not recompute:
                     kept.append(gate_up_SW)
                 scores_S1 = by_place(scores_TK[own], part)
-                out_SC = outputs(gate_up_SW, scores_S1, down_ECI, part.ends_E)
-                out_TC[own] = combine(out_SC, part)
+                out_SC = outputs(gate_up_SW, scores_S1, down_ECI, part.ends_E, compile=compile)
+                out_TC[own] = combine(out_SC, part, compile=compile)
         ctx.save_for_backward(x_TC, scores_TK, gate_up_EWC, down_ECI, *kept)
         return x_TC.new_empty(()).expand_as(x_TC) if inputs_only else out_TC
 
@@ -159,11 +195,14 @@ class ChunkedExperts(torch.autograd.Function):
         dx_TC, dscores_TK = torch.empty_like(x_TC), torch.empty_like(scores_TK)
         sums = WeightGradients(len(ctx.bounds) - 1)
         for own, part in _chunks(ctx.decision, ctx.bounds):
-            x_SC, grad_SC = dispatch(x_TC[own], part), dispatch(grad_TC[own], part)
+            x_SC, grad_SC = (
+                dispatch(each[own], part, compile=ctx.compile) for each in (x_TC, grad_TC)
+            )
             gate_up_SW = kept.pop(0) if kept else grouped_rows(x_SC, gate_up_EWC, part.ends_E)
             inner_SI, dgate_up_SW, dscores_S = inner_gradients(
-                grad_SC, gate_up_SW, by_place(scores_TK[own], part), down_ECI, part.ends_E
-            )
+                grad_SC, gate_up_SW, by_place(scores_TK[own], part), down_ECI, part.ends_E,
+                compile=ctx.compile,
+            )  # fmt: skip
             del gate_up_SW
             sums.add("down", grad_SC, inner_SI, part.ends_E)
             del grad_SC, inner_SI
@@ -171,10 +210,10 @@ class ChunkedExperts(torch.autograd.Function):
             del x_SC
             dx_SC = grouped_rows_back(dgate_up_SW, gate_up_EWC, part.ends_E)
             del dgate_up_SW
-            dx_TC[own] = combine(dx_SC, part)
+            dx_TC[own] = combine(dx_SC, part, compile=ctx.compile)
             dscores_TK[own] = dscores_S[part.place_S].view_as(dscores_TK[own])
         of_weights = sums.take("gate_up", gate_up_EWC), sums.take("down", down_ECI)
-        return dx_TC, dscores_TK, *of_weights, None, None, None, None
+        return dx_TC, dscores_TK, *of_weights, None, None, None, None, None
 
 
 def _chunks(decision: Decision, bounds: list[int]) -> Iterator[tuple[slice, Decision]]:

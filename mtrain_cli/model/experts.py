@@ -28,6 +28,9 @@ from mtrain_cli.model.expert_tiles import (
     by_place,
     combine,
     dispatch,
+    inner_gradients,
+    outputs,
+    score_gradients,
 )
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import Decision, Routing, decide_alone
@@ -105,10 +108,16 @@ class MixtureOfExperts(nn.Module):
             scores, decision, bounds = self._route(x_TC, routing, kept)
         logits_TE, scores_TE, scores_TK = scores
         compute = self.sharing.compute if self.sharing else partial(compute_experts, bounds=bounds)
-        recompute = self.execution.recompute
+        options = self.execution
         out_TC = record_experts(
             lambda x_TC: compute(
-                x_TC, scores_TK, self.experts, decision, recompute=recompute, inputs_only=again
+                x_TC,
+                scores_TK,
+                self.experts,
+                decision,
+                recompute=options.recompute,
+                compile=options.compile,
+                inputs_only=again,
             ),
             x_TC,
             None if routing is None else routing.recorder,
@@ -204,6 +213,7 @@ def compute_experts(
     bounds: list[int],
     recompute: bool,
     inputs_only: bool,
+    compile: bool = False,
 ) -> Tensor:
     """Return the sum over a token's experts of score * down(silu(gate(x)) * up(x)), ``[T, C]``.
 
@@ -215,54 +225,79 @@ def compute_experts(
         recompute: let the backward pass compute gate and up again, if there are several chunks.
         inputs_only: compute only what backward needs, and return a placeholder that must not be
             read.
+        compile: compile the operations between the matrix products.
     """
     gate_up_EWC, down_ECI = own_part(experts.gate_up), own_part(experts.down)
     tensors = x_TC, scores_TK, gate_up_EWC, down_ECI
     if len(bounds) > 2:
-        return ChunkedExperts.apply(*tensors, decision, bounds, recompute, inputs_only)
-    return _Experts.apply(*tensors, decision, inputs_only)
+        return ChunkedExperts.apply(*tensors, decision, bounds, recompute, compile, inputs_only)
+    return _Experts.apply(*tensors, decision, compile, inputs_only)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TC: Tensor, scores_TK: Tensor, gate_up_EWC: Tensor, down_ECI: Tensor,
-        decision: Decision, inputs_only: bool,
+        decision: Decision, compile: bool, inputs_only: bool,
     ) -> Tensor:  # fmt: skip
-        gate_up_SW = grouped_rows(dispatch(x_TC, decision), gate_up_EWC, decision.ends_E)
-        ctx.decision = decision
+        rows_SC = dispatch(x_TC, decision, compile=compile)
+        gate_up_SW = grouped_rows(rows_SC, gate_up_EWC, decision.ends_E)
+        del rows_SC
+        ctx.decision, ctx.compile = decision, compile
         ctx.save_for_backward(x_TC, scores_TK, gate_up_EWC, down_ECI, gate_up_SW)
         if inputs_only:
             return x_TC.new_empty(()).expand_as(x_TC)
-        gate_SI, up_SI = gate_up_SW.chunk(2, -1)
-        inner_SI = functional.silu(gate_SI) * up_SI * by_place(scores_TK, decision)
-        out_SC = grouped_rows(inner_SI.to(x_TC.dtype), down_ECI, decision.ends_E)
-        return combine(out_SC, decision)
+        scores_S1 = by_place(scores_TK, decision)
+        out_SC = outputs(gate_up_SW, scores_S1, down_ECI, decision.ends_E, compile=compile)
+        return combine(out_SC, decision, compile=compile)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, scores_TK, gate_up_EWC, down_ECI, gate_up_SW = ctx.saved_tensors
-        decision, dtype = ctx.decision, x_TC.dtype
-        gate_SI, up_SI = gate_up_SW.chunk(2, -1)
-        grad_SC = dispatch(grad_TC.contiguous(), decision)
-        scores_S1 = by_place(scores_TK, decision)
-        dinner_SI = grouped_rows_back(grad_SC, down_ECI, decision.ends_E)
-        silu_SI = functional.silu(gate_SI)
-        outer_SI = silu_SI * up_SI
-        dscores_S = (dinner_SI.to(scores_S1.dtype) * outer_SI).sum(-1)
-        ddown_ECI = grouped_sums(grad_SC, (outer_SI * scores_S1).to(dtype), decision.ends_E)
-        del outer_SI, grad_SC
-        douter_SI = (dinner_SI * scores_S1).to(dtype)
-        dgate_SI = torch.ops.aten.silu_backward(douter_SI * up_SI, gate_SI)
-        dgate_up_SW = torch.cat([dgate_SI, douter_SI * silu_SI], -1)
-        del dinner_SI, douter_SI, silu_SI, dgate_SI
-        x_SC = dispatch(x_TC, decision)
+        decision, compile = ctx.decision, ctx.compile
+        rows = [dispatch(grad_TC.contiguous(), decision, compile=compile)]
+        inputs = gate_up_SW, by_place(scores_TK, decision), down_ECI, decision.ends_E
+        dgate_up_SW, dscores_S, ddown_ECI = _gradients(rows, *inputs, compile=compile)
+        x_SC = dispatch(x_TC, decision, compile=compile)
         dgate_up_EWC = grouped_sums(dgate_up_SW, x_SC, decision.ends_E)
         del x_SC
         dx_SC = grouped_rows_back(dgate_up_SW, gate_up_EWC, decision.ends_E)
         dscores_TK = dscores_S[decision.place_S].view_as(scores_TK)
-        return combine(dx_SC, decision), dscores_TK, dgate_up_EWC, ddown_ECI, None, None
+        dx_TC = combine(dx_SC, decision, compile=compile)
+        return dx_TC, dscores_TK, dgate_up_EWC, ddown_ECI, None, None, None
+
+
+def _gradients(
+    rows: list[Tensor],
+    gate_up_SW: Tensor,
+    scores_S1: Tensor,
+    down_ECI: Tensor,
+    ends_E: Tensor,
+    *,
+    compile: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate and up, of the scores, and of the down projection.
+
+    Args:
+        rows: the gradient of the experts' outputs ``[S, C]``, which leaves the list to be freed.
+    """
+    grad_SC, dtype = rows.pop(), gate_up_SW.dtype
+    if compile:
+        inner_SI, dgate_up_SW, dscores_S = inner_gradients(
+            grad_SC, gate_up_SW, scores_S1, down_ECI, ends_E, compile=True
+        )
+        return dgate_up_SW, dscores_S, grouped_sums(grad_SC, inner_SI, ends_E)
+    gate_SI, up_SI = gate_up_SW.chunk(2, -1)
+    dinner_SI = grouped_rows_back(grad_SC, down_ECI, ends_E)
+    silu_SI = functional.silu(gate_SI)
+    outer_SI = silu_SI * up_SI
+    dscores_S = score_gradients(dinner_SI, outer_SI, scores_S1.dtype, ends_E)
+    ddown_ECI = grouped_sums(grad_SC, (outer_SI * scores_S1).to(dtype), ends_E)
+    del outer_SI, grad_SC
+    douter_SI = (dinner_SI * scores_S1).to(dtype)
+    dgate_SI = torch.ops.aten.silu_backward(douter_SI * up_SI, gate_SI)
+    return torch.cat([dgate_SI, douter_SI * silu_SI], -1), dscores_S, ddown_ECI
 
 
 class _WithLoss(torch.autograd.Function):

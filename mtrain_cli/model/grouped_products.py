@@ -16,7 +16,7 @@ _ALIGNMENT = 16  # bytes of a row that CUDA's grouped product requires
 def grouped_rows(rows_SA: Tensor, weights_EBA: Tensor, ends_E: Tensor) -> Tensor:
     """Return ``rows @ weights[e].T`` for the rows of each expert e, ``[S, B]``.
 
-    Rows behind the last group get 0.
+    Rows behind the last group are not initialized.
 
     Args:
         ends_E: int32, number of rows of this and all earlier experts.
@@ -46,11 +46,8 @@ def _by_expert(rows_SA: Tensor, weights_EAB: Tensor, ends_E: Tensor) -> Tensor:
     if len(rows_SA) == 0:  # a worker of an expert group may receive nothing
         return rows_SA.new_zeros(0, weights_EAB.shape[2])
     if _runs_grouped(rows_SA, weights_EAB):
-        result_SB = torch._grouped_mm(rows_SA, weights_EAB, offs=ends_E)
-        # It leaves the rows behind the last group uninitialized.
-        row_S1 = torch.arange(len(rows_SA), device=rows_SA.device)[:, None]
-        return result_SB.masked_fill_(row_S1 >= ends_E[-1], 0)
-    result_SB = rows_SA.new_zeros(len(rows_SA), weights_EAB.shape[2])
+        return torch._grouped_mm(rows_SA, weights_EAB, offs=ends_E)
+    result_SB = rows_SA.new_empty(len(rows_SA), weights_EAB.shape[2])
     for expert, begin, end in _groups(ends_E):
         torch.mm(rows_SA[begin:end], weights_EAB[expert], out=result_SB[begin:end])
     return result_SB

@@ -62,7 +62,7 @@ class LayerExecution:
     @property
     def of_experts(self) -> ExpertExecution:
         """How the experts of a layer run."""
-        return ExpertExecution(self.tile_bytes, self.expert_chunks, self.recompute)
+        return ExpertExecution(self.tile_bytes, self.expert_chunks, self.recompute, self.compile)
 
     def __post_init__(self) -> None:
         assert self.offload is None or self.recompute, (

@@ -18,6 +18,7 @@ from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, loopback_variables, resolve_environment
 from mtrain_cli.model.decoder import Attend
+from mtrain_cli.parallel.fsdp import reshard
 from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer, Place
 from mtrain_cli.profiling.rope_analysis import RotaryFrequencies
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
@@ -64,6 +65,8 @@ def profile_sparsity(
 ) -> list[HeadRecord]:
     """Train on one worker. In the given steps, measure the patterns on the first sequence.
 
+    The last step ends after its forward pass, unless maps need gradients.
+
     Args:
         steps: numbers of the training steps in which to measure, from 1.
         rows: number of queries to sample per layer. The number of the step is the seed. The sample
@@ -83,9 +86,26 @@ def profile_sparsity(
                 measurement.start(step)
             else:
                 measurement.pause()
-            result = trainer.train_step(False)
-            progress(step, result.loss)
+            is_last = step == max(steps)
+            if is_last and not (analyzer is not None and analyzer.request.maps):
+                progress(step, _forward_loss(trainer))
+            else:
+                progress(step, trainer.train_step(False).loss)
     return measurement.records
+
+
+@torch.no_grad()
+def _forward_loss(trainer: Trainer) -> float | None:
+    """Run the forward passes of the next step. Return the mean loss."""
+    batches, _ = trainer.next_batches()
+    valid, _ = trainer.totals(batches)
+    total = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    for batch in batches:
+        attend = trainer.attention_of(batch)
+        losses = trainer.decoder.token_losses(batch.tokens, batch.positions, batch.labels, attend)
+        total += losses.double().sum()
+    reshard(trainer.decoder)
+    return float(total) / valid if valid else None
 
 
 @contextmanager

@@ -50,10 +50,11 @@ def write_page(study: Study, summary: Summary) -> Path:
         *(
             elements.section(
                 each.title,
-                elements.table(each.heads, each.rows, words=range(each.words)),
+                f'<div class="sentences">{drawn_table}</div>' if drawn_table else "",
                 each.note,
             )
             for each in tables(summary)
+            for drawn_table in [elements.table(each.heads, each.rows, words=range(each.words))]
         ),
         *map(elements.figure, drawn),
         elements.section("Cells", _cells(summary)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_cli.learning.cells import Study, estimated_flop
+from mtrain_cli.learning.cells import Study, estimated_flop, estimated_seconds
 from mtrain_cli.learning.outcomes import (
     CONTROL,
     KEY_LOSS,
@@ -22,7 +23,7 @@ from mtrain_cli.learning.outcomes import (
     control_loses,
 )
 from mtrain_cli.learning.t_interval import Interval
-from mtrain_cli.learning.tiers import DENSE, FIXED, Cell
+from mtrain_cli.learning.tiers import DENSE, FIXED, Cell, Tier
 from mtrain_cli.reporting.evaluation_tables import EvaluationTable
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 
@@ -35,33 +36,51 @@ TOY = (
 
 def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
     """Print the cells with FLOP and time."""
-    tier = study.tier
-    heads = ("cell", "attention in training", "steps", "training", "measurement", "minutes", "")
-    table = new_table(heads, words=2)
-    total = 0.0
-    for cell in cells:
-        training, measurement = estimated_flop(tier, cell)
-        found = study.done(cell)
-        flop = 0.0 if found else training + measurement
-        total += flop
-        variant = cell.variant
-        steps = tier.base_steps if variant is None else tier.steps * variant.is_trained
-        words = "dense" if variant is None else " ".join(variant.words) or "dense"
-        if variant is not None and not variant.is_trained:
-            words = "-"
-        timed = variant is not None and bool(variant.time_of)
+    tier, total, seconds = study.tier, 0.0, 0.0
+    heads = ("cell", "attention in training", "left", "steps", "FLOP", "minutes")
+    table = new_table(heads, words=3)
+    for name in dict.fromkeys(cell.name for cell in cells):
+        own = [cell for cell in cells if cell.name == name]
+        left = [cell for cell in own if study.done(cell) is None]
+        flop, each = sum(estimated_flop(tier, own[0])), estimated_seconds(tier, own[0])
+        total += flop * len(left)
+        seconds += each * len(left)
         table.add_row(
-            cell.key, words, "by time" if timed else str(steps), format_flop(training),
-            format_flop(measurement), f"{flop / tier.flops / 60:.1f}", "done" if found else "",
+            name, _attention(own[0]), ", ".join(str(cell.seed) for cell in left) or "done",
+            _steps(tier, own[0]), format_flop(flop), f"{each / 60:.1f}",
         )  # fmt: skip
     print_table(console, table)
     say(
         console,
-        f"{format_flop(total)} left, {total / tier.flops / 60:.0f} minutes at an assumed "
-        f"{format_flop(tier.flops)}/s, without the time to start processes. FLOP and minutes count "
-        "dense attention; sparse cells compute less, on a GPU.",
+        "left: seeds to compute. FLOP and minutes are those of one seed. "
+        f"{format_flop(total)} are left, {seconds / 60:.0f} minutes at an assumed "
+        f"{format_flop(tier.base_flops)}/s for a base and {format_flop(tier.flops)}/s for the "
+        "other cells, without the time to start processes. All count dense attention; sparse "
+        "cells compute less, on a GPU.",
     )
-    say(console, f"sequences of {format_size(tier.base_seq)}, then {format_size(tier.long_seq)}")
+    say(console, f"Sequences: {format_size(tier.base_seq)}, then {format_size(tier.long_seq)}.")
+
+
+def _attention(cell: Cell) -> str:
+    """Return the settings of the attention in training; the name of the cell says the pattern."""
+    variant = cell.variant
+    if variant is None or not (variant.words or not variant.is_trained):
+        return "dense"
+    if not variant.is_trained:
+        return "-"
+    if variant.density_of:
+        return "random keys"
+    settings = " ".join(w.removeprefix("sparsity.") for w in variant.words if "sparsity." in w)
+    return re.sub(r"p_v=(\S+) p_s=\1", r"p_v=p_s=\1", settings) or "defaults"
+
+
+def _steps(tier: Tier, cell: Cell) -> str:
+    variant = cell.variant
+    if variant is None:
+        return str(tier.base_steps)
+    if variant.time_of:
+        return "by time"
+    return str(tier.steps) if variant.is_trained else "0"
 
 
 def show_summary(console: Console, summary: Summary) -> None:
@@ -93,6 +112,10 @@ def remarks(summary: Summary) -> list[str]:
         lines.append(
             f"Needles that the bases find at {format_size(tier.base_seq)}: {listed}; {needed}."
         )
+        if tier.gate is not None and min(gates.values()) < tier.gate:
+            lines.append(
+                "A base misses the gate: needles that it cannot find say nothing about attention."
+            )
     finished = any(each.variant.name == FIXED for each in summary.compared)
     blind = [
         MEASURES[name]
@@ -102,7 +125,7 @@ def remarks(summary: Summary) -> list[str]:
     ]
     if blind and finished:
         lines.append(
-            f"The control does not lose by {', '.join(blind)}: the experiment could not see a loss "
+            f"The control does not lose by {'; '.join(blind)}: the experiment could not see a loss "
             "there, so equal numbers show nothing."
         )
     total = len(tier.seeds) * (len(tier.variants) + 1)

@@ -119,8 +119,11 @@ def score_sums(q: torch.Tensor, k: torch.Tensor, first: torch.Tensor) -> ScoreSu
             window = int(end[begin]) - begin
             found = _correlation(q_GNH[:, begin:stop], k_NH[begin:stop])
             distances[own, :window] += found[:, :window]
-        earlier = torch.nn.functional.pad(q_GNH.cumsum(1), (0, 0, 1, 0))
-        keys[own] = ((earlier[:, end] - earlier[:, :-1]) * k_NH).sum(-1)
+        # Tokens come last: a GPU scans other dimensions on few of its cores.
+        earlier_GHN = torch.nn.functional.pad(q_GNH.mT.contiguous().cumsum(-1), (1, 0))
+        of_queries_GHN = earlier_GHN[..., end] - earlier_GHN[..., :-1]
+        keys[own] = (of_queries_GHN * k_NH.T).sum(1)
+        del earlier_GHN, of_queries_GHN
         squares[own] = _sum_of_squares(q_GNH, k_NH, end)
     return ScoreSums(distances, keys, squares)
 

@@ -266,7 +266,7 @@ class Trainer:
         lr = self._schedule.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        batches, data_seconds = self._next_batches()
+        batches, data_seconds = self.next_batches()
         valid, pairs = self.totals(batches)
         attends = [self.attention_of(batch) for batch in batches]
         loss = self.forward_backward(batches, attends, valid)
@@ -309,7 +309,7 @@ class Trainer:
             warnings=tuple(line for line in (warning, advice) if line),
         )
 
-    def _next_batches(self) -> tuple[list[Batch], float]:
+    def next_batches(self) -> tuple[list[Batch], float]:
         """Return this step's micro-batches, and how many seconds this worker waited for data."""
         if self._batches is None:
             self._batches = iter(self.loader)

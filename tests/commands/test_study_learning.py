@@ -24,10 +24,13 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("--tier", "a", "--dry-run", "--seeds", "1")
     assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
     for cell in cells_of(TIERS["a"], (), [1]):
-        assert f" {cell.key} " in result.stdout
-    assert "sparsity.windows=16" in result.stdout
-    assert "minutes at an assumed 250 TFLOP/s" in result.stdout
+        (row,) = [line for line in lines if line.startswith(f" {cell.name} ")]
+        assert " 1 " in row
+    assert any("p_v=p_s=0.6 windows=16" in line for line in lines)
+    assert max(len(line.rstrip()) for line in lines if not line.startswith("left:")) <= 100
+    assert "minutes at an assumed 150 TFLOP/s for a base" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -35,7 +38,10 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(tmp_path, monkeypatch):
     ("arguments", "said"),
     [
         ("--tier c", "--tier c: expected tiny, a, b"),
-        ("--only sparse", "--only sparse: no such cell; allowed: base, dense, dense-again, "),
+        (
+            "--only sparse",
+            "--only sparse: no such cell; allowed: base, dense, vertical_slash-0.6, ",
+        ),
         ("--seeds 5", "--seeds 5: tier tiny has the seeds 0, 1"),
         ("--seeds x", "--seeds x: "),
         ("--budget-minutes -1", "--budget-minutes -1: must be from 0 to 1,000,000"),
@@ -65,7 +71,7 @@ def computed(tmp_path, monkeypatch):
     study = Study(tmp_path, TIERS["tiny"], "texts")
     now, keys = [0.0], []
 
-    def compute(study, cell, _train):
+    def compute(study, cell, _train, *, below_gate):  # noqa: ARG001
         keys.append(cell.key)
         now[0] += 60
         done = Done(digest(study.tier, cell), "texts", 1, 60.0, 60.0, 1.0)
@@ -89,6 +95,19 @@ def test_sittings_never_repeat_a_cell(computed):
     assert sittings == -(-len(wanted) // 4)  # a fifth cell would take longer than is left
     study_learning._compute(study, wanted, 4.5, console)
     assert len(keys) == len(wanted)
+
+
+def test_a_long_base_does_not_end_a_sitting():
+    """The cells after it are expected to take what they should, as slow as the base was."""
+    tier = TIERS["a"]
+    base, dense, sparse = cells_of(tier, ["vertical_slash-0.6"], [0])
+    pace = study_learning.Pace(tier)
+    assert pace.expected(base) == 0
+    pace.add(base, 300.0)
+    assert 30 < pace.expected(dense) < 150
+    pace.add(dense, 70.0)
+    assert pace.expected(sparse) == 70
+    assert pace.expected(base) == 300
 
 
 def test_a_sitting_says_what_is_left(computed):

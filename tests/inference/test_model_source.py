@@ -117,6 +117,8 @@ def test_a_run_is_found_by_its_name(tmp_path, monkeypatch):
         (["model.num_layers=1"], "model.num_layers=1: the model gives this setting"),
         (["train.steps=1"], "train.steps=1: the model gives this setting"),
         (["topology.context_parallel=1"], "topology.context_parallel=1: all workers share"),
+        (["topology.expert_parallel=2"], "topology.expert_parallel=2: each worker holds all"),
+        (["topology.expert_chunks=4"], "topology.expert_chunks=4: each worker holds all"),
         (["sparsity=fixed"], "sparsity=fixed: chooses keys without regard to the prompt"),
         (["sparsity=vertical_slach"], "sparsity=vertical_slach: no such sparsity"),
         (["sparsity.p_s=2", "sparsity=vertical_slash"], "sparsity.p_s=2"),

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.learning import cells
 from mtrain_cli.learning.cells import DONE, Done, Study, estimated_flop, training_words
 from mtrain_cli.learning.tiers import AGAIN, DENSE, EQUAL_TIME, FIXED, TIERS, Cell, digest
 from mtrain_cli.sparsity.fixed import make_pattern
@@ -87,3 +89,21 @@ def test_estimates_grow_with_the_work():
     training, measurement = estimated_flop(a, dense)
     assert training > 6 * 24.1e6 * a.steps * a.long_seq
     assert estimated_flop(a, untrained)[0] == 0 < estimated_flop(a, untrained)[1] < measurement
+
+
+def test_a_run_that_cannot_be_resumed_begins_again(tmp_path, monkeypatch):
+    """A study can move without the checkpoints of an unfinished cell, or with them."""
+    run, elsewhere = tmp_path / "run", tmp_path / "moved"
+    config = compose(["topology.workers=1", f"run.dir={run}"])
+    for folder in (run, elsewhere):
+        folder.mkdir()
+        resolved_file.save(config, folder / "resolved.yaml")
+    monkeypatch.setattr(cells.RunDir, "last_step", lambda _: 8)
+    cells._drop_lost_run(run)
+    assert run.exists()
+    cells._drop_lost_run(elsewhere)
+    assert not elsewhere.exists()
+    monkeypatch.setattr(cells.RunDir, "last_step", lambda _: None)
+    cells._drop_lost_run(run)
+    assert not run.exists()
+    cells._drop_lost_run(run)

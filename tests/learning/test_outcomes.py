@@ -168,4 +168,4 @@ def test_the_predictions_of_the_repository_are_about_cells_of_tier_a():
         assert prediction.measure in (*outcomes.MEASURES, outcomes.WORST_BUCKET)
         assert outcome(prediction, [], A).state == UNKNOWN
         rules.append(prediction.rule)
-    assert len(rules) == 8
+    assert len(rules) == 10

@@ -25,12 +25,20 @@ TINY, A = TIERS["tiny"], TIERS["a"]
 def test_tier_a_has_the_runs_of_the_plan():
     cells = cells_of(A)
     assert len(cells) == 3 * 12 == len({cell.key for cell in cells})
-    assert (A.base_seq, A.long_seq, A.steps, A.seeds) == (8192, 65536, 300, (0, 1, 2))
+    assert (A.base_seq, A.long_seq, A.steps, A.seeds) == (8192, 65536, 200, (0, 1, 2))
     assert {"dense", "xattention", "moba", "fixed", "untrained", "equal-time"} < {
         cell.name for cell in cells
     }
     config = compose([*A.model, *A.variant("vertical_slash-0.6-windows").words])
     assert (config.sparsity.windows, config.sparsity.p_v) == (16, 0.6)
+
+
+def test_the_first_cells_of_a_seed_are_a_table_with_a_control():
+    names = [cell.name for cell in cells_of(A, (), [0])]
+    assert names[:6] == [
+        BASE, DENSE, "vertical_slash-0.6", FIXED, "untrained", "vertical_slash-0.9"
+    ]  # fmt: skip
+    assert names.index("moba") < names.index("dense-again") < names.index(EQUAL_TIME)
 
 
 @pytest.mark.parametrize("tier", TIERS.values(), ids=TIERS)
@@ -77,7 +85,7 @@ def test_a_wrong_name_is_one_line(only, seeds, line):
 
 def test_a_cell_is_identified_by_its_settings_and_not_by_the_others():
     dense = Cell(0, A.variant(DENSE))
-    assert digest(A, dense) == digest(replace(A, variants=(), flops=1.0), dense)
+    assert digest(A, dense) == digest(replace(A, variants=(), flops=1.0, base_flops=1.0), dense)
     assert digest(A, dense) != digest(replace(A, steps=301), dense)
     assert digest(A, dense) != digest(A, Cell(1, dense.variant))
     assert digest(A, Cell(0)) == digest(replace(A, steps=301), Cell(0))

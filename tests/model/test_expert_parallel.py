@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from moe_models import make_module, moe_model
 
+from mtrain_cli.model import expert_kernels
 from mtrain_cli.model.expert_parallel import ExpertSharing, plan_chunks
 from mtrain_cli.model.expert_tiles import ExpertExecution
 from mtrain_cli.model.routing import decide_alone
@@ -63,19 +64,21 @@ def test_dropped_pairs_and_padding_do_not_travel():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_float64_experts_on_two_workers_equal_those_of_one(recompute):
-    for found, expected in gloo.run(2, in_float64, recompute):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_float64_experts_on_two_workers_equal_those_of_one(recompute, compiled):
+    for found, expected in gloo.run(2, in_float64, recompute, compiled):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-13, msg=name)
 
 
 def in_float64(
-    rank: int, world: int, recompute: bool
+    rank: int, world: int, recompute: bool, compiled: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return output and gradients of a layer's experts for own tokens, shared and alone."""
     whole, part = (make_module(moe_model()) for _ in range(2))
     part.sharing = ExpertSharing(ExpertGroup(rank, world, dist.group.WORLD))
-    part.execution = ExpertExecution(chunks=3, recompute=recompute)
+    part.execution = ExpertExecution(chunks=3, recompute=recompute, compile=compiled)
+    expert_kernels._compiled = lambda function: function  # compiling takes seconds
     left_out: list[bool] = []
     part.sharing.group.observer.waiting = lambda: nullcontext(left_out.append(True))
     own = slice(3 * rank, 3 * rank + 3)

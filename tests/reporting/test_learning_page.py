@@ -27,8 +27,9 @@ def test_the_frontier_has_a_point_with_an_interval_for_each_attention():
     frontier = figures(summary([0.002, 0.003, 0.004]))[0]
     by_density, by_seconds = frontier.views
     points = {point["name"]: point for point in by_density.data}
-    assert list(points)[:2] == ["dense-again", "vertical_slash-0.6, sparse inference"]
+    assert {"dense-again", "vertical_slash-0.6, sparse inference"} <= set(points)
     sparse = points["vertical_slash-0.6, sparse inference"]
     assert (sparse["x"], sparse["y"]) == ([0.5], [0.003])
     assert sparse["error_y"]["array"] == [0.0024841]  # 4.303 * 0.001 / sqrt(3)
-    assert by_seconds.data[0]["x"] == [10.0]
+    (again,) = (point for point in by_seconds.data if point["name"] == "dense-again")
+    assert again["x"] == [10.0]

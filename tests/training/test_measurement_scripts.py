@@ -1,4 +1,4 @@
-"""The scripts that time parallelism and masks beside torch run on two CPU processes."""
+"""The scripts that measure parallelism, masks and a whole run work at toy size on a CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_long_tailed_documents_cover_the_sequence(mask_speed):
 
 def test_the_peer_ignores_the_label_of_the_last_token_of_a_document(mask_speed, tmp_path):
     tiny = mask_speed.TINY
-    bench = mask_speed.Bench(tiny, 512, 2, "cpu", "h200_1x8", tmp_path, 0, (0, 100))
+    bench = mask_speed.Bench(tiny, 512, 2, "cpu", "h200_1x8", tmp_path, None, 0, (0, 100))
     peer = bench.peer()
     assert (peer.labels < 0).nonzero().flatten().tolist() == [99]
     assert peer.labels[100] == peer.ids[101]
@@ -53,3 +53,43 @@ def test_a_script_checks_losses_and_prints_its_table(script, words, rows):
     table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert len(checks) >= 4
     assert len(table) == 1 + rows, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "checks", "rows"),
+    [(["products"], 0, 6), (["layer"], 6, 6), (["model"], 0, 7)],
+    ids=lambda value: str(value),
+)
+def test_the_script_of_experts_prints_its_table(words, checks, rows):
+    command = [sys.executable, PROFILES / "expert_speed.py", *words, "--toy", "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
+    lines = done.stdout.splitlines()
+    checked = [line for line in lines if line.startswith("check: ")]
+    table = [line for line in lines if line.startswith("| ")]
+    assert len(checked) == checks, done.stdout
+    assert len(table) == 1 + rows, done.stdout
+    assert not [line for line in lines if "failed" in line or "WRONG" in line], done.stdout
+    widths = {line.count("|") for line in table}
+    assert len(widths) == 1, done.stdout
+
+
+@pytest.mark.slow
+def test_the_run_end_to_end_leaves_text_tables_and_figures(tmp_path):
+    command = [sys.executable, PROFILES / "end_to_end.py", "--toy", "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout
+    names = {path.name for path in (tmp_path / "out").iterdir()} - {"needles.png", "perplexity.png"}
+    assert names == {"commands.log", "end_to_end.md", "report.html", "results.jsonl"}
+    page = (tmp_path / "out" / "end_to_end.md").read_text()
+    assert "| 512 to 1,024 |" in page
+    assert "| depth | 512 dense | 1K dense | 512 vertical_slash | 1K vertical_slash |" in page
+    assert "Code, sampled:" in page
+    assert "R²" in done.stdout
+
+
+def test_a_step_that_fails_or_lasts_too_long_does_not_end_the_script(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(PROFILES))
+    steps = importlib.import_module("end_to_end").Steps(tmp_path, tmp_path, 60.0)
+    steps.run("wrong", "no-such-command")
+    assert [(name, end) for name, _, end in steps.rows] == [("wrong", "code 2")]

@@ -53,7 +53,7 @@ def shards(
 ) -> tuple[float, float, dict[str, tuple[Any, ...]]]:
     """Return loss, squared norm, and for each gradient its shape, region and shard."""
     trainer = make(rank, world, degrees, overrides)
-    batches, _ = trainer._next_batches()
+    batches, _ = trainer.next_batches()
     valid, _ = trainer.totals(batches)
     attends = [trainer.attention_of(batch) for batch in batches]
     loss = trainer.forward_backward(batches, attends, valid)

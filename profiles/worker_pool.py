@@ -1,0 +1,200 @@
+"""Worker processes that stay: each imports torch once and then runs many measurements.
+
+A measurement on GPUs is often shorter than the start of its processes. The processes of a `Pool`
+join a new process group for every task and leave it at the end of the task. If a task fails, all
+processes end, because the others may wait for the one that failed. The next task starts new ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+LIMIT_S = 300.0  # of one task
+
+
+class RunFailed(Exception):
+    """A task failed. The text is its cause, in one line."""
+
+
+class Pool:
+    """Processes of this machine, one for each GPU or several on its CPU.
+
+    Args:
+        workers: number of processes.
+        device: ``cuda`` or ``cpu``.
+        logs: folder for what the processes print; None for a temporary folder.
+    """
+
+    def __init__(self, workers: int, device: str, logs: Path | None = None) -> None:
+        self.workers, self.device = workers, device
+        self._folder = tempfile.TemporaryDirectory()
+        self.folder = Path(self._folder.name)
+        self._logs = logs or self.folder
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._tasks = 0
+
+    def __enter__(self) -> Pool:
+        self._start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        workers: int | None = None,
+        limit_s: float = LIMIT_S,
+    ) -> Any:
+        """Return what ``function(rank, workers, *arguments)`` returns on rank 0.
+
+        Args:
+            function: function of a module. Each process calls it in a new process group.
+            workers: number of processes that take part, from rank 0; None for all.
+
+        Raises:
+            RunFailed: the function failed on a process, or took longer than ``limit_s`` seconds.
+        """
+        count = self.workers if workers is None else workers
+        if not self._processes:
+            self._start()
+        self._tasks += 1
+        store = self.folder / f"store-{self._tasks}"
+        for pipe in self._pipes[:count]:
+            pipe.send((function, arguments, count, str(store)))
+        deadline = time.monotonic() + limit_s
+        results: dict[int, Any] = {}
+        while len(results) < count:
+            for rank in range(count):
+                if rank in results or not self._pipes[rank].poll(0.02):
+                    continue
+                try:
+                    problem, results[rank] = self._pipes[rank].recv()
+                except EOFError:
+                    self._processes[rank].join(5)
+                    problem = f"rank {rank} ended with code {self._processes[rank].exitcode}"
+                if problem is not None:
+                    self._stop()
+                    raise RunFailed(problem)
+            if time.monotonic() > deadline:
+                self._stop()
+                raise RunFailed(f"longer than {limit_s:.0f} s")
+        return results[0]
+
+    def restart(self) -> None:
+        """End the processes and start new ones."""
+        self._stop()
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for rank in range(self.workers):
+            mine, theirs = context.Pipe()
+            log = self._logs / f"worker-{rank}.log"
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.device, self.workers, str(log)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def _serve(pipe: Connection, rank: int, device: str, processes: int, log: str) -> None:
+    """Run the tasks that come through the pipe until it is closed."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+    faulthandler.enable(all_threads=False)
+    if device == "cpu":
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        torch.cuda.set_device(rank)
+        threads = max(1, (os.cpu_count() or 1) // processes)
+        torch.set_num_threads(threads)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((None, _run(rank, device, *task)))
+        except BaseException as error:
+            traceback.print_exc()
+            sys.stderr.flush()
+            line = (str(error).strip() or "no message").splitlines()[0]
+            pipe.send((f"rank {rank}: {type(error).__name__}: {line}", None))
+            return
+
+
+def _run(
+    rank: int,
+    device: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    workers: int,
+    store: str,
+) -> Any:
+    """Call the function in a new process group."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # unused: each task has a store of its own
+    }
+    cuda = device == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=dist.FileStore(store, workers),
+        rank=rank,
+        world_size=workers,
+        timeout=timedelta(seconds=LIMIT_S),
+        device_id=torch.device("cuda", rank) if cuda else None,
+    )
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    result = function(rank, workers, *arguments)
+    dist.destroy_process_group()
+    torch.compiler.reset()
+    _clear_sharding_prop_cache()  # a later mesh may look equal to one of this group
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    return result
