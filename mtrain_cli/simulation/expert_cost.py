@@ -64,6 +64,8 @@ class LayerExperts:
     degree: number of workers over which the experts are dealt.
     chunks: number of chunks of tokens. Each reads all weights of the worker's experts.
     recompute: whether the layer is checkpointed. Its backward pass then computes gate and up again.
+    compile: whether the operations between the products are compiled (`model.expert_kernels`), so
+        that they read and write each row once.
     """
 
     model: ModelConfig
@@ -73,13 +75,14 @@ class LayerExperts:
     degree: int = 1
     chunks: int = 1
     recompute: bool = True
+    compile: bool = True
 
     def work(self) -> tuple[ExpertWork, ExpertWork, ExpertWork]:
         """Return the work of router and experts: forward, recomputed and backward.
 
         With expert parallelism, the products are the mean over the workers. Recomputation repeats
         the router, gate and up, but not down. The bytes of element-wise kernels are counted in
-        `model.experts`, `model.expert_parallel` and `model.routing`, which are not compiled.
+        `model.experts`, `model.expert_kernels`, `model.expert_parallel` and `model.routing`.
         """
         model, moe, e, tokens = self.model, self.model.moe, self.e, self.tokens
         hidden, width = model.hidden_size, moe.expert_size
@@ -100,6 +103,8 @@ class LayerExperts:
         read = (4.0 + e) * tokens * hidden + 2.0 * e * chosen * hidden
         combined = (5.0 if self.degree > 1 else 3.0) * e * chosen * hidden
         combined += (4.0 + 2 * e) * tokens * hidden
+        if self.compile:
+            combined = float(e) * (chosen + tokens) * hidden
         inside = [float(size) for size in self.moved(np.array(chosen))]
         forward = ExpertWork(
             (router, *into, *out), read + scores + order + combined + inside[0] + 3.0 * shared
@@ -120,7 +125,8 @@ class LayerExperts:
             rows: number of pairs that the worker computes.
         """
         e, moe = self.e, self.model.moe
-        forward, backward = (7.0 * e + 8) * moe.expert_size, (24.0 * e + 32) * moe.expert_size
+        forward, backward = (3.0 * e, 6.0 * e) if self.compile else (7.0 * e + 8, 24.0 * e + 32)
+        forward, backward = forward * moe.expert_size, backward * moe.expert_size
         if self.degree > 1:  # ordering the rows that arrive and those that return
             forward += 4.0 * e * self.model.hidden_size
             backward += (6.0 if self.recompute else 4.0) * e * self.model.hidden_size

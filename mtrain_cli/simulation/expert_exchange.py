@@ -67,7 +67,8 @@ def layer_experts(plan: RunPlan, loads: ExpertLoads) -> LayerExperts:
         shared=degree > 1, chunks=config.topology.expert_chunks,
     )  # fmt: skip
     recompute = config.train.activation_checkpoint != "none"
-    return LayerExperts(config.model, own, e, loads, degree, chunks, recompute)
+    compiled = config.train.compile != False  # noqa: E712 - auto compiles on GPUs
+    return LayerExperts(config.model, own, e, loads, degree, chunks, recompute, compiled)
 
 
 def dealt_over(plan: RunPlan) -> int:

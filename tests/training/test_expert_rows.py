@@ -93,7 +93,15 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
     DONE[:] = ["start"]
     with Products():
         out = expert_parallel._SharedExperts.apply(
-            x, scores, experts.gate_up, experts.down, chunks, group, checkpoint != "none", False
+            x,
+            scores,
+            experts.gate_up,
+            experts.down,
+            chunks,
+            group,
+            checkpoint != "none",
+            False,
+            False,
         )
     assert tuple(DONE[1:]) == FORWARD_CHUNK
     DONE[:] = ["start"]
