@@ -8,8 +8,8 @@ Lines of a corpus surround three kinds of lines:
 
 A line of ``expected`` is a question: a model that has read its beginning knows the number only from
 an earlier line, the needle. A line with two names is a link, which some questions must follow.
-Needle and question are equal from the name to the number, so that heads which continue an earlier
-equal text, and which models of code have anyway, find the number.
+Needle and question are equal from the name to the number, so that a head which continues an earlier
+equal text can find the number.
 Each document has the same number of tokens, so each training sequence of that length is one.
 With one question about each needle, most of the text cannot be predicted, and small models need
 many tokens before they retrieve a number. With several questions about few needles they need fewer.

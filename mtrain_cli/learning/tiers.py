@@ -204,7 +204,7 @@ _A = Tier(
     model=(
         "model.hidden_size=512", "model.num_layers=8", "model.num_heads=8", "model.num_kv_heads=2",
         "model.head_dim=64", "model.intermediate_size=1536", "model.rope.theta=1000000",
-        "model.init_std=0.04",  # about 1 / sqrt(hidden_size): toys learn to copy in fewer steps
+        "model.init_std=0.04",  # about 1 / sqrt(hidden_size)
     ),
     machine=("train.activation_checkpoint=none",),  # 64K tokens take 11 GiB
     vocabulary=0,
