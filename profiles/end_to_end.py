@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import shlex
@@ -36,7 +37,8 @@ CODE, HELD_OUT, SHORT, MIDDLE, WHOLE, LONG = "code", "held_out", "short", "middl
 MOST_OF_PACKAGE = 4 << 20  # characters
 EVERY = 8  # one of this number of packages is held out
 PROMPT = 'def read_json(path):\n    """Return the content of a JSON file."""\n'
-CLEAN_UP_S = 40.0  # for a training that was stopped, to save its checkpoint
+LEAST_S = 5.0  # for a step to begin
+CLEAN_UP_S = 30.0  # for a training that was stopped, to save its checkpoint
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,9 @@ class Steps:
         """
         shown = shlex.join(["mtrain", *words])
         print(f"\n$ {shown}", flush=True)
+        if self.left() < LEAST_S:
+            self.rows.append((name, 0.0, "no time left"))
+            return ""
         limit = max(1.0, min(limit_s or self.left(), self.left()))
         begin, log = time.monotonic(), self.out / "commands.log"
         with log.open("a") as file:
@@ -256,24 +261,34 @@ def write_text(folder: Path, characters: int, least: int) -> tuple[int, int]:
     Returns:
         Characters to train on, and held out.
     """
-    root = Path(sysconfig.get_path("purelib"))
-    names = [entry.name for entry in root.iterdir() if entry.is_dir()]
     wanted, sizes = {CODE: characters, HELD_OUT: characters // 4}, {CODE: 0, HELD_OUT: 0}
     texts: dict[str, list[str]] = {CODE: [], HELD_OUT: []}
-    keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
-    for name in sorted(names, key=keys.__getitem__):
+    packages = {path.name: path for path in _packages()}
+    keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in packages}
+    for name in sorted(packages, key=keys.__getitem__):
         part = HELD_OUT if int(keys[name], 16) % EVERY == 0 else CODE
         most = min(MOST_OF_PACKAGE, wanted[part] // 2)
         if sizes[part] >= wanted[part]:
             continue
-        text = "".join(_sources(root / name, most))
+        text = "".join(_sources(packages[name], most))
         if len(text) >= (least if part == HELD_OUT else 1):
-            texts[part].append(json.dumps({"package": name, "text": text}) + "\n")
+            texts[part].append(text)
             sizes[part] += len(text)
     for part, lines in texts.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
-        (folder / part / f"{part}.jsonl").write_text("".join(lines))
+        rows = (json.dumps({"text": text}) + "\n" for text in lines)
+        (folder / part / f"{part}.jsonl").write_text("".join(rows))
     return sizes[CODE], sizes[HELD_OUT]
+
+
+def _packages() -> Iterator[Path]:
+    """Yield the folders of the standard library and of the installed packages."""
+    torch = importlib.util.find_spec("torch")
+    own = [Path(torch.origin).parents[1]] if torch is not None and torch.origin else []
+    for root in dict.fromkeys([Path(sysconfig.get_path("stdlib")), *own]):
+        for path in root.iterdir():
+            if path.is_dir() and path.name not in ("site-packages", "dist-packages", "test"):
+                yield path
 
 
 def _sources(package: Path, most: int) -> Iterator[str]:
@@ -392,15 +407,21 @@ def evaluate(steps: Steps, preset: Preset) -> None:
         "perplexity", "eval", "perplexity", "run", "--length", str(preset.training.seq),
         "--text", held_out, "--samples", str(preset.texts), *both, *device,
     )  # fmt: skip
+    _keep(steps, "evaluation/results.jsonl")
     steps.run(
         "needle map", "eval", "niah", "run", "--form", "python", "--needles", str(preset.pairs),
         "--length", ",".join(map(str, preset.lengths)), "--samples", str(preset.samples),
         "--haystack", held_out, *both, *device,
     )  # fmt: skip
+    _keep(steps, "evaluation/results.jsonl")
     steps.run("report", "report", "evaluation", "--out", "report", lines=2)
-    for path in (Path("evaluation/results.jsonl"), Path("report/report.html")):
-        if (steps.folder / path).is_file():
-            shutil.copy(steps.folder / path, steps.out / path.name)
+    _keep(steps, "report/report.html")
+
+
+def _keep(steps: Steps, name: str) -> None:
+    """Copy a file of the folder, if it is there, to the results."""
+    if (path := steps.folder / name).is_file():
+        shutil.copy(path, steps.out / path.name)
 
 
 def scores(steps: Steps, preset: Preset) -> None:
