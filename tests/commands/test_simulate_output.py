@@ -165,3 +165,18 @@ def test_the_choice_of_auto_is_printed():
     message = " ".join(simulate(*words, "train.memory=auto").stdout.split())
     assert "note train.memory=auto chooses train.shard=gradients" in message
     assert "auto takes" not in simulate(*words).stdout
+
+
+def test_rows_of_experts_are_shown_exposed_and_hidden():
+    words = (
+        "model=qwen3_30b_a3b model.num_layers=2 seq=16k --cluster h200_1x8 --layout striped "
+        "--exchange all_gather --expert-loads zipf:0.5 topology.expert_parallel=4"
+    )
+    (entry,) = json.loads(run("simulate", words, "--no-files", "--json").stdout)["predicted"]
+    rows = entry["step"]["expert_rows"]
+    assert entry["step"]["ep"] == 4
+    assert entry["step"]["parts_s"]["experts"] == pytest.approx(rows["exposed"], rel=1e-4)
+    shown = " ".join(run("simulate", words, "--no-files").stdout.split())
+    assert f"{rows['exposed']:.2f} + {rows['hidden']:.2f}" in shown
+    assert "With expert parallelism, another wait is for rows of experts." in shown
+    assert f"experts dealt over 4 workers: {rows['size'] / 2**30:.2f} GiB" in shown
