@@ -153,7 +153,8 @@ class SimulateOptions:
     kernel: Attention kernel; auto = the kernel of train.kernel, or else the usual kernel of the
         GPU.
     expert_loads: Loads of experts: zipf:X, with which the expert of rank r gets a share ~ 1 / r^X,
-        or a run, whose largest loads are taken; zipf:0 (equal loads) by default.
+        a profile with loads of experts, or a run, whose largest loads are taken; zipf:0 (equal
+        loads) by default.
     slow: Stragglers as RANK=X, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
     jitter: Spread of message times: standard deviation of their logarithm.
     tokens: Tokens to train on, such as 20b. Adds the days and dollars of the training run.
@@ -175,7 +176,7 @@ class SimulateOptions:
     layers: Annotated[int | None, bounded(1, MOST_WORKERS)] = None
     kernel: Annotated[str, option("NAME")] = "auto"
     calibration: Calibrations = None
-    expert_loads: Annotated[str | None, option("zipf:X|RUN")] = None
+    expert_loads: Annotated[str | None, option("zipf:X|DIR")] = None
     slow: Annotated[str, option("RANK=X,...")] = ""
     jitter: Annotated[float, option("X")] = 0.0
     tokens: Annotated[str | None, option("N")] = None
@@ -303,7 +304,8 @@ def sweep(typed: SimulateOptions) -> None:
 def recommend(typed: RecommendOptions) -> None:
     """Recommend the fastest configuration that fits, and explain why.
 
-    Tries layouts, exchanges, context groups, tensor parallelism, recomputation and train.keep_mlp.
+    Tries layouts, exchanges, context groups, tensor, pipeline and expert parallelism, recomputation
+    and train.keep_mlp.
     The exit code is 1 if nothing fits.
 
     [bold]Examples[/bold]

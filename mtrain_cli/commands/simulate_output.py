@@ -16,7 +16,7 @@ from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.terminal_width import new_table, number, say
 from mtrain_cli.simulation.families import FAMILIES
-from mtrain_cli.simulation.predicted_step import PIPELINE, TENSOR
+from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR, PredictedStep
 from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,
@@ -51,9 +51,10 @@ STEP_LEGEND = (
 
 # Columns that a narrow terminal omits, in this order.
 _GROUPS, _TENSOR_GROUPS = "data x context", "data x context x tensor"
+_ROWS = "rows s"
 _ALL_GROUPS = f"pipeline x {_TENSOR_GROUPS}"
 SPARE_OF_STEPS = (
-    *("waits s", "step", "MFU", "worker", "best - worst", "HFU"),
+    *("waits s", "step", "MFU", "worker", "best - worst", "HFU", _ROWS),
     *(_GROUPS, _TENSOR_GROUPS, _ALL_GROUPS),
 )
 SPARE_OF_ATTENTION = (
@@ -71,7 +72,13 @@ _WORDS_OF_STEPS = (
     *("recompute", "fits"),
 )
 _WORDS_OF_ATTENTION = ("layout", "exchange", "kernel", "exposed ms")
-_WAITS = ("late", "links", "weights", TENSOR, PIPELINE)
+_WAITS = ("late", "links", "weights", TENSOR, EXPERTS, PIPELINE)
+# What the last waits of a row are for, if it has them.
+_FOR = {
+    TENSOR: ("tensor", "hidden states"),
+    EXPERTS: ("expert", "rows of experts"),
+    PIPELINE: ("pipeline", "other stages"),
+}
 _BOTH = ("forward", "backward")
 _NAMED = 3  # constants named in one line
 _LABEL = len("note   ")  # width of the label that begins each line
@@ -145,11 +152,14 @@ def _exposed(prediction: Prediction) -> str:
 
 def step_legend(outcomes: Sequence[PredictedScenario]) -> str:
     """Return the legend of the table of steps."""
-    if any(o.plan.dims.pp > 1 for o in outcomes):
-        return f"{STEP_LEGEND} With a pipeline, the last wait is for other stages."
-    if any(o.plan.dims.tp > 1 for o in outcomes):
-        return f"{STEP_LEGEND} With tensor parallelism, the last wait is for hidden states."
-    return STEP_LEGEND
+    legend = STEP_LEGEND
+    for part, (kind, goods) in _FOR.items():
+        if any(part in o.step.parts for o in outcomes):
+            also = "another" if legend == STEP_LEGEND else "the next"
+            legend += f" With {kind} parallelism, {also} wait is for {goods}."
+    if any(o.step.experts for o in outcomes):
+        legend += f" {_ROWS}: time of these rows without and with overlap (exposed + hidden)."
+    return legend
 
 
 def step_table(
@@ -192,6 +202,7 @@ def step_table(
             name: [f"{_mean_degree(o.attention, 'work', name):.2f}" for o in outcomes]
             for name in ("worker", "step")
         },
+        **({_ROWS: rows} if (rows := _exposed_rows(steps)) else {}),
         "GiB": [f"{step.gib:.1f}" for step in steps],
         "fits": ["yes" if step.fits else "no" for step in steps],
     }
@@ -201,6 +212,14 @@ def step_table(
     if fastest is not None and len(outcomes) > 1:
         styles[outcomes.index(fastest)] = "bold"
     return _table(heading, columns, _WORDS_OF_STEPS, styles)
+
+
+def _exposed_rows(steps: Sequence[PredictedStep]) -> list[str]:
+    """Return the exposed and the hidden time of rows of each step; [] if none has rows."""
+    found = [step.experts for step in steps]
+    if not any(found):
+        return []
+    return [f"{rows.exposed:.2f} + {rows.hidden:.2f}" if rows else "none" for rows in found]
 
 
 def _bounds(time: BoundedTime) -> str:
@@ -252,7 +271,7 @@ def best_line(outcomes: Sequence[PredictedScenario]) -> str:
             more += ": too close for the prediction to tell, so measure both"
     return (
         f"best   {best.layout} {best.plan.exchange.label}{more}; `mtrain simulate recommend` also "
-        "tries context groups, tensor and pipeline parallelism, recomputation and train.keep_mlp"
+        "tries context groups, other kinds of parallelism, recomputation and train.keep_mlp"
     )
 
 
@@ -277,6 +296,13 @@ def step_lines(
         yield (
             f"tensor {step.hidden_states / GIB:.2f} GiB of hidden states reach each worker in a "
             f"step, from {plan.dims.tp - 1} of its tensor group"
+        )
+    if (rows := step.experts) is not None:
+        degree = plan.config.topology.expert_parallel
+        yield (
+            f"experts dealt over {degree} workers: {rows.size / GIB:.2f} GiB of rows reach each "
+            f"worker in a step; {rows.exposed:.3g} s of them exposed, {rows.hidden:.3g} s hidden; "
+            f"{rows.late:.3g} s of waits for workers with popular experts"
         )
     if plan.pipeline is not None:
         received = plan.pipeline.received / GIB
@@ -366,8 +392,8 @@ def recommendation_lines(
 
 
 def _degrees(config: Config) -> dict[str, int]:
-    """Return the degrees of tensor and pipeline parallelism that are above 1, by key."""
-    names = ("tensor_parallel", "pipeline_parallel", "virtual_stages")
+    """Return the degrees of tensor, pipeline and expert parallelism that are above 1, by key."""
+    names = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
     degrees = {f"topology.{name}": getattr(config.topology, name) for name in names}
     return {key: degree for key, degree in degrees.items() if degree > 1}
 

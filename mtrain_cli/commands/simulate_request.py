@@ -65,7 +65,7 @@ class SimulateRequest:
             ConfigError: a setting or an option is wrong.
         """
         from mtrain_cli.simulation.calibration import load_user_calibration
-        from mtrain_cli.simulation.expert_cost import parse_loads
+        from mtrain_cli.simulation.router_loads import parse_loads
         from mtrain_cli.simulation.scenario import Scenario, pattern_words
 
         point = {"density": density, "columns": columns}

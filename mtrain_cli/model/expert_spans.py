@@ -1,4 +1,7 @@
-"""Record how long a layer's experts compute, in the forward and in the backward pass."""
+"""Record how long a layer's experts compute, in the forward and in the backward pass.
+
+A `Recorder` records times itself. `torch.profiler` records labels (`profiler_labels`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE, Recorder
 
 
@@ -23,26 +27,36 @@ def record_experts(
     """Return ``compute(x_TC)``, and record its forward and its backward pass.
 
     Args:
-        recorder: None records nothing.
+        recorder: None records nothing, unless a profiler runs.
         again: whether this is the second forward pass of a checkpoint.
     """
-    if recorder is None:
+    if recorder is None and not profiler_labels.listening():
         return compute(x_TC)
     span = _BackwardSpan(recorder, layer)
     x_TC = _End.apply(x_TC, span)
-    with recorder.expert_pass(layer, RECOMPUTE if again else FORWARD):
+    with _pass(recorder, layer, RECOMPUTE if again else FORWARD):
         out_TC = compute(x_TC)
     return _Begin.apply(out_TC, span)
+
+
+def _pass(recorder: Recorder | None, layer: int, direction: str) -> ExitStack:
+    """Return an entered context that records one pass of a layer's experts."""
+    with ExitStack() as entered:
+        if recorder is not None:
+            entered.enter_context(recorder.expert_pass(layer, direction))
+        label = profiler_labels.of_layer(profiler_labels.EXPERTS, layer, direction)
+        entered.enter_context(label)
+        return entered.pop_all()
 
 
 class _BackwardSpan:
     """The backward pass of the experts, which two nodes of the graph enclose."""
 
-    def __init__(self, recorder: Recorder, layer: int) -> None:
+    def __init__(self, recorder: Recorder | None, layer: int) -> None:
         self._recorder, self._layer, self._open = recorder, layer, ExitStack()
 
     def begin(self) -> None:
-        self._open.enter_context(self._recorder.expert_pass(self._layer, BACKWARD))
+        self._open = _pass(self._recorder, self._layer, BACKWARD)
 
     def end(self) -> None:
         self._open.close()

@@ -34,7 +34,9 @@ from mtrain_cli.model.expert_tiles import (
 )
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import Decision, Routing, decide_alone
+from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.parameter_shards import own_part
+from mtrain_cli.parallel.recording import FORWARD, RECOMPUTE
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import SwiGLU
@@ -100,26 +102,11 @@ class MixtureOfExperts(nn.Module):
                 second forward pass of a checkpoint must not decide again: other rounding would let
                 some tokens have other experts.
         """
-        x_TC = x_BNC.flatten(0, -2)
-        high = accumulation_dtype(x_TC.dtype)
-        logits_TE = functional.linear(x_TC.to(high), own_part(self.gate.weight).to(high))
-        is_sigmoid = self.moe.score == SIGMOID
-        scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
-        again = bool(kept)
-        decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
-        bounds = self.execution.bounds(x_TC, self.moe, shared=self.sharing is not None)
-        if not again and self.sharing is not None:
-            if routing is None:
-                bounds = self.sharing.agreed(bounds, x_TC.device)
-            decision = decision._replace(chunks=self.sharing.plan(decision, bounds))
-        if kept is not None and not kept:
-            kept.append(decision)
-        scores_TK = scores_TE.gather(1, decision.chosen_TK)
-        if self.moe.normalize:
-            least = 1e-20 if is_sigmoid else 0.0  # sigmoids may all round to 0
-            scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + least)
-        if self.moe.scale != 1.0:
-            scores_TK = scores_TK * self.moe.scale
+        x_TC, again = x_BNC.flatten(0, -2), bool(kept)
+        direction = RECOMPUTE if again else FORWARD
+        with profiler_labels.of_layer(profiler_labels.ROUTER, self.layer, direction):
+            scores, decision, bounds = self._route(x_TC, routing, kept)
+        logits_TE, scores_TE, scores_TK = scores
         compute = self.sharing.compute if self.sharing else partial(compute_experts, bounds=bounds)
         options = self.execution
         out_TC = record_experts(
@@ -143,6 +130,34 @@ class MixtureOfExperts(nn.Module):
             loss = routing.loss(logits_TE, scores_TE, decision, self.layer, count=not again)
             out_TC = _WithLoss.apply(out_TC, loss)
         return out_TC.view_as(x_BNC)
+
+    def _route(
+        self, x_TC: Tensor, routing: Routing | None, kept: list[Decision] | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Decision, list[int]]:
+        """Score the experts, and decide unless ``kept`` has the decision.
+
+        Returns: logits and scores ``[T, E]``, and the scores of the chosen experts ``[T, K]``; the
+            decision; the first token of each chunk, and the number of tokens.
+        """
+        high = accumulation_dtype(x_TC.dtype)
+        logits_TE = functional.linear(x_TC.to(high), own_part(self.gate.weight).to(high))
+        is_sigmoid = self.moe.score == SIGMOID
+        scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
+        decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
+        bounds = self.execution.bounds(x_TC, self.moe, shared=self.sharing is not None)
+        if not kept and self.sharing is not None:
+            if routing is None:
+                bounds = self.sharing.agreed(bounds, x_TC.device)
+            decision = decision._replace(chunks=self.sharing.plan(decision, bounds))
+        if kept is not None and not kept:
+            kept.append(decision)
+        scores_TK = scores_TE.gather(1, decision.chosen_TK)
+        if self.moe.normalize:
+            least = 1e-20 if is_sigmoid else 0.0  # sigmoids may all round to 0
+            scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + least)
+        if self.moe.scale != 1.0:
+            scores_TK = scores_TK * self.moe.scale
+        return (logits_TE, scores_TE, scores_TK), decision, bounds
 
     @torch.no_grad()
     def _decide(self, scores_TE: Tensor, routing: Routing | None) -> Decision:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain_cli.config.expert_settings import SIGMOID, MoeConfig
+from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.recording import Recorder
 
@@ -136,7 +137,7 @@ class Routing:
         counts_BE = ends.diff(prepend=ends.new_zeros(1)).view(experts, self._batch).T.contiguous()
         self.loads[layer, :experts] += counts_BE.sum(0)
         for group in self.groups:
-            with group.peer_errors():
+            with group.peer_errors(), profiler_labels.label(profiler_labels.MESSAGE):
                 dist.all_reduce(counts_BE, group=group.process_group)
         means_B = self.lengths_B * (top_k / experts)
         load_BE = (counts_BE / means_B[:, None]).to(scores_TE.dtype)
@@ -177,7 +178,7 @@ class Routing:
 
     def _gather(self, own: Tensor) -> Tensor:
         for group in self.groups:
-            with group.peer_errors():
+            with group.peer_errors(), profiler_labels.label(profiler_labels.MESSAGE):
                 own = all_gather(own, group.size, group.process_group).flatten()
         return own
 

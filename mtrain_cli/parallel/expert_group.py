@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel import nvtx_ranges
+from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.mesh import STAGE, connect_all
 from mtrain_cli.parallel.recording import WAIT
@@ -42,7 +42,8 @@ class RowMessage:
 
     def wait(self) -> Tensor:
         """Return the rows, ordered by the worker that sent them. On a GPU, the stream waits."""
-        with self._group.peer_errors(), nvtx_ranges.span(WAIT, "", _LINK, -1):
+        label = profiler_labels.label(profiler_labels.MESSAGE)
+        with self._group.peer_errors(), nvtx_ranges.span(WAIT, "", _LINK, -1), label:
             self._work.wait()
         self._sent.clear()
         return self._received
@@ -73,7 +74,7 @@ class ExpertGroup:
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """Return the numbers of rows that each worker has for each expert, ``[size, E]``."""
-        with self.peer_errors():
+        with self.peer_errors(), profiler_labels.label(profiler_labels.MESSAGE):
             return all_gather(counts_E.contiguous(), self.size, self.process_group)
 
     def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> RowMessage:

@@ -14,6 +14,8 @@ from torch.autograd import profiler
 
 PREFIX = "mtrain."
 ATTENTION, INDEX, LOSS, OPTIMIZER = "attention", "index", "loss", "optimizer"
+# Parts of a layer with experts (`of_layer`), and a wait for a message inside one.
+ROUTER, EXPERTS, MESSAGE = "router", "experts", "message"
 # STEP: a whole step. CLOSING: the wait for the device that the measurement adds to it.
 STEP, CLOSING = "step", "closing"
 
@@ -28,3 +30,25 @@ def label(name: str) -> AbstractContextManager[object]:
     # `_profiler_enabled()` would be wrong: it only answers for the thread that started the
     # profiler, and the backward pass runs on another one.
     return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else _NOTHING
+
+
+def listening() -> bool:
+    """Return whether a profiler runs."""
+    return bool(profiler._is_profiler_enabled)
+
+
+def of_layer(name: str, layer: int, direction: str) -> AbstractContextManager[object]:
+    """Label a part of one pass of a layer: `ROUTER` or `EXPERTS`.
+
+    direction: ``forward``, ``recompute`` or ``backward``.
+    """
+    return label(f"{name}/{layer}/{direction}") if listening() else _NOTHING
+
+
+def layer_of(annotation: str) -> tuple[str, int, str] | None:
+    """Return (name, layer, direction) of an annotation that `of_layer` made, else None."""
+    name, _, rest = annotation.removeprefix(PREFIX).partition("/")
+    layer, _, direction = rest.partition("/")
+    if name not in (ROUTER, EXPERTS) or not layer.isdigit() or not direction:
+        return None
+    return name, int(layer), direction

@@ -80,7 +80,8 @@ class ExpertAnalysis:
     shares: share of each expert in the tokens of its layer, float32 [steps, layers, E].
     by_rank: tokens of each rank that each expert computes, means over steps, [layers, ranks, E].
     by_layer: for each layer, worker, step and largest as means over steps, [layers, 3].
-    time: worker imbalance degree of the recorded time of the experts; None without records.
+    time: worker imbalance degree of the recorded time of the experts; None without records. In a
+        recorded step, waits for messages do not count.
     ms: that time for one layer, by direction, as the mean over ranks, layers and steps.
     """
 
@@ -184,8 +185,23 @@ def analyse_experts(recorded: RecordedFolder) -> list[ExpertAnalysis]:
                     f"{file}: has loads of case {case}, which {record_files.SUMMARY} does not list"
                 )
             sums.setdefault(case, _CaseSums(case, facts, file)).add(step, rows)
-    times = _times(recorded) if sums and recorded.parts else {}
+    times = {}
+    if sums and recorded.summary.get("kind") == record_files.STEP:
+        times = {0: _times_of_step(recorded.summary)}
+    elif sums and recorded.parts:
+        times = _times(recorded)
     return [sums[case].result(times.get(case, {})) for case in sorted(sums)]
+
+
+def _times_of_step(summary: dict[str, Any]) -> dict[tuple[int, int], dict[str, dict[int, float]]]:
+    """Return the ms of the experts in a recorded step: (step, layer) -> direction -> rank -> ms."""
+    found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
+    step = int(summary.get("warmup") or 0) + 1
+    for rank in summary["ranks"]:
+        for row in rank.get("experts") or ():
+            of_layer = found.setdefault((step, row["layer"]), {})
+            of_layer.setdefault(row["direction"], {})[rank["rank"]] = row["experts_ms"]
+    return found
 
 
 def _samples(file: Path) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:

@@ -34,29 +34,44 @@ from mtrain_cli.grouping import grouped
 from mtrain_cli.parallel.profiler_labels import (
     ATTENTION,
     CLOSING,
+    EXPERTS,
     INDEX,
     LOSS,
     OPTIMIZER,
     PREFIX,
+    ROUTER,
     STEP,
+)
+from mtrain_cli.records.step_experts import ExpertTime, device_times, expert_times, thread_times
+from mtrain_cli.records.trace_spans import (
+    CATEGORIES,
+    DEVICE,
+    NCCL,
+    RUNTIME,
+    Event,
+    Interval,
+    Span,
+    claim,
+    inside,
+    launched_in,
+    length,
 )
 
 PRODUCTS, ELEMENTWISE, WEIGHTS = "products", "element-wise", "weights"
 COPIES, OTHER = "copies", "other"
 LINKS, WAITS, IDLE, HOST = "links", "waits", "idle", "host"
-COMPUTING = (ATTENTION, INDEX, PRODUCTS, ELEMENTWISE, LOSS, WEIGHTS, OPTIMIZER, COPIES, OTHER)
+COMPUTING = (
+    *(ATTENTION, INDEX, ROUTER, EXPERTS, PRODUCTS, ELEMENTWISE, LOSS, WEIGHTS, OPTIMIZER),
+    *(COPIES, OTHER),
+)
 OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
 
-Event = Mapping[str, Any]
-Interval = tuple[int, int]  # [begin, end) in nanoseconds
-Thread = tuple[Any, Any]  # process and thread
 # Identifies an NCCL message on all ranks: the values of `_OF_MESSAGE`, which are its kind, then the
 # number of earlier messages of this kind.
 Message = tuple[Any, ...]
 
 _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
 _MESSAGES = "gloo:"  # Annotations of gloo messages start with this. They overlap operators.
-_NCCL = re.compile(r"^nccl", re.IGNORECASE)
 # The part of a kernel by its name, for kernels that were launched outside all ranges of
 # `profiler_labels`. The order matters: the name of CuTe's attention kernel also contains "cutlass".
 _KERNELS = (
@@ -124,6 +139,10 @@ class StepBreakdown:
     ahead: median time from the launch of a kernel to its start; None without kernels.
     unmatched: number of NCCL messages that were not found on other ranks. The whole time of these
         messages counts as transfer.
+
+    For a model with experts, on GPUs and CPUs:
+
+    experts: times of each pass of a layer with experts.
     """
 
     steps: int
@@ -137,6 +156,7 @@ class StepBreakdown:
     syncing: int = 0
     ahead: float | None = None
     unmatched: int = 0
+    experts: list[ExpertTime] = field(default_factory=list)
 
 
 def find_parts(
@@ -166,7 +186,7 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
         ValueError: the trace holds no step.
     """
     kept, steps = _kept(events)
-    kernels = _inside((s for s in kept if s.category == "kernel"), steps)
+    kernels = inside((s for s in kept if s.category == "kernel"), steps)
     return {
         message: span.end - span.begin
         for span, message in zip(kernels, _messages(kernels), strict=True)
@@ -195,9 +215,9 @@ def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
     }
 
 
-def _kept(events: Iterable[Event]) -> tuple[list[_Span], list[_Span]]:
+def _kept(events: Iterable[Event]) -> tuple[list[Span], list[Span]]:
     """Return the spans of known categories, and the spans of the steps."""
-    kept = [_Span.of(e) for e in events if e.get("ph") == "X" and e.get("cat") in _CATEGORIES]
+    kept = [Span.of(e) for e in events if e.get("ph") == "X" and e.get("cat") in CATEGORIES]
     steps = sorted(
         (s for s in kept if s.category == "user_annotation" and s.name == _STEP),
         key=lambda s: s.begin,
@@ -209,7 +229,7 @@ def _kept(events: Iterable[Event]) -> tuple[list[_Span], list[_Span]]:
 
 def kernel_part(name: str) -> str:
     """Return the part to which a kernel of this name belongs."""
-    if _NCCL.search(name):
+    if NCCL.search(name):
         return LINKS
     return next((part for part, names in _KERNELS if names.search(name)), OTHER)
 
@@ -236,129 +256,11 @@ def range_part(name: str) -> str | None:
     Return None if the name does not determine a part.
     """
     if name.startswith(PREFIX):
-        own = name.removeprefix(PREFIX)
+        own = name.removeprefix(PREFIX).partition("/")[0]
         return own if own in COMPUTING else None
     if name.startswith("FSDP::"):
         return WEIGHTS
     return OPTIMIZER if name.startswith("Optimizer.") else None
-
-
-# --- events ---
-
-_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_RUNTIME = ("cuda_runtime", "cuda_driver")
-_OF_MESSAGE = (
-    *("Process Group Name", "Process Group Ranks", "Group size", "Collective name"),
-    *("In msg nelems", "Out msg nelems", "dtype"),
-)
-_CATEGORIES = frozenset((*_DEVICE, *_RUNTIME, "cpu_op", "user_annotation"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    category: str
-    name: str
-    thread: Thread
-    begin: int
-    end: int
-    correlation: Any
-    external: Any
-    message: tuple[Any, ...] | None  # NCCL kernels: values of `_OF_MESSAGE`
-
-    @staticmethod
-    def of(event: Event) -> _Span:
-        begin, arguments = round(float(event["ts"]) * 1e3), event.get("args") or {}
-        end = begin + max(0, round(float(event.get("dur") or 0) * 1e3))
-        thread = event.get("pid"), event.get("tid")
-        message = None
-        if event["cat"] == "kernel" and _NCCL.search(event["name"]) and "Group size" in arguments:
-            message = tuple(str(arguments.get(name)) for name in _OF_MESSAGE)
-        correlation, external = arguments.get("correlation"), arguments.get("External id")
-        return _Span(
-            event["cat"], event["name"], thread, begin, end, correlation, external, message
-        )
-
-
-def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
-    """Return the spans that begin inside a step, ordered by start."""
-    return sorted(
-        (s for s in spans if any(step.begin <= s.begin < step.end for step in steps)),
-        key=lambda s: (s.begin, -s.end),
-    )
-
-
-def _innermost(
-    ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[Thread, int]]
-) -> list[str | None]:
-    """Return the part of the innermost range around each instant; None outside all ranges.
-
-    Args:
-        ranges: a (span, part) pair for each range.
-        at: instants as (thread, time in nanoseconds).
-    """
-    latest_first = sorted(ranges, key=lambda r: (-r[0].begin, r[0].end))  # to pop from the end
-    by_thread = grouped(latest_first, lambda r: r[0].thread)
-    words: list[str | None] = [None] * len(at)
-    stacks: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
-    for number in sorted(range(len(at)), key=lambda n: at[n][1]):
-        thread, time = at[number]
-        coming, stack = by_thread.get(thread, []), stacks[thread]
-        while coming and coming[-1][0].begin <= time:
-            stack.append(coming.pop())
-        # The ranges of a thread nest, so the innermost one ends first.
-        while stack and stack[-1][0].end <= time:
-            stack.pop()
-        words[number] = stack[-1][1] if stack else None
-    return words
-
-
-# --- time ---
-
-
-def _claim(
-    free: Sequence[Interval], wanted: Sequence[tuple[int, int, str]], parts: dict[str, int]
-) -> list[Interval]:
-    """Assign the free time inside each interval of ``wanted`` to the part of this interval.
-
-    Args:
-        free: intervals that belong to no part yet, sorted.
-        wanted: (begin, end, part) of each interval, sorted by begin.
-        parts: time by part in nanoseconds. The call adds the assigned time.
-
-    Returns:
-        The intervals that remain free.
-    """
-    left: list[Interval] = []
-    # Index of the current free interval, and the time from which it is still free.
-    place, cursor = 0, None
-    for begin, end, word in wanted:
-        while place < len(free):
-            if cursor is None:
-                cursor = free[place][0]
-            until = free[place][1]
-            if until <= begin:
-                if cursor < until:
-                    left.append((cursor, until))
-                place, cursor = place + 1, None
-                continue
-            start, stop = max(begin, cursor), min(end, until)
-            if start < stop:
-                if cursor < start:
-                    left.append((cursor, start))
-                parts[word] += stop - start
-                cursor = stop
-            if end <= until:
-                break  # The next interval of `wanted` may begin in the same free interval.
-            place, cursor = place + 1, None
-    if place < len(free):
-        begin = free[place][0] if cursor is None else cursor
-        left += [(begin, free[place][1])] if begin < free[place][1] else []
-        left += free[place + 1 :]
-    return left
-
-
-def _length(intervals: Iterable[Interval]) -> int:
-    return sum(end - begin for begin, end in intervals)
 
 
 def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
@@ -376,7 +278,7 @@ def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
 # --- GPU ---
 
 
-def _messages(device: Iterable[_Span]) -> list[Message | None]:
+def _messages(device: Iterable[Span]) -> list[Message | None]:
     """Return the message of each span; None for a span that is not an NCCL message.
 
     Messages of one kind (see `shortest`) are numbered by their start. Ranks agree on these numbers,
@@ -392,24 +294,24 @@ def _messages(device: Iterable[_Span]) -> list[Message | None]:
 
 
 def _of_gpu(
-    spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Message, int]
+    spans: Sequence[Span], steps: Sequence[Span], least: Mapping[Message, int]
 ) -> StepBreakdown:
     # All work that a step launches also ends in it, because a step ends with a wait for the device.
-    device = _inside((s for s in spans if s.category in _DEVICE), steps)
-    runtime = [s for s in spans if s.category in _RUNTIME]
+    device = inside((s for s in spans if s.category in DEVICE), steps)
+    runtime = [s for s in spans if s.category in RUNTIME]
     # A runtime call may contain a driver call with the same correlation id. Keep the outer call.
     launches = {s.correlation: s for s in sorted(runtime, key=lambda s: -s.begin)}
     assigned = [
         _device_part(span, word)
-        for span, word in zip(device, _launched_in(device, launches, spans), strict=True)
+        for span, word in zip(device, launched_in(device, launches, spans, range_part), strict=True)
     ]
 
     parts, hidden, unmatched = _device_parts(device, assigned, steps, least)
     closing = [s for s in spans if s.name == _CLOSING]
-    launching = [s for s in _inside(launches.values(), steps) if _LAUNCH.match(s.name)]
+    launching = [s for s in inside(launches.values(), steps) if _LAUNCH.match(s.name)]
     syncing = [
         s
-        for s in _inside(runtime, steps)
+        for s in inside(runtime, steps)
         if _SYNCHRONISING.match(s.name) and not any(c.begin <= s.begin < c.end for c in closing)
     ]
     ahead = [
@@ -422,7 +324,7 @@ def _of_gpu(
     ]
     return StepBreakdown(
         steps=len(steps),
-        step=_length((step.begin, step.end) for step in steps),
+        step=length((step.begin, step.end) for step in steps),
         parts=parts,
         hidden=hidden,
         kinds=_kinds((s.name, w, s.end - s.begin) for s, w in zip(device, assigned, strict=True)),
@@ -432,13 +334,14 @@ def _of_gpu(
         syncing=sum(s.end - s.begin for s in syncing),
         ahead=statistics.median(ahead) if ahead else None,
         unmatched=unmatched,
+        experts=expert_times(device_times(device, launches, spans, steps)),
     )
 
 
 def _device_parts(
-    device: Sequence[_Span],
+    device: Sequence[Span],
     assigned: Sequence[str],
-    steps: Sequence[_Span],
+    steps: Sequence[Span],
     least: Mapping[Message, int],
 ) -> tuple[dict[str, int], int, int]:
     """Divide the steps among the parts.
@@ -466,41 +369,19 @@ def _device_parts(
     parts = dict.fromkeys(OF_GPU, 0)
     free: list[Interval] = [(step.begin, step.end) for step in steps]
     in_all = {LINKS: 0}
-    _claim(free, under_way, in_all)
+    claim(free, under_way, in_all)
     for layer in (computing, copying, moving, waiting):
-        free = _claim(free, layer, parts)
-    parts[IDLE] = _length(free)
+        free = claim(free, layer, parts)
+    parts[IDLE] = length(free)
     return parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], unmatched
 
 
-def _launched_in(
-    device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]
-) -> list[str | None]:
-    """Return the part of the host range that launched each device span, or None."""
-    host = [s for s in spans if s.category in ("cpu_op", "user_annotation")]
-    known = {s.thread for s in host}
-    operators = {s.external: s for s in host if s.external is not None}
-    at: list[tuple[Thread, int]] = []
-    for span in device:
-        call = launches.get(span.correlation)
-        if call is None or call.thread not in known:
-            # The launch was not recorded, or has another thread id. Use the operator around it.
-            call = operators.get(span.external)
-        at.append(((None, None), 0) if call is None else (call.thread, call.begin))
-    ranges = [
-        (s, part)
-        for s in spans
-        if s.category == "user_annotation" and (part := range_part(s.name)) is not None
-    ]
-    return _innermost(ranges, at)
-
-
-def _device_part(span: _Span, word: str | None) -> str:
+def _device_part(span: Span, word: str | None) -> str:
     """Return the part of a device span.
 
     word: part of the host range that launched the span; None if unknown.
     """
-    if span.category == "kernel" and _NCCL.search(span.name):
+    if span.category == "kernel" and NCCL.search(span.name):
         return LINKS
     if word is not None:
         return word
@@ -510,9 +391,9 @@ def _device_part(span: _Span, word: str | None) -> str:
 # --- CPU ---
 
 
-def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
+def _of_cpu(spans: Sequence[Span], steps: Sequence[Span]) -> StepBreakdown:
     thread = steps[0].thread
-    mine = _inside(
+    mine = inside(
         (s for s in spans if s.thread == thread and s.category in ("cpu_op", "user_annotation")),
         steps,
     )
@@ -523,21 +404,22 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
     busy = sorted((begin, end, word) for _, word, own in worked for begin, end in own)
     messages = sorted((s.begin, s.end, LINKS) for s in spans if s.name.startswith(_MESSAGES))
     in_all = {LINKS: 0}
-    _claim(whole, messages, in_all)
-    free = _claim(_claim(whole, busy, parts), messages, parts)
-    parts[HOST] = _length(free)
-    kinds = _kinds((span.name, word, _length(own)) for span, word, own in worked)
+    claim(whole, messages, in_all)
+    free = claim(claim(whole, busy, parts), messages, parts)
+    parts[HOST] = length(free)
+    kinds = _kinds((span.name, word, length(own)) for span, word, own in worked)
     hidden = in_all[LINKS] - parts[LINKS]
-    return StepBreakdown(len(steps), _length(whole), parts, hidden, kinds)
+    experts = expert_times(thread_times(spans, steps))
+    return StepBreakdown(len(steps), length(whole), parts, hidden, kinds, experts=experts)
 
 
-def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[Interval]]]:
+def _self_times(spans: Sequence[Span]) -> list[tuple[Span, str | None, list[Interval]]]:
     """Return (span, part, self time) of each span of one thread, ordered by start.
 
     Self time is the list of intervals of a span that lie outside all nested spans. The part is None
     if the self time counts for no part.
     """
-    times: list[tuple[_Span, str | None, list[Interval]]] = []
+    times: list[tuple[Span, str | None, list[Interval]]] = []
     # Open spans: index in times, end, part of the range around the span, begin of the self time
     # that is not yet in times.
     stack: list[list[Any]] = []

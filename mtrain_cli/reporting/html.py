@@ -14,7 +14,14 @@ from mtrain_cli import __version__, resource_dir
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.reporting import attention_tables, elements, expert_tables, mask_svg, tables
+from mtrain_cli.reporting import (
+    attention_tables,
+    elements,
+    expert_step_tables,
+    expert_tables,
+    mask_svg,
+    tables,
+)
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.evaluation_tables import evaluation_tables
 from mtrain_cli.reporting.figures import figures
@@ -235,13 +242,25 @@ def _recorded_steps(sources: Sequence[ReportSource]) -> str:
 
 
 def _experts(sources: Sequence[ReportSource]) -> str:
-    """Return the tables of experts: the routing of runs, and recorded loads."""
-    notes = {False: expert_tables.ROUTING_NOTE, True: expert_tables.NOTE}
-    routing = elements.table(expert_tables.ROUTING_HEADS, expert_tables.routing_cells(sources))
-    loads = elements.table(expert_tables.HEADS, expert_tables.expert_cells(sources))
+    """Return the tables of experts: the routing of runs, recorded times and recorded loads."""
+    steps = [(source.name, source.step) for source in sources if source.step is not None]
+    tables_of = (
+        (
+            expert_tables.ROUTING_NOTE,
+            elements.table(expert_tables.ROUTING_HEADS, expert_tables.routing_cells(sources)),
+        ),
+        (
+            expert_step_tables.NOTE,
+            elements.table(expert_step_tables.HEADS, expert_step_tables.time_cells(steps)),
+        ),
+        (
+            expert_tables.NOTE,
+            elements.table(expert_tables.HEADS, expert_tables.expert_cells(sources)),
+        ),
+    )
     content = "".join(
-        f"{table}{elements.note(f'{notes[recorded][:1].upper()}{notes[recorded][1:]}.')}"
-        for recorded, table in ((False, routing), (True, loads))
+        f"{table}{elements.note(f'{note[:1].upper()}{note[1:]}.')}"
+        for note, table in tables_of
         if table
     )
     return elements.section("Experts", content)

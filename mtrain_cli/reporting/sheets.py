@@ -15,6 +15,7 @@ from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, P
 from mtrain_cli.records.attention_files import without_lists
 from mtrain_cli.records.study_rows import sheet_rows
 from mtrain_cli.reporting.comparison import comparison
+from mtrain_cli.reporting.expert_step_tables import time_rows
 from mtrain_cli.reporting.expert_tables import balance_rows, routing_rows, share_rows
 from mtrain_cli.reporting.pipeline_page import pipeline_rows
 from mtrain_cli.reporting.report_source import ReportSource
@@ -96,6 +97,7 @@ def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
         "pipeline": pipeline_rows(sources),
         "experts": list(share_rows(sources)),
         "expert_balance": list(balance_rows(sources)),
+        "expert_times": list(time_rows([(s.name, s.step) for s in sources if s.step is not None])),
         "routing": list(routing_rows(sources)),
         "compare": _compare(sources),
     }

@@ -13,14 +13,15 @@ from rich.table import Table
 from mtrain_cli.console import Console
 from mtrain_cli.records.metrics import sound_mfu
 from mtrain_cli.records.step_breakdown import HOST, IDLE, LINKS, WAITS
+from mtrain_cli.reporting.expert_step_tables import time_table
 from mtrain_cli.reporting.terminal_width import new_table, number, print_table, say
 
 NAME = 44  # characters of a kernel's name
 _GPU = (
     "Each instant of the GPU counts once: for a compute kernel, else a copy, else NCCL. If kernels "
     "overlap, the first to start counts. links: exposed NCCL communication{}; idle: nothing runs. "
-    "attention, index, loss (with its products), weights (FSDP copies), optimizer: every kernel "
-    "that this part of the code launches; other parts: by kernel name"
+    "attention, index, router, experts, loss (with its products), weights (FSDP copies), "
+    "optimizer: every kernel that this part of the code launches; other parts: by kernel name"
 )
 _WAITS = (
     "; waits: exposed NCCL time beyond the shortest time of the same message on any rank, spent "
@@ -30,8 +31,8 @@ _NO_WAITS = ", including waits for other ranks"
 _CPU = (
     "Each instant counts once: for the training thread's innermost operator, else for gloo. "
     "links: exposed gloo communication, including waits for other ranks; host: Python, and other "
-    "waits. attention, index, loss (with its products), weights (FSDP copies), optimizer: every "
-    "operator that this part of the code calls; other parts: by operator name"
+    "waits. attention, index, router, experts, loss (with its products), weights (FSDP copies), "
+    "optimizer: every operator that this part of the code calls; other parts: by operator name"
 )
 
 
@@ -47,6 +48,8 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
     )
     for line in lines(document):
         say(console, line, indent=10)
+    if (experts := time_table(document)) is not None:
+        print_table(console, experts, spare=("slowest layer",))
     print_table(console, top_table(document["top"], gpu))
     say(
         console,

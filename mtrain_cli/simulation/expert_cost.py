@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import mean
+from typing import Any
 
 import numpy as np
 
 from mtrain_cli.config.cluster import Constant
-from mtrain_cli.config.schema import ConfigError, ModelConfig
-from mtrain_cli.records.metrics import METRICS_FILE, read_metrics
+from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.simulation.router_loads import ExpertLoads
 
 _GUESS = "; not measured"
 GROUPED = Constant(
@@ -31,84 +30,6 @@ EXPERT_LAUNCHES = Constant(
     60, "guess", f"number of kernels of router and experts in forward, twice in backward{_GUESS}",
     30, 150,
 )  # fmt: skip
-EXAMPLE = "zipf:X with X from 0 (equal loads) to 3, or a run, such as runs/latest"
-_MOST = 3.0
-_LAST = 20  # steps of a run whose loads count
-_HALVINGS = 40
-
-
-@dataclass(frozen=True)
-class ExpertLoads:
-    """How many tokens choose each expert: the expert of rank r gets a share ~ 1 / r^exponent.
-
-    source: origin of the exponent, for the user.
-    """
-
-    exponent: float = 0.0
-    source: str = "zipf:0, equal loads (the default of --expert-loads)"
-
-    def pairs(self, tokens: int, experts: int, top_k: int) -> np.ndarray:
-        """Return the number of pairs of each expert, [experts], which add up to tokens * top_k.
-
-        An expert computes each token at most once, so none has more pairs than tokens.
-        """
-        shares = 1.0 / np.arange(1, experts + 1) ** self.exponent
-        left, found = float(tokens * top_k), np.zeros(experts)
-        for rank in range(experts):  # from the most loaded; what it cannot take goes to the others
-            found[rank] = min(tokens, left * shares[rank] / shares[rank:].sum())
-            left -= found[rank]
-        return found
-
-    def largest(self, experts: int, top_k: int) -> float:
-        """Return the largest load, divided by the mean."""
-        return float(self.pairs(1_000_000, experts, top_k)[0]) * experts / (1_000_000 * top_k)
-
-
-def parse_loads(text: str | None, model: ModelConfig) -> ExpertLoads:
-    """Return the loads that ``--expert-loads`` names.
-
-    Raises:
-        ConfigError: the value is wrong, or the model has no experts.
-    """
-    if text is None:
-        return ExpertLoads()
-    if not model.moe.experts:
-        raise ConfigError(
-            f"--expert-loads {text}: {model.name} has no experts; choose a model with "
-            "model.moe.experts, such as model=qwen3_30b_a3b"
-        )
-    kind, colon, value = text.partition(":")
-    if kind == "zipf" and colon:
-        try:
-            exponent = float(value)
-        except ValueError:
-            exponent = -1.0
-        if not 0 <= exponent <= _MOST:
-            raise ConfigError(f"--expert-loads {text}: give {EXAMPLE}")
-        return ExpertLoads(exponent, f"zipf:{exponent:g}")
-    return _of_run(text, model)
-
-
-def _of_run(text: str, model: ModelConfig) -> ExpertLoads:
-    """Return the Zipf loads whose largest load is the mean one of a run's last steps."""
-    file = next((f for f in (Path(text), Path("runs", text)) if (f / METRICS_FILE).is_file()), None)
-    if file is None:
-        raise ConfigError(f"--expert-loads {text}: no such run; give {EXAMPLE}")
-    steps = [step.expert_load_by_layer for step in read_metrics(file)]
-    loads = [load for step in steps[-_LAST:] for load in step or ()]
-    if not loads:
-        raise ConfigError(f"--expert-loads {text}: {file} has no loads of experts; give {EXAMPLE}")
-    wanted, moe = mean(loads), model.moe
-    low, high = 0.0, _MOST
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        below = ExpertLoads(middle).largest(moe.experts, moe.top_k) < wanted
-        low, high = (middle, high) if below else (low, middle)
-    source = (
-        f"zipf:{high:.2f}, whose largest load is that of {file}: {wanted:.2f} times the mean, over "
-        f"layers and the last {min(_LAST, len(steps))} steps"
-    )
-    return ExpertLoads(high, source)
 
 
 @dataclass(frozen=True)
@@ -134,52 +55,97 @@ class ExpertWork:
     moved: float
 
 
-def expert_work(
-    model: ModelConfig, tokens: int, e: int, loads: ExpertLoads
-) -> tuple[ExpertWork, ExpertWork, ExpertWork]:
-    """Return the work of router and experts: forward, recomputed and backward.
+@dataclass(frozen=True)
+class LayerExperts:
+    """The experts of a layer, and how a worker computes them.
 
-    Backward recomputes the router, gate and up, but not down. The bytes of element-wise kernels are
-    counted in `model.experts` and `model.routing`, which are not compiled.
-
-    Args:
-        tokens: number of own tokens.
-        e: bytes of the compute dtype.
+    tokens: own tokens of a worker.
+    e: bytes of the compute dtype.
+    degree: number of workers over which the experts are dealt.
+    chunks: number of chunks of tokens. Each reads all weights of the worker's experts.
+    recompute: whether the layer is checkpointed. Its backward pass then computes gate and up again.
+    compile: whether the operations between the products are compiled (`model.expert_kernels`), so
+        that they read and write each row once.
     """
-    moe, hidden, width = model.moe, model.hidden_size, model.moe.expert_size
-    # Equal numbers of rows are one product, many times.
-    rows = Counter(loads.pairs(tokens, moe.experts, moe.top_k).round().astype(int).tolist())
-    into = _products(rows, hidden, 2 * width, e)
-    out = _products(rows, width, hidden, e)
-    router = GroupedProduct(
-        2.0 * tokens * hidden * moe.experts, 4.0 * tokens * (hidden + moe.experts), FLOAT32, 1
-    )
-    pairs, scores = tokens * moe.top_k, 40.0 * tokens * moe.experts
-    order = 16.0 * 8 * pairs  # sorting and placing the pairs
-    shared = moe.shared_size * tokens * e
-    read = (4.0 + e) * tokens * hidden + 2.0 * e * pairs * hidden  # the router's input, dispatch
-    combined = 3.0 * e * pairs * hidden + (4.0 + 2 * e) * tokens * hidden
-    inside = pairs * width
-    forward = ExpertWork(
-        (router, *into, *out),
-        read + scores + order + combined + (7.0 * e + 8) * inside + 3.0 * shared,
-    )
-    again = ExpertWork((router, *into), read + scores + 3.0 * shared)
-    backward = ExpertWork(
-        (router, router, *into, *into, *out, *out),
-        2 * read + scores + combined + (24.0 * e + 32) * inside + 5.0 * shared,
-    )
-    return forward, again, backward
 
+    model: ModelConfig
+    tokens: int
+    e: int
+    loads: ExpertLoads
+    degree: int = 1
+    chunks: int = 1
+    recompute: bool = True
+    compile: bool = True
 
-def _products(rows: Counter[int], width: int, out: int, e: int) -> tuple[GroupedProduct, ...]:
-    return tuple(
-        GroupedProduct(
-            2.0 * number * width * out,
-            float(e) * (width * out + number * (width + out)),
-            GROUPED,
-            times,
+    def work(self) -> tuple[ExpertWork, ExpertWork, ExpertWork]:
+        """Return the work of router and experts: forward, recomputed and backward.
+
+        With expert parallelism, the products are the mean over the workers. Recomputation repeats
+        the router, gate and up, but not down. The bytes of element-wise kernels are counted in
+        `model.experts`, `model.expert_kernels`, `model.expert_parallel` and `model.routing`.
+        """
+        model, moe, e, tokens = self.model, self.model.moe, self.e, self.tokens
+        hidden, width = model.hidden_size, moe.expert_size
+        # Equal numbers of rows are one product, many times.
+        pairs = self.loads.pairs(tokens, moe.experts, moe.top_k)
+        numbers = pairs * (self.degree / self.chunks)
+        rows = Counter(numbers.round().astype(int).flatten().tolist())
+        share = self.chunks / (self.degree * len(pairs))
+        into = _products(rows, hidden, 2 * width, e, share)
+        out = _products(rows, width, hidden, e, share)
+        router = GroupedProduct(
+            2.0 * tokens * hidden * moe.experts, 4.0 * tokens * (hidden + moe.experts), FLOAT32, 1
         )
-        for number, times in sorted(rows.items())
+        chosen, scores = tokens * moe.top_k, 40.0 * tokens * moe.experts
+        order = 16.0 * 8 * chosen  # sorting and placing the pairs
+        shared = moe.shared_size * tokens * e
+        # The router's input, and dispatch
+        read = (4.0 + e) * tokens * hidden + 2.0 * e * chosen * hidden
+        combined = (5.0 if self.degree > 1 else 3.0) * e * chosen * hidden
+        combined += (4.0 + 2 * e) * tokens * hidden
+        if self.compile:
+            combined = float(e) * (chosen + tokens) * hidden
+        inside = [float(size) for size in self.moved(np.array(chosen))]
+        forward = ExpertWork(
+            (router, *into, *out), read + scores + order + combined + inside[0] + 3.0 * shared
+        )
+        again = ExpertWork((router, *into), read + scores + 3.0 * shared)
+        backward = ExpertWork(
+            (router, router, *into, *into, *out, *out),
+            2 * read + scores + combined + inside[1] + 5.0 * shared,
+        )
+        return forward, again, backward
+
+    def moved(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of element-wise kernels between the products of a worker's experts.
+
+        Returns: bytes of the forward and of the backward pass.
+
+        Args:
+            rows: number of pairs that the worker computes.
+        """
+        e, moe = self.e, self.model.moe
+        forward, backward = (3.0 * e, 6.0 * e) if self.compile else (7.0 * e + 8, 24.0 * e + 32)
+        forward, backward = forward * moe.expert_size, backward * moe.expert_size
+        if self.degree > 1:  # ordering the rows that arrive and those that return
+            forward += 4.0 * e * self.model.hidden_size
+            backward += (6.0 if self.recompute else 4.0) * e * self.model.hidden_size
+        weights = 3.0 * moe.experts / self.degree * moe.expert_size * self.model.hidden_size
+        # Several chunks add up the gradients of the weights in float32.
+        sums = weights * ((8 + 2 * e) * self.chunks + 4 + e) if self.chunks > 1 else 0.0
+        return forward * rows, backward * rows + sums
+
+
+def _products(
+    rows: Counter[int], width: int, out: int, e: int, share: float
+) -> tuple[GroupedProduct, ...]:
+    return tuple(
+        GroupedProduct(2.0 * number * width * out, moved(number, width, out, e), GROUPED, share * n)
+        for number, n in sorted(rows.items())
         if number
     )
+
+
+def moved(rows: Any, width: int, out: int, e: int) -> Any:
+    """Return the bytes of a product of ``rows`` rows with a matrix of width x out."""
+    return float(e) * (width * out + rows * (width + out))

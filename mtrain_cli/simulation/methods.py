@@ -26,7 +26,7 @@ from mtrain_cli.config.validate import problems
 from mtrain_cli.parallel.layout import Joined
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import BYTES, largest_states
-from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, message_bytes
+from mtrain_cli.training.tensor_traffic import forward_messages, message_bytes
 
 Planner = Callable[[Config], RunPlan]
 _RING = exchange_name(gathers=False, hierarchical=False)
@@ -268,7 +268,7 @@ def _tensor_alone(plan: RunPlan, limit: str) -> MethodCost:
     # Each message brings the rows of the other workers, which every worker now keeps, too: the
     # input of the layer, and without checkpointing also the one of the MLP.
     more = layers * message * (1 if recomputes else 2)
-    messages = 2 * FORWARD_MESSAGES + 2 * recomputes
+    messages = 2 * forward_messages(config.model) + 2 * recomputes * layers
     return MethodCost(
         name="TP",
         workers=base.workers,
@@ -277,7 +277,7 @@ def _tensor_alone(plan: RunPlan, limit: str) -> MethodCost:
         gradients=base.gradients,
         optimizer=base.optimizer,
         activations=base.activations + more,
-        received=plan.micro_batches * layers * messages * message + plan.received.weights,
+        received=plan.micro_batches * messages * message + plan.received.weights,
         idle=0.0,
         imbalance=base.imbalance,
         formula=True,

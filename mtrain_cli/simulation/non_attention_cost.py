@@ -15,12 +15,9 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.expert_cost import (
-    EXPERT_LAUNCHES,
-    ExpertLoads,
-    GroupedProduct,
-    expert_work,
-)
+from mtrain_cli.simulation.expert_cost import EXPERT_LAUNCHES, GroupedProduct
+from mtrain_cli.simulation.expert_exchange import dealt_over, layer_experts
+from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.training.flops import (
     layer_kinds,
     layer_matmul,
@@ -202,6 +199,8 @@ class NonAttentionCost:
     host: traffic between the rank and its host.
     gather, reduce: number of bytes that a rank receives in the all-gather of a layer's weights and
         in the reduce-scatter of its gradients.
+    dealt_gather, dealt_reduce: the same numbers for experts with expert parallelism, which are not
+        in ``gather`` and ``reduce``.
     root_gather, root_reduce: the same numbers for the weights outside the layers.
     tokens: number of tokens in a micro-batch with which the worker's layers compute, with padding.
     rows: number of these tokens in a tile of the MLP.
@@ -220,6 +219,8 @@ class NonAttentionCost:
     host: HostTraffic
     gather: float
     reduce: float
+    dealt_gather: float
+    dealt_reduce: float
     root_gather: float
     root_reduce: float
     tokens: int
@@ -256,6 +257,11 @@ class NonAttentionCost:
         states = StateMemory(config, plan.dims.workers, plan.micro_batches, e, part)
         layers = len(states.numbers)
         layer, root = states.weights_of(states.numbers) / layers, states.root_weights
+        # The shards of dealt experts, and what this worker computes with.
+        dealt = sum(states.dealt[model.has_experts(n)] for n in states.numbers) / layers
+        sharing = workers // dealt_over(plan)
+        experts = dealt * sharing
+        layer_shard = (layer - experts) / layer_workers + dealt
         shard, r = states.shard, states.r
         forward, recomputed, backward = ComputeCost(), ComputeCost(), ComputeCost()
         for kind, number in layer_kinds(model, states.numbers).items():
@@ -270,21 +276,23 @@ class NonAttentionCost:
         added = (8 + e) * layer if train.shard == "optimizer" and plan.micro_batches > 1 else 0
         clipped = shard * (4 + (8 if optim.clip_norm else 0))
         stepped = 0 if optim.offload else _ADAMW * shard
-        share, layer_share = ((n - 1) / n for n in (workers, layer_workers))
+        share, layer_share, dealt_share = ((n - 1) / n for n in (workers, layer_workers, sharing))
         return NonAttentionCost(
             forward=forward,
             recomputed=recomputed,
             backward=backward,
             loss=_loss_cost(plan, own) if part is None or part.last else ComputeCost(),
-            gathered=ComputeCost(moved=out * layer + out_of_shard * layer / layer_workers),
-            reduced=ComputeCost(moved=back * layer + to_shard * layer / layer_workers),
+            gathered=ComputeCost(moved=out * layer + out_of_shard * layer_shard),
+            reduced=ComputeCost(moved=back * layer + to_shard * layer_shard),
             root_gathered=ComputeCost(moved=out * root + out_of_shard * root / workers),
             root_reduced=ComputeCost(moved=back * root + to_shard * root / workers),
             added=ComputeCost(moved=added),
             optimizer=ComputeCost(moved=float(clipped + stepped), launches=50.0),
             host=HostTraffic.of(plan, states),
-            gather=e * layer * layer_share,
-            reduce=r * layer * layer_share,
+            gather=e * (layer - experts) * layer_share,
+            reduce=r * (layer - experts) * layer_share,
+            dealt_gather=e * experts * dealt_share,
+            dealt_reduce=r * experts * dealt_share,
             root_gather=e * root * share,
             root_reduce=r * root * share,
             tokens=tokens,
@@ -339,35 +347,42 @@ def _with_mlp(plan: RunPlan) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
 def _with_experts(
     plan: RunPlan, loads: ExpertLoads
 ) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
-    """Return the forward, recomputed and backward work of a layer with experts."""
-    model, train, e = plan.config.model, plan.config.train, plan.dtype_bytes
+    """Return the forward, recomputed and backward work of a layer with experts.
+
+    With tensor parallelism, attention has the worker's heads and the tokens of its tensor group.
+    Router, experts and the shared MLP have the worker's own tokens.
+    """
+    model, train, e = plan.config.of_worker.model, plan.config.train, plan.dtype_bytes
     tokens = plan.layout.tokens_per_worker * train.micro_batch
-    stream = tokens * model.hidden_size
+    experts = layer_experts(plan, loads)
+    own = experts.tokens
+    stream = own * model.hidden_size
     rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
     dense = matrix_elements(model, experts=True)  # attention and the shared MLP
-    matmul = sum(dense.values())
-    again = matmul if train.activation_checkpoint != "none" else 0
-    forward, second, backward = expert_work(model, tokens, e, loads)
-    kernels = LAUNCHES.value + EXPERT_LAUNCHES.value
+    products = sum(
+        size * (own if name.startswith("shared ") else tokens) for name, size in dense.items()
+    )
+    forward, second, backward = experts.work()
+    kernels = LAUNCHES.value + EXPERT_LAUNCHES.value * experts.chunks
     recomputed = ComputeCost()
-    if again:
+    if train.activation_checkpoint != "none":
         recomputed = ComputeCost(
-            2.0 * again * tokens,
+            2.0 * products,
             eager * e * (6 * stream + rotated) + second.moved,
             kernels,
             second.products,
         )
     return (
         ComputeCost(
-            2.0 * matmul * tokens,
+            2.0 * products,
             eager * e * (9 * stream + rotated) + forward.moved,
             kernels,
             forward.products,
         ),
         recomputed,
         ComputeCost(
-            4.0 * matmul * tokens,
+            4.0 * products,
             eager * e * (15 * stream + rotated) + backward.moved,
             2 * kernels,
             backward.products,

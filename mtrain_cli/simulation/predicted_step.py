@@ -14,7 +14,7 @@ transfer of gradients to the host, and the transfer of weights to the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -25,35 +25,57 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.expert_cost import ExpertLoads
+from mtrain_cli.simulation.expert_exchange import RowExchange, RowWait, dealt_over
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
 from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
+from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.simulation.weight_transfers import WeightTransfer, overlapped_us
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
+from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
     causal_pairs,
+    copied_elements,
     flops_per_token,
-    layer_norms,
+    layer_kinds,
     recomputed_pair_share,
 )
 from mtrain_cli.training.model_part import ModelPart, model_parts
 from mtrain_cli.training.run_plan import RunPlan
 
-TENSOR, PIPELINE = "tensor", "pipeline"
+TENSOR, PIPELINE, EXPERTS = "tensor", "pipeline", "experts"
 # The parts of a step, in display order. These parts are waits:
-# - late: for slower workers, in attention.
+# - late: for slower workers, in attention and in experts.
 # - links: for keys, values and their gradients.
 # - tensor: for hidden states and their gradients, with tensor parallelism.
+# - experts: for rows of tokens, with expert parallelism.
 # - weights: for gathered weights and scattered gradients.
 # - pipeline: for other stages.
 # - offload: for activations to or from the host.
 PARTS = (
-    *("attention", "index", "merge and copies", "late", "links", TENSOR),
+    *("attention", "index", "merge and copies", "late", "links", TENSOR, EXPERTS),
     *("matrices", "recomputed", "element-wise", "loss", "weights", PIPELINE),
     *("optimizer", "offload", "host"),
 )
+
+
+@dataclass
+class ExpertRows:
+    """The rows that travel to experts and back in a step. Times are in seconds.
+
+    exposed: time for which the worker with the most popular experts waits for rows, in the part
+        `EXPERTS`.
+    hidden: time of messages that overlaps with computation.
+    late: time for which a worker waits for workers with popular experts, in the mean.
+    size: number of bytes that a worker receives, in the mean.
+    """
+
+    exposed: float = 0.0
+    hidden: float = 0.0
+    late: float = 0.0
+    size: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,9 +83,9 @@ class PredictedStep:
     """The prediction of one optimizer step.
 
     seconds: wall-clock time, with bounds.
-    parts: time of each of `PARTS` in seconds. The parts add up to the expected time. `TENSOR` and
-        `PIPELINE` are absent without these kinds of parallelism. With a pipeline, the parts are
-        those of its busiest stage.
+    parts: time of each of `PARTS` in seconds. The parts add up to the expected time. `TENSOR`,
+        `EXPERTS` and `PIPELINE` are absent without these kinds of parallelism. With a pipeline, the
+        parts are those of its busiest stage.
     hidden: time in which gathers of weights and reduce-scatters of gradients overlap with
         computation, in seconds.
     mfu: model FLOP per second, divided by peak FLOP/s. Model FLOP contain all pairs of dense
@@ -74,6 +96,7 @@ class PredictedStep:
     over_host: number of bytes that move between one worker and its host.
     hidden_states: number of bytes that one worker receives from its tensor group.
     pipeline: the schedule with the times of its passes in microseconds; None without a pipeline.
+    experts: the rows that travel to experts; None without expert parallelism.
     """
 
     plan: RunPlan
@@ -88,11 +111,12 @@ class PredictedStep:
     over_host: float
     hidden_states: float = 0.0
     pipeline: TimedPipeline | None = None
+    experts: ExpertRows | None = None
 
     @property
     def exposed(self) -> float:
-        waits = self.parts["links"] + self.parts["weights"] + self.parts.get(TENSOR, 0.0)
-        return waits / self.seconds.value
+        waits = (self.parts.get(name, 0.0) for name in ("links", "weights", TENSOR, EXPERTS))
+        return sum(waits) / self.seconds.value
 
     @property
     def gib(self) -> float:
@@ -119,43 +143,6 @@ def training_days(rate: BoundedTime, workers: int, tokens: float) -> BoundedTime
 def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTime:
     """Return the cost of ``days`` of training in dollars. price: dollars per GPU hour."""
     return days.map(lambda each: each * 24 * workers * price)
-
-
-@dataclass(frozen=True)
-class WeightTransfer:
-    """A collective that moves weights or gradients.
-
-    us: duration in microseconds without other messages.
-    busy: time in microseconds for which the collective occupies the link.
-    outer: whether the collective crosses nodes.
-    size: number of bytes that each rank receives.
-    """
-
-    us: float
-    busy: float
-    outer: bool
-    size: float = 0.0
-
-
-def overlapped_us(
-    transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
-) -> float:
-    """Return the total time of successive collectives that start with a computation.
-
-    All times are in microseconds. Attention's messages use the same links. During the computation,
-    the collectives get the bandwidth that these messages leave; afterwards they get the whole link.
-    The low bound assumes that the collectives never meet attention's messages.
-
-    Args:
-        computing: time of the computation.
-        carried: times for which attention's messages occupy the (inner, outer) link.
-    """
-    alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
-    if not alone or not computing or bound == LOW:
-        return alone
-    left = max(0.0, 1.0 - carried[transfers[0].outer] / computing)
-    speed = min(1.0, left * alone / busy) if busy else 1.0
-    return alone / speed if alone <= speed * computing else computing + alone - speed * computing
 
 
 def predict_step(
@@ -205,6 +192,7 @@ def predict_step(
         over_host=likely.over_host,
         hidden_states=likely.hidden_states,
         pipeline=likely.pipeline,
+        experts=likely.rows if likely.exchange is not None else None,
     )
 
 
@@ -259,8 +247,15 @@ class _StepEstimate:
         self.longer = non_attention_cost.longer_than_expected(non_attention, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.messages = TensorMessages.of(plan) if plan.dims.tp > 1 else None
+        self.exchange = RowExchange.of(plan, loads or ExpertLoads(), cluster, costs, slowest)
+        kinds = layer_kinds(plan.config.model, (n for layers in part.layers for n in layers))
+        self.with_experts = kinds.get(True, 0) / self.layers
+        self.row_waits: dict[str, RowWait] = {}
+        self.rows = ExpertRows()
         if self.messages is None:
             del self.us[TENSOR]
+        if self.exchange is None:
+            del self.us[EXPERTS]
         if plan.dims.pp == 1:
             del self.us[PIPELINE]
         self.hidden = self.flop = self.sent = self.over_host = self.hidden_states = 0.0
@@ -274,19 +269,19 @@ class _StepEstimate:
         self._add(non_attention.optimizer, 1, "optimizer", "optimizer")
         self.us["optimizer"] += self._transfer(1.0).us + self._optimizer_on_host()
         if self.messages is not None:
-            # The gradients of the norms are added up once per step.
-            norms = layer_norms(plan.config.model) * self.layers
-            self.us[TENSOR] += self._tensor_message(4.0 * norms)
+            self.us[TENSOR] += self._summed_copies(kinds)
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
     def _micro_batch(self, one: MicroBatchRound) -> None:
         non_attention, layers, began = self.non_attention, self.layers, self.total
         nothing = ComputeCost()
-        sizes = non_attention.gather, non_attention.reduce
-        gather, reduce = (self._transfer(size, layer=True) for size in sizes)
+        gather, reduce = self._layer_transfers()
         copied = non_attention.gathered if one.forward else nothing
         forward = self._layers([FORWARD], non_attention.forward, layers, copied=copied)
-        self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
+        behind = forward / layers, self._carried(FORWARD)
+        if FORWARD in self.row_waits:
+            behind = self._behind_rows(self.row_waits[FORWARD])
+        self._weights(*behind, gather * one.forward, layers - 1)
         forward_ended = self.total
         again = self.plan.recompute is not Recompute.NOTHING
         passes = [RECOMPUTE, BACKWARD] if again else [BACKWARD]
@@ -298,19 +293,19 @@ class _StepEstimate:
         self.backward = backward = self._layers(
             passes, non_attention.backward, layers, non_attention.recomputed, copied=copied
         )
-        inner, outer = (sum(self._carried(name)[i] for name in passes) for i in (0, 1))
+        carried = self._carried(*passes)
         # Backward starts with the last layer, which has no earlier gradients to scatter. The first
         # layer has no further weights to gather.
-        gathers, reduces = [gather] * one.backward, [reduce] * one.reduced
+        gathers, reduces = gather * one.backward, reduce * one.reduced
         if layers > 1:
             for transfers, times in ((gathers, 1), (gathers + reduces, layers - 2), (reduces, 1)):
-                self._weights(backward / layers, (inner, outer), transfers, times)
+                self._weights(backward / layers, carried, transfers, times)
         # These collectives overlap with nothing: the weights outside the layers, the first weights
         # of each pass, and the last gradients.
         alone = (
-            [self._transfer(non_attention.root_gather), gather] * one.forward
+            [self._transfer(non_attention.root_gather), *gather] * one.forward
             + gathers
-            + [reduce, self._transfer(non_attention.root_reduce)] * one.reduced
+            + [*reduce, self._transfer(non_attention.root_reduce)] * one.reduced
         )
         self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
         self.sent += self.times * sum(transfer.size for transfer in alone)
@@ -371,9 +366,29 @@ class _StepEstimate:
     def seconds(self) -> float:
         return self.total / 1e6
 
-    def _carried(self, direction: str) -> tuple[float, float]:
-        inner, outer = self.attention.passes[direction].carried
-        return inner * 1e3, outer * 1e3
+    def _carried(self, *directions: str) -> tuple[float, float]:
+        """Return the microseconds for which messages of a layer occupy the (inner, outer) link."""
+        found = [0.0, 0.0]
+        for direction in directions:
+            for link, ms in enumerate(self.attention.passes[direction].carried):
+                found[link] += ms * 1e3
+            if self.exchange is not None and direction in self.row_waits:
+                rows = self.row_waits[direction].busy * self.with_experts
+                found[self.exchange.outer] += rows
+        return found[0], found[1]
+
+    def _behind_rows(self, rows: RowWait) -> tuple[float, tuple[float, float]]:
+        """Return what a forward pass hides gathers of weights behind, if rows travel.
+
+        The host waits for the numbers of rows before it starts the experts of a layer. So the
+        gather of the next layer starts only with them.
+
+        Returns: time of the experts, and the time for which their rows occupy each link.
+        """
+        assert self.exchange is not None
+        busy = rows.busy * self.with_experts
+        carried = (0.0, busy) if self.exchange.outer else (busy, 0.0)
+        return rows.span * self.with_experts, carried
 
     def _layers(
         self,
@@ -401,6 +416,7 @@ class _StepEstimate:
             self._add(again, layers, "recomputed", "element-wise", passes[-1])
         computing = (sum(self.us.values()) - after_attention) / self.times / layers
         self._tensor_waits(computing, layers, forward=again is None)
+        self._row_waits(passes[-1], layers)
         self._add(copied, layers, "matrices", "element-wise")
         return (sum(self.us.values()) - before) / self.times
 
@@ -417,6 +433,36 @@ class _StepEstimate:
         times = self.times * layers
         self.us[TENSOR] += times * (found.exposed + share * found.hidden)
         self.hidden_states += times * found.size
+
+    def _row_waits(self, direction: str, layers: int) -> None:
+        """Add the waits for rows that travel to experts. direction: `FORWARD` or `BACKWARD`."""
+        exchange = self.exchange
+        if exchange is None or not self.with_experts:
+            return
+        found = exchange.forward() if direction == FORWARD else exchange.backward()
+        self.row_waits[direction] = found
+        share = self.costs.burden(self.cluster.link(outer=exchange.outer).gpu_share)
+        times = self.times * layers * self.with_experts
+        self.us[EXPERTS] += times * (found.exposed + share * found.hidden)
+        self.us["late"] += times * found.late
+        rows = self.rows
+        rows.exposed += times * (found.exposed + share * found.hidden) / 1e6
+        rows.hidden += times * found.hidden / 1e6
+        rows.late += times * found.late / 1e6
+        rows.size += times * found.size
+
+    def _summed_copies(self, kinds: Mapping[bool, int]) -> float:
+        """Return the time to add up gradients that all workers of a tensor group hold, in us.
+
+        kinds: number of layers without and with experts.
+        """
+        plan, dealt = self.plan, self.exchange is not None
+        elements = sum(
+            copied_elements(plan.config.model, experts=experts, dealt=dealt) * number
+            for experts, number in kinds.items()
+        )
+        workers = plan.dims.workers // plan.dims.pp
+        return self._tensor_message(summed_bytes(elements, plan.dims.tp, workers))
 
     def _tensor_message(self, size: float) -> float:
         """Return the time of a message in a tensor group, in microseconds."""
@@ -481,13 +527,32 @@ class _StepEstimate:
         self.us[elements] += spent.elements * times * self.slowest
         self.us["host"] += spent.host * times
 
-    def _transfer(self, size: float, *, layer: bool = False) -> WeightTransfer:
-        """Return a collective among all workers, or among those that share a part of a layer."""
-        degree = self.plan.dims.tp if layer else 1
+    def _layer_transfers(self) -> tuple[list[WeightTransfer], list[WeightTransfer]]:
+        """Return the gathers of a layer's weights, and the reduce-scatters of its gradients.
+
+        Experts that are dealt over workers have collectives of their own.
+        """
+        sizes, degree = self.non_attention, dealt_over(self.plan)
+        found = (
+            [self._transfer(sizes.gather, self.plan.dims.tp)],
+            [self._transfer(sizes.reduce, self.plan.dims.tp)],
+        )
+        if degree > 1 and sizes.dealt_gather:
+            for transfers, size in zip(
+                found, (sizes.dealt_gather, sizes.dealt_reduce), strict=True
+            ):
+                transfers.append(self._transfer(size, degree))
+        return found
+
+    def _transfer(self, size: float, degree: int = 1) -> WeightTransfer:
+        """Return a collective among the workers of a stage that share the same weights.
+
+        degree: number of consecutive workers that hold different weights.
+        """
         workers = self.plan.dims.workers // self.plan.dims.pp // degree
         if workers == 1:
             return WeightTransfer(0.0, 0.0, False)
-        members = min(workers, self.cluster.gpus_per_node // degree)
+        members = min(workers, max(1, self.cluster.gpus_per_node // degree))
         us, busy = self.costs.collective(False, workers, members, int(size))
         return WeightTransfer(us, busy, members < workers, size)
 

@@ -3,8 +3,10 @@
 Groups are context groups, tensor groups and the stages of a pipeline. The search tries all degrees
 of tensor parallelism that divide the heads, the MLP and a node, unless the user set
 ``topology.tensor_parallel``. It tries up to 16 stages, with and without virtual stages, unless the
-user set ``topology.pipeline_parallel``. ``gpipe`` is never faster than ``1f1b`` and keeps more
-activations, so the search leaves it out. If a step has several micro-batches, the search also tries
+user set ``topology.pipeline_parallel``. For a model with experts, it tries to deal them over as
+many workers as moves the fewest bytes, and not to deal them, unless the user set
+``topology.expert_parallel``. ``gpipe`` is never faster than ``1f1b`` and keeps more activations, so
+the search leaves it out. If a step has several micro-batches, the search also tries
 ``train.shard=gradients``, which gathers the weights once per step.
 
 For each configuration that fits, the search also tries ``train.keep_mlp`` with the largest number
@@ -26,7 +28,8 @@ from mtrain_cli.config.exchanges import HEAD_SHARING, flat_name
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.simulation.predicted_step import PIPELINE, TENSOR
+from mtrain_cli.simulation.expert_exchange import dealt_over
+from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR
 from mtrain_cli.simulation.prediction import Prediction
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
@@ -56,6 +59,7 @@ _WORDS = {
     "late": "waiting for slower workers",
     "links": "waiting for keys and values",
     TENSOR: "waiting for hidden states",
+    EXPERTS: "waiting for rows of experts",
     PIPELINE: "waiting for other stages",
     "matrices": "matrix products",
     "recomputed": "recomputed products",
@@ -106,6 +110,8 @@ def label(plan: RunPlan) -> str:
     groups = f", {dims}" if dims.tp > 1 or dims.pp > 1 else groups
     if (virtual := plan.config.topology.virtual_stages) > 1:
         groups += f" of {virtual} virtual stages"
+    if (dealt := dealt_over(plan)) > 1:
+        groups += f", experts over {dealt} workers"
     kind = "no" if train.activation_checkpoint == "none" else train.activation_checkpoint
     other = " ".join(f"{key}={value}" for key, value in memory_settings(plan.config).items())
     return (
@@ -215,6 +221,7 @@ class _Space:
                 tensor_parallel=groups.tensor,
                 pipeline_parallel=groups.stages,
                 virtual_stages=groups.virtual,
+                expert_parallel=groups.experts,
             )
 
         # Only what a recomputed layer keeps can be offloaded, so offloading needs recomputation.
@@ -305,6 +312,7 @@ class _Candidates:
     def _add(self, plans: Sequence[RunPlan], groups: Groups) -> bool:
         """Add plans that differ only in their memory settings. Return whether one fits."""
         first = plans[0]
+        groups = replace(groups, experts=dealt_over(first))
         where = first.exchange.label, first.layout.name, groups, first.config.train.shard
         good = [plan for plan in plans if plan.fits]
         if where in self.seen:
@@ -353,7 +361,7 @@ def _distinct(
 def place(outcome: PredictedScenario) -> tuple[str, str, Groups]:
     """Return a configuration's layout, exchange and groups of workers."""
     dims, virtual = outcome.plan.dims, outcome.plan.config.topology.virtual_stages
-    groups = Groups(dims.cp, dims.tp, dims.pp, virtual)
+    groups = Groups(dims.cp, dims.tp, dims.pp, virtual, dealt_over(outcome.plan))
     return outcome.layout, outcome.plan.exchange.label, groups
 
 
@@ -390,7 +398,8 @@ def _needed(space: _Space) -> Iterator[str]:
         topology = config.topology
         degree, stages = topology.tensor_parallel, topology.pipeline_parallel
         context = changed.workers // (degree * stages)
-        groups = Groups(context, degree, stages, topology.virtual_stages)
+        experts = topology.expert_parallel
+        groups = Groups(context, degree, stages, topology.virtual_stages, experts)
         for layout, exchange in changed.places(groups):
             with suppress(InvalidSetup, ConfigError):
                 plans += list(changed.plans(groups, layout, exchange, config.train.shard))

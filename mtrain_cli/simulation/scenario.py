@@ -17,14 +17,16 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.expert_cost import ExpertLoads
+from mtrain_cli.simulation.expert_exchange import dealt_over
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
+from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import cluster_of_groups
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.sparsity.fixed import make_pattern
+from mtrain_cli.training.expert_traffic import expert_degree, require_experts_fit
 from mtrain_cli.training.first_masks import first_masks
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import RunPlan, plan_for
@@ -227,13 +229,7 @@ class PredictedScenario:
                 "measurement of tensor parallelism on GPUs"
             )
         if self.plan.config.model.moe.experts:
-            moe = self.plan.config.model.moe
-            largest = self.loads.largest(moe.experts, moe.top_k)
-            remarks.append(
-                f"experts: loads {self.loads.source} (largest {largest:.2f} times the mean); the "
-                "times of grouped products, routers and kernels of experts follow from FLOP, bytes "
-                "and guessed rates, not from measurements; every worker computes with all experts"
-            )
+            remarks.append(self._of_experts())
         if self.plan.dims.pp > 1:
             remarks.append(
                 "topology.pipeline_parallel: the times of the stages are played through the "
@@ -245,6 +241,26 @@ class PredictedScenario:
                 "(measured on one H200 at 32K tokens)"
             )
         return tuple(remarks)
+
+    def _of_experts(self) -> str:
+        """Return a remark on what the times of experts assume."""
+        moe, degree = self.plan.config.model.moe, dealt_over(self.plan)
+        text = f"experts: loads {self.loads.source}"
+        if not self.loads.shares:
+            largest = self.loads.largest(moe.experts, moe.top_k)
+            text += f" (largest {largest:.2f} times the mean)"
+        text += (
+            "; the times of grouped products, routers and kernels of experts follow from FLOP, "
+            "bytes and guessed rates, not from measurements"
+        )
+        if degree == 1:
+            return f"{text}; every worker computes with all experts"
+        busiest = self.loads.busiest(moe.experts, moe.top_k, degree)
+        text += f"; the busiest of {degree} workers computes {busiest:.2f} times the mean"
+        if not self.loads.shares and self.loads.exponent:
+            text += ", if popular experts are dealt at random; best and worst deal them evenly and "
+            text += "to one worker"
+        return f"{text}; memory assumes equal loads"
 
 
 def plan_on(
@@ -262,16 +278,6 @@ def plan_on(
             f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 only; allowed: "
             "auto, bfloat16"
         )
-    if config.model.moe.experts and config.topology.expert_parallel != 1:
-        raise ConfigError(
-            f"topology.expert_parallel={config.topology.expert_parallel}: mtrain simulate has no "
-            "times of rows that travel to experts; allowed: 1"
-        )
-    if config.model.moe.experts and (degree := config.topology.tensor_parallel) > 1:
-        raise ConfigError(
-            f"topology.tensor_parallel={degree}: mtrain simulate has no times of experts with "
-            "tensor parallelism; allowed: 1"
-        )
     if cluster.gpu.is_cpu:
         raise ConfigError(
             f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a "
@@ -284,14 +290,24 @@ def plan_on(
         raise ConfigError(f"topology.workers={workers}: {why}")
     if per_node == "auto":
         per_node = min(cluster.gpus_per_node, workers)
-    return plan_for(
-        config.changed(topology={"workers": workers, "gpus_per_node": per_node, **topology}),
-        gpu=cluster.gpu.name,
-        capability=cluster.gpu.capability,
-        capacity=round(cluster.gpu.hbm_gib.value * GIB),
-        host=round(cluster.gpu.host_gib.value * GIB),
-        kernel=kernel,
-    )
+    config = config.changed(topology={"workers": workers, "gpus_per_node": per_node, **topology})
+
+    def planned(config: Config) -> RunPlan:
+        return plan_for(
+            config,
+            gpu=cluster.gpu.name,
+            capability=cluster.gpu.capability,
+            capacity=round(cluster.gpu.hbm_gib.value * GIB),
+            host=round(cluster.gpu.host_gib.value * GIB),
+            kernel=kernel,
+        )
+
+    plan = planned(config)
+    require_experts_fit(config, plan.dims, plan.dtype_bytes, plan.environment.device)
+    if not config.model.moe.experts or config.topology.expert_parallel != "auto":
+        return plan
+    shape = plan.dims, plan.layout, plan.dtype_bytes, plan.environment.workers_per_node
+    return planned(config.changed(topology={"expert_parallel": expert_degree(config, *shape)}))
 
 
 def setup_of(plan: RunPlan) -> ReplaySetup:

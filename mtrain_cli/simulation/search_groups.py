@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mtrain_cli.config.expert_checks import NEED_ALL_EXPERTS
 from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.tensor_parallel import problems, unsupported
@@ -21,12 +22,14 @@ class Groups:
     context: number of workers of a context group, or of its tensor groups.
     tensor: tensor-parallel degree.
     stages, virtual: number of stages, and of virtual stages on each.
+    experts: value of ``topology.expert_parallel``.
     """
 
     context: int
     tensor: int = 1
     stages: int = 1
     virtual: int = 1
+    experts: int | str = 1
 
     @property
     def sharing(self) -> int:
@@ -34,9 +37,11 @@ class Groups:
 
     def describe(self) -> str:
         """Return the degrees besides ``context``, or ""."""
-        degrees = {"tensor_parallel": self.tensor, "pipeline_parallel": self.stages}
+        degrees: dict[str, int | str] = {"tensor_parallel": self.tensor}
+        degrees["pipeline_parallel"] = self.stages
         degrees["virtual_stages"] = self.virtual
-        shown = " ".join(f"{name}={value}" for name, value in degrees.items() if value > 1)
+        degrees |= {"expert_parallel": self.experts}
+        shown = " ".join(f"{name}={value}" for name, value in degrees.items() if value != 1)
         return f" of {shown}" if shown else ""
 
 
@@ -45,7 +50,7 @@ def groupings(scenario: Scenario, workers: int, per_node: int) -> Iterator[Group
 
     per_node: number of workers of a node.
     """
-    config = scenario.config
+    config, degrees = scenario.config, expert_degrees(scenario)
     for stages in _stage_counts(scenario, workers):
         for tensor in tensor_degrees(scenario, per_node):
             groups = workers // (tensor * stages)
@@ -54,7 +59,8 @@ def groupings(scenario: Scenario, workers: int, per_node: int) -> Iterator[Group
             for context in contexts(config, groups, per_node // tensor):
                 one = Groups(context, tensor, stages)
                 if one.sharing == context or groups % context == 0:
-                    yield from _with_virtual_stages(scenario, workers, one)
+                    for each in _with_virtual_stages(scenario, workers, one):
+                        yield from (replace(each, experts=degree) for degree in degrees)
 
 
 def _stage_counts(scenario: Scenario, workers: int) -> list[int]:
@@ -101,6 +107,20 @@ def contexts(config: Config, workers: int, per_node: int) -> list[int]:
         return [config.topology.context_parallel]
     divisors = (c for c in range(workers, 0, -1) if workers % c == 0)
     return [c for c in divisors if c % per_node == 0 or per_node % c == 0]
+
+
+def expert_degrees(scenario: Scenario) -> list[int | str]:
+    """Return the values of ``topology.expert_parallel`` to try.
+
+    These are 1 and the degree that moves the fewest bytes (``auto``). If the user set the key, or a
+    setting that needs all experts on each worker, return only one value.
+    """
+    config = scenario.config
+    given = config.topology.expert_parallel
+    fixed = given != 1 or scenario.sets("topology.expert_parallel")
+    if fixed or not config.model.moe.experts or any(unsupported(config, "", NEED_ALL_EXPERTS)):
+        return [given]
+    return [1, "auto"]
 
 
 def tensor_degrees(scenario: Scenario, per_node: int) -> list[int]:

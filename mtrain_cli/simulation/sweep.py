@@ -21,6 +21,7 @@ from mtrain_cli import __version__
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
+from mtrain_cli.simulation.expert_exchange import dealt_over
 from mtrain_cli.simulation.predicted_step import training_days, training_dollars
 from mtrain_cli.simulation.prediction import BoundedTime
 from mtrain_cli.simulation.scenario import PredictedScenario, Scenario, predict_training
@@ -29,8 +30,9 @@ from mtrain_cli.simulation.what_if import InvalidSetup
 
 MOST_POINTS = 5000
 # Version of the rows in a journal. Rows of version 1 had no remarks; in version 2, choices of
-# layout, exchange and stages took rates of H200s on every cluster.
-_ROW_VERSION = 3
+# layout, exchange and stages took rates of H200s on every cluster; in version 3, chunks of experts
+# had no price.
+_ROW_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ def row_of(outcome: PredictedScenario) -> dict[str, Any]:
         "cp": outcome.context,
         "dp": plan.dims.dp,
         "tp": plan.dims.tp,
+        "ep": dealt_over(plan),
         "activation_checkpoint": plan.config.train.activation_checkpoint,
         "density": outcome.attention.facts["density"],
         "seconds": range_as_dict(step.seconds),
@@ -225,5 +228,6 @@ def row_of(outcome: PredictedScenario) -> dict[str, Any]:
         "parts_s": {name: float(f"{value:.6g}") for name, value in step.parts.items()},
         "hidden_weights_s": step.hidden,
         "hidden_state_bytes": step.hidden_states,
+        "expert_rows": None if step.experts is None else dataclasses.asdict(step.experts),
         "degrees": degrees,
     }

@@ -20,11 +20,13 @@ from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.tensor_traffic import (
     BACKWARD_TILE,
     BEFORE_ATTENTION,
+    EXPERT_FORWARD_MESSAGES,
     FORWARD_TILE,
     KEPT_BACKWARD_TILE,
     NEXT,
     SEND,
     WAIT,
+    expert_backward_messages,
     messages_before_attention,
     row_bytes,
 )
@@ -50,6 +52,9 @@ class TensorWait:
             self.exposed + other.exposed, self.hidden + other.hidden, self.size + other.size
         )
 
+    def scaled(self, share: float) -> TensorWait:
+        return TensorWait(self.exposed * share, self.hidden * share, self.size * share)
+
 
 @dataclass(frozen=True)
 class TensorMessages:
@@ -61,6 +66,8 @@ class TensorMessages:
     kept: share of the layers that keep their MLP products.
     weights: elements of each matrix of the worker's part of the MLP, for the shares of products.
     before_weights: elements of its matrices before attention.
+    experts: share of the layers that have experts. All their messages overlap with nothing.
+    experts_backward: number of messages in the backward pass of such a layer.
     """
 
     tiles: tuple[int, ...]
@@ -69,13 +76,15 @@ class TensorMessages:
     kept: float
     weights: dict[str, int]
     before_weights: int
+    experts: float = 0.0
+    experts_backward: int = 0
 
     @staticmethod
     def of(plan: RunPlan) -> TensorMessages:
         config, model = plan.config, plan.config.model
         own, rows = own_tiles(config, plan.layout, plan.dtype_bytes)
         full, rest = divmod(own, rows)
-        shapes = layer_shapes(config.of_worker.model)
+        shapes = layer_shapes(config.of_worker.model, experts=False)
         names = ("o", "gate", "up", "down")
         return TensorMessages(
             tiles=(rows,) * full + ((rest,) if rest else ()),
@@ -84,6 +93,8 @@ class TensorMessages:
             kept=layers_with_products(config.train.keep_mlp, model.num_layers) / model.num_layers,
             weights={name: prod(shapes[name]) for name in names},
             before_weights=sum(prod(shapes[name]) for name in ("q", "k", "v")),
+            experts=model.expert_layers / model.num_layers,
+            experts_backward=expert_backward_messages(config.train),
         )
 
     def forward(self, computing: float, message: MessageTime) -> TensorWait:
@@ -95,24 +106,30 @@ class TensorMessages:
         """
         mlp = sum(self.weights.values())
         of_tiles = computing * mlp / (mlp + self.before_weights)
-        return self._alone(BEFORE_ATTENTION, message) + self._tiles(FORWARD_TILE, of_tiles, message)
+        dense = self._alone(BEFORE_ATTENTION, message)
+        if self.experts < 1:
+            dense += self._tiles(FORWARD_TILE, of_tiles, message)
+        return self._mean(dense, EXPERT_FORWARD_MESSAGES, message)
 
     def backward(self, computing: float, message: MessageTime) -> TensorWait:
         """Return the waits of a layer's backward pass, with its recomputation.
 
         computing, message: as in `forward`, for this pass.
         """
-        kept, other = (
-            self._tiles(program, self._of_tiles(program, computing), message)
-            for program in (KEPT_BACKWARD_TILE, BACKWARD_TILE)
-        )
-        mean = TensorWait(
-            *(
-                self.kept * getattr(kept, name) + (1 - self.kept) * getattr(other, name)
-                for name in ("exposed", "hidden", "size")
-            )
-        )
-        return self._alone(self.before, message) + mean
+        dense = self._alone(self.before, message)
+        for program, share in ((KEPT_BACKWARD_TILE, self.kept), (BACKWARD_TILE, 1 - self.kept)):
+            if share and self.experts < 1:
+                tiles = self._tiles(program, self._of_tiles(program, computing), message)
+                dense += tiles.scaled(share)
+        return self._mean(dense, self.experts_backward, message)
+
+    def _mean(self, dense: TensorWait, of_experts: int, message: MessageTime) -> TensorWait:
+        """Return the mean over layers without and with experts.
+
+        of_experts: number of messages of a layer with experts.
+        """
+        experts = self._alone(of_experts, message)
+        return dense.scaled(1 - self.experts) + experts.scaled(self.experts)
 
     def _of_tiles(self, program: Sequence[str], computing: float) -> float:
         """Return the tiles' share of the time of a backward pass, in proportion to the products."""

@@ -13,9 +13,9 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.training.expert_rows import pair_bytes
 from mtrain_cli.training.state_memory import BYTES
 
-_SCORE = 4  # bytes of a score, which travels with a row
 _ROW = 16  # bytes: grouped products on a GPU need widths that are a multiple of this
 
 
@@ -52,8 +52,7 @@ def expert_traffic(
     workers = dims.dp * dims.cp * dims.tp
     micro_batches = train.global_batch // (train.micro_batch * dims.dp)
     tokens = train.micro_batch * layout.tokens_per_worker / dims.tp
-    again = train.activation_checkpoint != "none"
-    row = (4 + again) * model.hidden_size * dtype_bytes + (2 + again) * _SCORE
+    row = pair_bytes(model.hidden_size, dtype_bytes, train.activation_checkpoint)
     rows = micro_batches * tokens * moe.top_k * (degree - 1) / degree * row
     whole = 3 * moe.experts * moe.expert_size * model.hidden_size / degree
     copies = dims.tp if degree == 1 else 1
@@ -61,9 +60,21 @@ def expert_traffic(
     gathers = 2 * micro_batches if train.shard == "full" else 1
     reductions = 1 if train.shard == "optimizer" else micro_batches
     bytes_each = gathers * dtype_bytes + reductions * BYTES[train.reduce_dtype]
-    # An all-reduce in float32.
-    summed = 2 * (1 - 1 / copies) * 4 * whole * copies / workers
+    summed = summed_bytes(whole, copies, workers)
     return ExpertTraffic(degree, round(rows), round(whole * others * bytes_each + summed))
+
+
+def summed_bytes(elements: float, copies: int, workers: int) -> float:
+    """Return the bytes that reach a worker when copies of gradients are added up, once a step.
+
+    It is an all-reduce in float32 of a worker's shard.
+
+    Args:
+        elements: number of weights.
+        copies: number of workers that hold the same shard.
+        workers: number of all workers of a stage.
+    """
+    return 2 * (1 - 1 / copies) * 4 * elements * copies / workers
 
 
 def expert_degree(

@@ -99,10 +99,23 @@ def _matrices(model: ModelConfig, experts: bool) -> dict[str, int]:
     }
 
 
-def layer_norms(model: ModelConfig) -> int:
-    """Count the elements of a layer's norms, which tensor parallelism does not cut."""
-    shapes = layer_shapes(model)
-    return sum(prod(shape) for name, shape in shapes.items() if "norm" in name)
+def copied_elements(model: ModelConfig, *, experts: bool, dealt: bool) -> int:
+    """Count the elements of a layer that tensor parallelism does not cut.
+
+    These are norms, and in a layer with experts the router, the shared MLP and the experts.
+
+    Args:
+        experts: whether the layer has experts.
+        dealt: whether the experts are dealt over workers. Then they are not counted.
+    """
+    return sum(
+        prod(shape)
+        for name, shape in layer_shapes(model, experts=experts).items()
+        if "norm" in name
+        or name == "router"
+        or name.startswith("shared ")
+        or (len(shape) == 3 and not dealt)
+    )
 
 
 def root_shapes(model: ModelConfig) -> dict[str, Shape]:

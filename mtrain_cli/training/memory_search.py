@@ -44,7 +44,7 @@ from mtrain_cli.training.flops import (
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate
 from mtrain_cli.training.state_memory import BYTES, largest_states
-from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
+from mtrain_cli.training.tensor_traffic import backward_messages, forward_messages, message_bytes
 
 if TYPE_CHECKING:
     from mtrain_cli.training.run_plan import RunPlan
@@ -285,8 +285,9 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
         seconds += shard * sharing / HOST_MEMORY + e * states.shard / HOST_LINK
     else:
         seconds += shard / GPU_MEMORY
-    messages = FORWARD_MESSAGES * layers + backward_messages(train, layers)
-    seconds += n * messages * message_bytes(config, plan.layout, e) / NODE_LINK
+    messages = forward_messages(config.model) + backward_messages(config)
+    share = layers / config.model.num_layers
+    seconds += n * share * messages * message_bytes(config, plan.layout, e) / NODE_LINK
     tokens, rows = own_tiles(config, plan.layout, e)
     logits = 4 * tokens * config.model.vocab_size / (train.loss_chunk_mib << 20)
     # The chunks of experts are not priced.

@@ -14,7 +14,7 @@ from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.training.attention_memory import shard_sizes
 from mtrain_cli.training.flops import recomputed_attention
 from mtrain_cli.training.state_memory import largest_states
-from mtrain_cli.training.tensor_traffic import FORWARD_MESSAGES, backward_messages, message_bytes
+from mtrain_cli.training.tensor_traffic import backward_messages, forward_messages, message_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class ReceivedBytes:
     forward: bytes of KV, per layer and micro-batch.
     backward: bytes of KV and of its gradients, per layer and micro-batch.
     tensor_forward, tensor_backward: bytes of hidden states and of their gradients that tensor
-        parallelism moves, per layer and micro-batch. Backward is the mean over the layers.
+        parallelism moves, per layer and micro-batch, as the mean over the layers.
     weights: bytes of weights and of their gradients, per optimizer step.
     host: bytes of gradients and weights between device and host, per optimizer step. 0 unless the
         optimizer is offloaded.
@@ -71,6 +71,6 @@ def received_bytes(
         backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
         weights=states.sent(),
         host=states.over_host_link(),
-        tensor_forward=FORWARD_MESSAGES * message,
-        tensor_backward=backward_messages(config.train, layers) * message // layers,
+        tensor_forward=forward_messages(config.model) * message // layers,
+        tensor_backward=backward_messages(config) * message // layers,
     )

@@ -9,7 +9,7 @@ is a matrix product with the weight of that name, or one of `SEND`, `NEXT` and `
 
 from __future__ import annotations
 
-from mtrain_cli.config.schema import Config, TrainConfig
+from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.training.flops import own_tiles
@@ -28,6 +28,8 @@ KEPT_BACKWARD_TILE = (SEND, SEND, NEXT, WAIT, WAIT, *_FROM_GATE)
 # Before attention, a layer gathers its normed input and waits. Backward adds up the gradient.
 BEFORE_ATTENTION = 1
 FORWARD_MESSAGES = BEFORE_ATTENTION + FORWARD_TILE.count(SEND)
+# A layer with experts adds up the sums after attention. Its experts compute own tokens.
+EXPERT_FORWARD_MESSAGES = BEFORE_ATTENTION + 1
 
 
 def messages_before_attention(train: TrainConfig) -> int:
@@ -38,18 +40,36 @@ def messages_before_attention(train: TrainConfig) -> int:
     return BEFORE_ATTENTION * (1 + (train.activation_checkpoint != "none"))
 
 
-def backward_messages(train: TrainConfig, layers: int) -> int:
+def expert_backward_messages(train: TrainConfig) -> int:
+    """Return the messages in the backward pass of a layer with experts.
+
+    It sends the gradient of each forward message, and with activation checkpointing repeats all of
+    them.
+    """
+    return EXPERT_FORWARD_MESSAGES * (1 + (train.activation_checkpoint != "none"))
+
+
+def forward_messages(model: ModelConfig) -> int:
+    """Return the number of messages in the forward pass of all layers, if each has one tile."""
+    dense = model.num_layers - model.expert_layers
+    return dense * FORWARD_MESSAGES + model.expert_layers * EXPERT_FORWARD_MESSAGES
+
+
+def backward_messages(config: Config) -> int:
     """Return the number of messages in the backward pass of all layers, if each has one tile.
 
     A layer sends the gradient of each forward message. It repeats the two messages between
     attention and the MLP's gate, but only the second if it keeps its MLP products. With activation
     checkpointing, it also repeats the message before attention.
     """
-    kept = layers_with_products(train.keep_mlp, layers)
+    model, train = config.model, config.train
+    dense = model.num_layers - model.expert_layers
+    kept = layers_with_products(train.keep_mlp, dense)
     return (
-        layers * messages_before_attention(train)
-        + (layers - kept) * BACKWARD_TILE.count(SEND)
+        dense * messages_before_attention(train)
+        + (dense - kept) * BACKWARD_TILE.count(SEND)
         + kept * KEPT_BACKWARD_TILE.count(SEND)
+        + model.expert_layers * expert_backward_messages(train)
     )
 
 

@@ -8,9 +8,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.model.expert_spans import record_experts
+from mtrain_cli.parallel.profiler_labels import layer_of
 from mtrain_cli.parallel.recording import Recorder
 
 
@@ -72,3 +74,12 @@ def test_nothing_is_recorded_without_a_recorder_or_while_it_is_stopped():
     record_experts(lambda x: 2 * x, x, recorder, 0, again=False).sum().backward()
     recorder.start()
     assert recorder.read() == []
+
+
+def test_a_profiler_sees_the_passes_without_a_recorder():
+    x = torch.ones(4, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        record_experts(_Slow.apply, x, None, 5, again=False).sum().backward()
+    spans = {layer_of(e.name): e.time_range for e in recorded.events() if layer_of(e.name)}
+    assert set(spans) == {("experts", 5, "forward"), ("experts", 5, "backward")}
+    assert all(span.elapsed_us() >= 10_000 for span in spans.values())

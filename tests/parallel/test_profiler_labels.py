@@ -22,3 +22,15 @@ def test_a_label_is_a_range_around_what_it_encloses():
 
 def test_labels_are_one_object_that_does_nothing_without_a_profiler():
     assert label(ATTENTION) is label(INDEX) is profiler_labels._NOTHING
+
+
+def test_a_label_names_the_pass_of_a_layer():
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        entered = profiler_labels.of_layer(profiler_labels.EXPERTS, 12, "forward")
+        with entered:
+            torch.ones(3).sum()
+    (name,) = (e.name for e in recorded.events() if e.name.startswith(PREFIX))
+    assert profiler_labels.layer_of(name) == ("experts", 12, "forward")
+    for other in ("mtrain.attention", "mtrain.experts/x/forward", "mtrain.loss/1/forward", "aten"):
+        assert profiler_labels.layer_of(other) is None
+    assert profiler_labels.of_layer("router", 0, "forward") is profiler_labels._NOTHING

@@ -1,9 +1,22 @@
-"""Summaries of a rank's recorded steps."""
+"""Summaries of a rank's recorded steps, and the times of experts in a real step."""
 
 from __future__ import annotations
 
+import json
+
+import gloo
+from torch.profiler import ProfilerActivity, profile
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.profiling import step_profile
-from mtrain_cli.records.step_breakdown import StepBreakdown
+from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts
+from mtrain_cli.training.trainer import Trainer
+
+MOE = (
+    *("model=tiny_moe", "model.num_layers=3", "model.moe.dense_layers=1", "seq=128"),
+    *("topology.block_size=16", "train.dtype=float32", "train.activation_checkpoint=full"),
+)
 
 
 def test_unrecorded_step_times_are_medians():
@@ -14,3 +27,37 @@ def test_unrecorded_step_times_are_medians():
     assert (one["plain_ms"], one["recorded_ms"]) == (2500, 3000)
     assert step_profile._median([0.5, None, 0.2, 0.4]) == 0.4
     assert step_profile._median([None]) is None
+    assert "experts" not in one
+
+
+def recorded(rank: int, world: int, words: tuple[str, ...], folder: str) -> StepBreakdown:
+    """Return the breakdown of a training step of this worker."""
+    trainer = Trainer(compose([*MOE, *words]), gloo.environment(rank, world, world))
+    trainer.train_step(False)
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as profiler,
+        profiler_labels.label(profiler_labels.STEP),
+    ):
+        trainer.train_step(False)
+    trainer.close()
+    file = f"{folder}/{rank}.json"
+    profiler.export_chrome_trace(file)
+    with open(file, encoding="utf-8") as trace:
+        return find_parts(json.load(trace)["traceEvents"], gpu=False)
+
+
+def test_each_layer_with_experts_has_a_time_for_each_pass(tmp_path):
+    words = ("topology.expert_parallel=2",)
+    for found in gloo.run(2, recorded, words, str(tmp_path)):
+        passes = {(e.layer, e.direction): e for e in found.experts}
+        directions = ("forward", "recompute", "backward")
+        assert set(passes) == {(layer, way) for layer in (1, 2) for way in directions}
+        for (_, direction), each in passes.items():
+            assert each.computing > 0
+            assert (each.router > 0) == (direction != "backward")
+            if direction == "backward":
+                assert each.waiting > 0, "rows of gradients"
+        assert found.parts["experts"] > 0
+        assert sum(found.parts.values()) == found.step
+        row = step_profile._of_experts(found)[0]
+        assert row["experts_ms"] == passes[1, "backward"].computing / 1e6

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from mtrain_cli.records.step_breakdown import (
     OperationTotals,
-    _claim,
     find_parts,
     kernel_part,
     messages,
@@ -340,28 +338,6 @@ def test_steps_add_up_without_the_time_between_them():
     assert (found.steps, found.step) == (2, 20_000)
     assert ms(found) == {"products": 6, "links": 4, "idle": 10}
     assert found.launches == 3
-
-
-def test_parts_of_random_kernels_match_a_count_of_every_nanosecond():
-    draw = random.Random(3)
-    for _ in range(200):
-        free = [(0, 40), (60, 100)]
-        wanted = sorted(
-            (b := draw.randrange(110), b + draw.randrange(1, 25), draw.choice("xyz"))
-            for _ in range(draw.randrange(12))
-        )
-        parts = dict.fromkeys("xyz", 0)
-        left = _claim(free, wanted, parts)
-        painted = {t: "" for begin, end in free for t in range(begin, end)}
-        for begin, end, word in wanted:
-            for t in range(begin, end):
-                if painted.get(t) == "":
-                    painted[t] = word
-        assert parts == {word: list(painted.values()).count(word) for word in "xyz"}
-        assert [t for begin, end in left for t in range(begin, end)] == [
-            t for t, word in painted.items() if not word
-        ]
-        assert all(begin < end for begin, end in left)
 
 
 def test_on_a_cpu_time_belongs_to_the_innermost_operator():

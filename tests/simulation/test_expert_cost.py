@@ -1,27 +1,15 @@
-"""Loads of experts keep their sum, and uneven loads take longer though the FLOP are the same."""
+"""Uneven loads take longer though the FLOP are the same, and so do chunks."""
 
 from __future__ import annotations
-
-import json
-from dataclasses import replace
 
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.simulation.expert_cost import ExpertLoads, expert_work, parse_loads
+from mtrain_cli.simulation.expert_cost import ExpertWork, LayerExperts
+from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.training.flops import EXPERTS_IN, EXPERTS_OUT, layer_shapes
 
 QWEN = compose(["model=qwen3_30b_a3b"]).model
-
-
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 3.0])
-def test_loads_add_up_and_no_expert_computes_a_token_twice(exponent):
-    pairs = ExpertLoads(exponent).pairs(1000, 128, 8)
-    assert pairs.sum() == pytest.approx(8000)
-    assert pairs.max() <= 1000
-    assert list(pairs) == sorted(pairs, reverse=True)
-    assert (pairs == pairs[0]).all() == (exponent == 0)
 
 
 def test_flop_are_those_of_the_chosen_experts_and_do_not_depend_on_loads():
@@ -29,7 +17,7 @@ def test_flop_are_those_of_the_chosen_experts_and_do_not_depend_on_loads():
     shapes = layer_shapes(QWEN)
     chosen = sum(shapes[n][1] * shapes[n][2] for n in (EXPERTS_IN, EXPERTS_OUT)) * 8
     for loads in (ExpertLoads(), ExpertLoads(1.0)):
-        forward, again, backward = expert_work(QWEN, tokens, 2, loads)
+        forward, again, backward = LayerExperts(QWEN, tokens, 2, loads).work()
         flop = [sum(each.flop * each.times for each in w.products) for w in (forward, backward)]
         assert flop[0] == pytest.approx(2 * tokens * (chosen + 128 * 2048), rel=1e-3)
         assert flop[1] == pytest.approx(2 * flop[0], rel=1e-9)
@@ -38,7 +26,7 @@ def test_flop_are_those_of_the_chosen_experts_and_do_not_depend_on_loads():
 
 def seconds(loads: ExpertLoads, tokens: int) -> float:
     """Return the time of the grouped products on a GPU of 700 TFLOP/s and 4 TB/s."""
-    products = expert_work(QWEN, tokens, 2, loads)[0].products[1:]
+    products = LayerExperts(QWEN, tokens, 2, loads).work()[0].products[1:]
     return sum(each.times * max(each.flop / 7e14, each.moved / 4e12) for each in products)
 
 
@@ -47,23 +35,40 @@ def test_uneven_loads_take_longer_where_experts_have_few_tokens():
     assert seconds(ExpertLoads(1.0), 2**20) < 1.01 * seconds(ExpertLoads(), 2**20)
 
 
-def test_loads_of_a_run_have_its_largest_load(tmp_path):
-    lines = [{"step": n, "expert_load_by_layer": [2.0, 4.0]} for n in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    loads = parse_loads(str(tmp_path), QWEN)
-    assert loads.largest(128, 8) == pytest.approx(3.0, rel=1e-3)
-    assert "3.00 times the mean" in loads.source
-    assert parse_loads("zipf:0.5", QWEN).exponent == 0.5
-    assert parse_loads(None, QWEN) == ExpertLoads()
+def flop(work: ExpertWork) -> float:
+    return sum(each.flop * each.times for each in work.products)
 
 
-@pytest.mark.parametrize("text", ["zipf:-1", "zipf:x", "zipf:9", "zipf:nan", "nowhere"])
-def test_other_loads_are_refused(text):
-    with pytest.raises(ConfigError, match=f"--expert-loads {text}: .*zipf:X"):
-        parse_loads(text, QWEN)
+@pytest.mark.parametrize("loads", [ExpertLoads(), ExpertLoads(1.0)])
+def test_a_worker_with_dealt_experts_computes_as_much_in_the_mean(loads):
+    alone, dealt = (LayerExperts(QWEN, 4096, 2, loads, degree).work() for degree in (1, 8))
+    for one, other in zip(alone, dealt, strict=True):
+        assert flop(one) == pytest.approx(flop(other), rel=1e-3)
+        # Each matrix is read by one worker only, so less memory is read.
+        assert sum(p.moved * p.times for p in other.products) < 0.5 * sum(
+            p.moved * p.times for p in one.products
+        )
 
 
-def test_loads_need_experts():
-    dense = replace(QWEN, moe=replace(QWEN.moe, experts=0))
-    with pytest.raises(ConfigError, match=r"--expert-loads zipf:1: .* has no experts"):
-        parse_loads("zipf:1", dense)
+def test_each_chunk_reads_the_weights_again_and_adds_up_their_gradients():
+    whole, chunked = (LayerExperts(QWEN, 4096, 2, ExpertLoads(), chunks=n).work() for n in (1, 4))
+    assert flop(whole[0]) == pytest.approx(flop(chunked[0]), rel=1e-3)
+    weights = 3 * 128 * 768 * 2048
+    more = [
+        sum(p.moved * p.times for p in other.products)
+        - sum(p.moved * p.times for p in one.products)
+        for one, other in zip(whole, chunked, strict=True)
+    ]
+    assert more[0] == pytest.approx(3 * 2 * weights, rel=1e-3)
+    assert more[2] == pytest.approx(2 * more[0], rel=1e-3)
+    assert chunked[2].moved - whole[2].moved == weights * (4 * (8 + 2 * 2) + 4 + 2)
+
+
+def test_compiled_operations_move_fewer_bytes():
+    fused, eager = (
+        LayerExperts(QWEN, 4096, 2, ExpertLoads(), compile=compile).work()
+        for compile in (True, False)
+    )
+    assert fused[0].moved < 0.7 * eager[0].moved
+    assert fused[2].moved < 0.5 * eager[2].moved
+    assert fused[0].products == eager[0].products

@@ -10,7 +10,6 @@ from masked_documents import masked_store
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.scenario import (
     PairSource,
     Scenario,
@@ -165,10 +164,3 @@ def test_plan_and_attention_share_the_configured_chunk():
         assert found.plan.layout.block_size == chunk
         assert found.plan.layout.padded_seq == found.attention.facts["padded_seq"] == padded
         predict_training(cluster, scenario, 4, "zigzag", "group_cast")  # does not read the chunk
-
-
-@pytest.mark.parametrize("key", ["topology.expert_parallel=2", "topology.tensor_parallel=2"])
-def test_experts_that_have_no_times_are_refused(key):
-    config = compose(["model=qwen3_30b_a3b", "seq=32k", key])
-    with pytest.raises(ConfigError, match=f"{key}: mtrain simulate has no times of .*; allowed: 1"):
-        plan_on(load_cluster("h200_1x8"), config, workers=8)

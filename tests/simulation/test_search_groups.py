@@ -77,3 +77,16 @@ def test_groups_are_described_by_their_degrees():
     assert Groups(4, 2, 2, 2).describe() == (
         " of tensor_parallel=2 pipeline_parallel=2 virtual_stages=2"
     )
+
+
+def test_experts_are_dealt_as_auto_does_or_not_at_all():
+    def degrees(*words: str) -> set[int | str]:
+        model = ("model=qwen3_30b_a3b", "seq=32k", *words)
+        scenario = Scenario(compose(list(model)), None, words=words)  # type: ignore[arg-type]
+        return {groups.experts for groups in groupings(scenario, 8, 8)}
+
+    assert degrees() == {1, "auto"}
+    assert degrees("topology.expert_parallel=4") == {4}
+    assert degrees("topology.expert_parallel=1") == {1}
+    assert degrees("optim.offload=true") == {1}
+    assert degrees("model.moe.experts=0", "model=qwen3b") == {1}

@@ -27,6 +27,8 @@ from mtrain_cli.training.expert_traffic import expert_traffic
 
 NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=full"
 DEALT = "topology.expert_parallel"
+# Two workers hold the same experts. 33 rows of the down projection cannot be cut in two.
+NARROW = (*MOE, "model.hidden_size=33")
 
 
 def dealt(degree: int, *more: str) -> tuple[str, ...]:
@@ -45,6 +47,9 @@ slow = pytest.mark.slow
         (1, 2, 2, SIGMOID, dealt(4, "train.shard=optimizer")),
         (2, 2, 1, SHARED, dealt(4, "topology.expert_chunks=2")),
         (2, 1, 1, MOE, dealt(2, "train.micro_batch=2")),
+        (1, 2, 1, MOE, dealt(2, "train.offload_activations=true", "topology.expert_chunks=2")),
+        (1, 2, 2, NARROW, dealt(2)),
+        pytest.param(1, 2, 1, MOE, dealt(2, "train.compile=true"), marks=slow),
         (1, 2, 1, CAPACITY, (FULL, "topology.expert_chunks=3", "train.micro_batch=2")),
         pytest.param(2, 2, 2, (*MOE, "train.global_batch=4"), dealt(8), marks=slow),
         pytest.param(1, 8, 1, (*SHARED, "topology.block_size=16"), dealt(4), marks=slow),
@@ -269,8 +274,10 @@ def test_the_held_out_loss_equals_that_of_one_worker():
         np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-def parts(rank: int, world: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    trainer = make(rank, world, 1, world, (*MOE, *dealt(2)))
+def parts(
+    rank: int, world: int, model: tuple[str, ...]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    trainer = make(rank, world, 1, world, (*model, *dealt(2)))
     found = [
         (tuple(weight.shape), tuple(weight.to_local().shape))
         for mlp in expert_layers(trainer.decoder.layers)
@@ -281,7 +288,9 @@ def parts(rank: int, world: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def test_a_worker_holds_its_part_of_the_experts():
-    for found in gloo.run(4, parts):
-        for whole, own in found:
-            assert own[0] == whole[0] // 2, "experts are dealt over two workers"
-            assert np.prod(own) == np.prod(whole) // 4, "and shared by the other two"
+    for model, dimensions in ((MOE, [1, 1]), (NARROW, [1, 2])):
+        for found in gloo.run(4, parts, model):
+            for (whole, own), dimension in zip(found, dimensions * 2, strict=True):
+                assert own[0] == whole[0] // 2, "experts are dealt over two workers"
+                assert np.prod(own) == np.prod(whole) // 4, "and shared by the other two"
+                assert own[dimension] == whole[dimension] // 2

@@ -16,13 +16,13 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.tensor_group import TensorGroup
 from mtrain_cli.training.tensor_traffic import (
     BACKWARD_TILE,
-    FORWARD_MESSAGES,
     FORWARD_TILE,
     KEPT_BACKWARD_TILE,
     NEXT,
     SEND,
     WAIT,
     backward_messages,
+    forward_messages,
     message_bytes,
 )
 from mtrain_cli.training.trainer import Trainer
@@ -37,6 +37,8 @@ RUN = (
     "train.micro_batch=2",
     "topology.tensor_parallel=2",
 )
+EXPERTS = ("model.moe.experts=4", "model.moe.expert_size=16", "model.moe.top_k=2")
+DENSE_FIRST = "model.moe.dense_layers=1"
 
 
 def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple[int, int, int]:
@@ -60,10 +62,10 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
         patch.setattr(tensor_group, "start_reduce_scatter", counting_scatter)
         trainer.train_step(False)
     config, plan = trainer.config, trainer.plan
-    layers = config.model.num_layers
     message = message_bytes(config, plan.layout, plan.dtype_bytes)
-    both = FORWARD_MESSAGES * layers + backward_messages(config.train, layers)
-    assert plan.received.tensor_forward == FORWARD_MESSAGES * message
+    forward = forward_messages(config.model)
+    both = forward + backward_messages(config)
+    assert plan.received.tensor_forward == forward * message // config.model.num_layers
     trainer.close()
     return received, plan.micro_batches * both * message, calls
 
@@ -77,6 +79,8 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
         (4, 2, ("train.activation_checkpoint=selective", "train.keep_mlp=true"), 10),
         (4, 2, ("topology.exchange=ring", "train.tile_mib=1"), None),
         (2, 1, ("topology.tensor_chunks=3",), None),
+        (2, 1, (*EXPERTS, "train.activation_checkpoint=none"), 4),
+        (2, 1, (*EXPERTS, "train.activation_checkpoint=full", DENSE_FIRST), (6 + 6 + 11) / 3),
     ],
 )
 def test_a_worker_receives_the_bytes_of_the_formula(world, cp, overrides, messages):
@@ -91,8 +95,8 @@ def test_a_worker_receives_the_bytes_of_the_formula(world, cp, overrides, messag
 
 
 def test_each_layer_that_keeps_its_products_saves_a_message():
-    train = compose(["train.keep_mlp=2"]).train
-    assert backward_messages(train, 5) == 5 * 7 - 2
+    config = compose(["train.keep_mlp=2", "model.num_layers=5"])
+    assert backward_messages(config) == 5 * 7 - 2
 
 
 def test_one_worker_alone_receives_nothing():
