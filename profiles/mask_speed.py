@@ -122,7 +122,8 @@ def check(bench: Bench) -> None:
     if len(starts) > 1:
         starts = long_tailed(512, 60)
     tiny = replace(bench, model=TINY, seq=512, steps=2, window=window, starts=starts)
-    write_state(compose(list(TINY)).model, compose(list(TINY)).seed, bench.folder / "state")
+    tiny_run = compose(list(TINY))
+    write_state(tiny_run.model, tiny_run.seed, bench.device, bench.folder / "state")
     expected = tiny.train_peer(state=bench.folder / "state").losses
     ways = {"one worker": tiny.words("contiguous", "all_gather", workers=1)}
     ways |= {f"{layout} + {exchange}": tiny.words(layout, exchange) for layout, exchange in WAYS}
@@ -134,23 +135,23 @@ def check(bench: Bench) -> None:
             print(f"WRONG: {name}: losses {found} differ from the peer's {expected}", flush=True)
 
 
-def compare(bench: Bench) -> Iterator[str]:
-    """Yield the rows of one mask."""
+def compare(bench: Bench, *, layer: bool) -> Iterator[str]:
+    """Yield the rows of one mask. layer: whether to time a shorter run, too."""
     columns = ["what", "s / step", "layer ms", "peak GiB", "loader ms", "speed-up over torch"]
     yield f"| {' | '.join(columns)} | predicted s |"
     yield "|---" * (len(columns) + 1) + "|"
     others = bench.peer().model.num_layers - FEW
     peer = None
 
-    def layer_ms(few: float, all_layers: float) -> float:
-        return 1e3 * (all_layers - few) / others
+    def layer_ms(few: float, all_layers: float) -> str:
+        return f"{1e3 * (all_layers - few) / others:.1f}" if layer else ""
 
     try:
         times = bench.train_peer()
-        few = bench.train_peer(FEW).seconds
+        few = bench.train_peer(FEW).seconds if layer else 0.0
         peer = times.seconds
         yield (
-            f"| torch, FlexAttention, PTRR | {peer:.3f} | {layer_ms(few, peer):.1f} "
+            f"| torch, FlexAttention, PTRR | {peer:.3f} | {layer_ms(few, peer)} "
             f"| {times.peak_gib:.1f} | | 1.00x | |"
         )
     except RunFailed as error:
@@ -160,13 +161,13 @@ def compare(bench: Bench) -> Iterator[str]:
         try:
             run = bench.pool.train(*bench.words(*way, WHOLE_LAYERS))
             less = bench.words(*way, WHOLE_LAYERS, f"model.num_layers={FEW}")
-            few = bench.pool.train(*less).seconds
+            few = bench.pool.train(*less).seconds if layer else 0.0
         except RunFailed as error:
             yield f"| {' + '.join(way)} | failed: {error} |"
             continue
         faster = f"{peer / run.seconds:.2f}x" if peer else ""
         yield (
-            f"| {' + '.join(way)} | {run.seconds:.3f} | {layer_ms(few, run.seconds):.1f} "
+            f"| {' + '.join(way)} | {run.seconds:.3f} | {layer_ms(few, run.seconds)} "
             f"| {run.peak_gib:.1f} | {run.data_ms:.1f} | {faster} | {prediction} |"
         )
 
@@ -210,6 +211,9 @@ def main() -> None:
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare losses first"
     )
+    parser.add_argument(
+        "--layer", action=argparse.BooleanOptionalAction, default=True, help="time one layer, too"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny model on two CPU processes")
     given = parser.parse_args()
     seq = 1024 if given.toy else parse_size(given.seq)
@@ -234,7 +238,8 @@ def main() -> None:
         )
         if given.check:
             check(bench)
-        for line in compare(bench) if given.what == "compare" else dense(bench):
+        whole = given.what == "compare"
+        for line in compare(bench, layer=given.layer) if whole else dense(bench):
             print(line, flush=True)
 
 

@@ -181,10 +181,11 @@ def write_ids(folder: Path, vocabulary: int, seq: int, documents: list[int]) -> 
     return folder / "ids.npy"
 
 
-def write_state(model: ModelConfig, seed: int, file: Path) -> None:
-    """Write the initial weights of a run of mtrain with this seed."""
+def write_state(model: ModelConfig, seed: int, device: str, file: Path) -> None:
+    """Write the initial weights of a run of mtrain with this seed on this type of device."""
     with torch.device("meta"):
         decoder = Decoder(model)
-    decoder.to_empty(device="cpu")
+    decoder.to_empty(device=device)
     initialize(decoder, seed)
-    torch.save({name: weight.detach() for name, weight in decoder.named_parameters()}, file)
+    state = {name: weight.detach().cpu() for name, weight in decoder.named_parameters()}
+    torch.save(state, file)

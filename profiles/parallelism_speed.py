@@ -57,7 +57,7 @@ SAME_STEPS = (
 )  # fmt: skip
 TENSOR_PARALLEL, PIPELINE = "topology.tensor_parallel=2", "topology.pipeline_parallel=2"
 WHOLE_LAYERS = "train.activation_checkpoint=full"
-CLOSE = {"cpu": 1e-5, "cuda": 5e-3}  # the peer computes in bfloat16 on GPUs
+CLOSE = {"cpu": 1e-5, "cuda": 5e-4}  # the peer computes in bfloat16 on GPUs
 LAYOUT, EXCHANGE = "zigzag", "all_gather"
 
 
@@ -112,13 +112,12 @@ class Bench:
 def check(bench: Bench) -> None:
     """Compare the losses of two steps of a tiny model over all ways. Say so if they differ."""
     tiny = replace(bench, model=TINY, seq=512, steps=2)
-    write_state(tiny.shape, compose(list(TINY)).seed, bench.folder / "state")
+    write_state(tiny.shape, compose(list(TINY)).seed, bench.device, bench.folder / "state")
     expected = tiny.train_peer(bench.folder / "state").losses
     ways = {
         "one worker": tiny.words(workers=1),
         "tensor": tiny.words(TENSOR_PARALLEL),
         "context": tiny.words(),
-        "pipeline": tiny.words(PIPELINE, "train.global_batch=4"),
         "virtual stages": tiny.words(PIPELINE, "topology.virtual_stages=2", "train.global_batch=4"),
     }
     for name, words in ways.items():

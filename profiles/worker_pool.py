@@ -49,7 +49,7 @@ class Pool:
         self._logs = logs or self.folder
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._tasks = 0
+        self._tasks, self._used = 0, False
 
     def __enter__(self) -> Pool:
         self._start()
@@ -84,6 +84,7 @@ class Pool:
         if not self._processes:
             self._start()
         self._tasks += 1
+        self._used = True
         store = self.folder / f"store-{self._tasks}"
         for pipe in self._pipes[:count]:
             pipe.send((function, arguments, count, str(store)))
@@ -107,11 +108,13 @@ class Pool:
         return results[0]
 
     def restart(self) -> None:
-        """End the processes and start new ones."""
-        self._stop()
-        self._start()
+        """Make the next task find new processes."""
+        if self._used:
+            self._stop()
+            self._start()
 
     def _start(self) -> None:
+        self._used = False
         context = mp.get_context("spawn")
         for rank in range(self.workers):
             mine, theirs = context.Pipe()
@@ -180,13 +183,14 @@ def _run(
         "MASTER_PORT": "29500",  # unused: each task has a store of its own
     }
     cuda = device == "cuda"
+    # Without device_id. With it, torch splits the communicator of this group for others, which ends
+    # in a segmentation fault after a group of another size (torch 2.11).
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=dist.FileStore(store, workers),
         rank=rank,
         world_size=workers,
         timeout=timedelta(seconds=LIMIT_S),
-        device_id=torch.device("cuda", rank) if cuda else None,
     )
     if cuda:
         torch.cuda.reset_peak_memory_stats()
