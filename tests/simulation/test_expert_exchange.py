@@ -11,9 +11,9 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
-from mtrain_cli.simulation.expert_exchange import RowExchange, dealt_over
+from mtrain_cli.simulation.expert_exchange import RowExchange, RowWait, dealt_over
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, priced
-from mtrain_cli.simulation.predicted_step import EXPERTS
+from mtrain_cli.simulation.predicted_step import EXPERTS, _StepEstimate
 from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.scenario import (
     PairSource,
@@ -156,11 +156,27 @@ def test_groups_across_nodes_wait_longer():
     )
 
 
-def test_weights_hide_behind_the_experts_only():
-    """In forward, the host waits for the numbers of rows, so gathers start with the experts."""
+def test_in_forward_weights_hide_behind_the_experts_only(monkeypatch):
+    """The host waits for the numbers of rows, so the next gather starts with the experts."""
     one = dealt(2)
-    assert one.step.parts["weights"] > 0
     assert one.step.sent < predicted().step.sent
+    seen: list[float] = []
+
+    def never_exposed(self, rows):  # noqa: ARG001
+        seen.append(rows.span)
+        return 1e9, (0.0, 0.0)
+
+    monkeypatch.setattr(_StepEstimate, "_behind_rows", never_exposed)
+    assert dealt(2).step.parts["weights"] < one.step.parts["weights"]
+    assert seen[0] == one_pass(2).span
+
+
+def one_pass(degree: int) -> RowWait:
+    found = dealt(degree)
+    costs = found.attention.costs[VALUE]
+    result = RowExchange.of(found.plan, ExpertLoads(), CLUSTER, costs, 1.0)
+    assert result is not None
+    return result.forward()
 
 
 def test_gradients_of_copies_are_summed_once_a_step():
