@@ -140,7 +140,7 @@ PRESETS = {
         sparsity=(),
         scores=131072,
         max_new=200,
-        limit_s=570,
+        limit_s=410,
     ),
     "cpu": Preset(
         megabytes=10,

@@ -159,7 +159,10 @@ def _exposed(trainer: Trainer) -> tuple[float, float, float]:
         events = json.loads(file.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
         own = [event for event in events if not _other_message(event)]
         sent = messages(own) if gpu else {}
-    least = shortest(share(sent, trainer.host_group)) if gpu else None
+    least = None
+    if gpu:
+        everyone = share(list(sent.items()), trainer.host_group)
+        least = shortest([{tuple(message): ns for message, ns in one} for one in everyone])
     with suppress(ValueError):
         found = find_parts(own, gpu=gpu, least=least)
     shares = (nan,) * 3

@@ -50,6 +50,7 @@ class Pool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._tasks, self._used = 0, False
+        self._count: int | None = None  # number of workers of the last task
 
     def __enter__(self) -> Pool:
         self._start()
@@ -81,6 +82,10 @@ class Pool:
             RunFailed: the function failed on a process, or took longer than ``limit_s`` seconds.
         """
         count = self.workers if workers is None else workers
+        if self._count not in (None, count):
+            # After a group of another size, torch 2.11 crashes when it splits a communicator.
+            self.restart()
+        self._count = count
         if not self._processes:
             self._start()
         self._tasks += 1
@@ -183,14 +188,13 @@ def _run(
         "MASTER_PORT": "29500",  # unused: each task has a store of its own
     }
     cuda = device == "cuda"
-    # Without device_id. With it, torch splits the communicator of this group for others, which ends
-    # in a segmentation fault after a group of another size (torch 2.11).
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=dist.FileStore(store, workers),
         rank=rank,
         world_size=workers,
         timeout=timedelta(seconds=LIMIT_S),
+        device_id=torch.device("cuda", rank) if cuda else None,
     )
     if cuda:
         torch.cuda.reset_peak_memory_stats()
