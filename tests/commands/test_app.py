@@ -129,6 +129,11 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
             'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
             "--config-dir DIR recipe=mine.",
         ),
+        (
+            ["eval", "ruler", "x", "--task", "vt"],
+            "No such option: --task (Possible options: --tasks). See `mtrain eval ruler --help`.",
+        ),
+        (["train", "--lr", "3"], "settings are written key=value: optim.lr=..."),
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
         (
             ["profile", "imbalance", "--out", "x"],
