@@ -13,6 +13,7 @@ import torch
 
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.decoder import Attend
+from mtrain_cli.parallel.layout import Layout
 
 
 class KvCache:
@@ -113,11 +114,18 @@ class StoringAttention:
         return out
 
 
+def most_held(layout: Layout, tokens: int) -> int:
+    """Return the largest number of tokens of a prompt that a worker holds."""
+    shards = (layout.positions(rank) for rank in range(layout.workers))
+    return max(int((positions < tokens).sum()) for positions in shards)
+
+
 def capacity_for(held: Sequence[int], max_new: int, workers: int) -> int:
     """Return the capacity that a batch needs on a worker.
 
     Args:
-        held: number of tokens of each prompt that the worker holds.
+        held: number of tokens of each prompt that a worker holds. If it is that of the worker with
+            most, all workers have equal capacity.
         workers: number of workers that share the generated tokens.
     """
     # No later token sees the last one.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtrain_cli.attention.decode import split_kernel
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for
+from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for, most_held
 from mtrain_cli.inference.decode_step import DecodeStep
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.model_source import ModelSource, load_decoder
@@ -185,8 +185,11 @@ class Engine(Scorer):
 
     def held(self, ids: Sequence[int]) -> int:
         """Return how many tokens of a prompt this worker holds. They come before its padding."""
-        layout = resolve_run(self._config_for(len(ids)), self.environment).layout
+        layout = self._layout_of(ids)
         return int((layout.positions(self.group.rank) < len(ids)).sum())
+
+    def _layout_of(self, ids: Sequence[int]) -> Layout:
+        return resolve_run(self._config_for(len(ids)), self.environment).layout
 
     def generate(
         self,
@@ -212,7 +215,9 @@ class Engine(Scorer):
         need = MemoryNeed.of(self.config, self.environment, self.choices)
         together = need.require_fit(longest, max_new, self.device.type)
         together = min(together, len(prompts))
-        capacity = capacity_for([self.held(ids) for ids in prompts], max_new, self.group.size)
+        # Equal on all workers: they record a CUDA graph, with its messages, together or not at all.
+        held = [most_held(self._layout_of(ids), len(ids)) for ids in prompts]
+        capacity = capacity_for(held, max_new, self.group.size)
         decoding = self._decoding(together, capacity, max_new, sampling)
         for first in range(0, len(prompts), together):
             numbers = range(first, min(first + together, len(prompts)))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from model.tiny_models import tiny_model
 
-from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for
+from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for, most_held
+from mtrain_cli.parallel.layout import make_layout
 
 MODEL = tiny_model(num_layers=2)
 
@@ -84,3 +85,10 @@ def test_prompts_are_stored_then_computed_then_released():
     )
     assert storing(q, k, v, 4) is q
     assert calls == [("store", 4, k, v), ("attend", q, k, v, 4), ("release", 4)]
+
+
+def test_the_worker_with_most_tokens_gives_the_capacity_of_all():
+    # Worker 0 holds 2,048 tokens of both prompts, worker 1 1,952 of the shorter one.
+    layout = make_layout("striped", 2, 4096, 128)
+    assert [int((layout.positions(rank) < 4000).sum()) for rank in range(2)] == [2048, 1952]
+    assert most_held(layout, 4000) == most_held(layout, 4090) == 2048
