@@ -156,11 +156,13 @@ class Runner:
             rows: list[Row] = []
             for cell in self._measurement.cells():
                 steps = self._steps(folder, setting, cell)
+                measured = False
                 started = time.perf_counter()
                 for items in self._shared(steps):
                     if engine is None:
                         engine = self._open(setting, progress)
                     found = self._measure(engine, cell, [item["item"] for item in items])
+                    measured = True
                     if folder is not None:
                         self._keep(folder, setting, cell, items, found)
                         work = self._cost(setting, cell) * len(items)
@@ -169,7 +171,8 @@ class Runner:
                     own = folder.samples.get(self._key(folder, setting, cell), {})
                     rows += own.values()
                     seconds = time.perf_counter() - started
-                    self._finish(folder, setting, cell, own, seconds, progress)
+                    if measured or not self._has_result(folder, setting, cell):
+                        self._finish(folder, setting, cell, own, seconds, progress)
             if folder is not None:
                 self._measurement.learn(setting.origin, setting.label, rows)
 
@@ -258,6 +261,12 @@ class Runner:
                 raise
             self.problem = error.strerror or str(error)
 
+    def _has_result(self, folder: ResultsFolder, setting: Setting, cell: Cell) -> bool:
+        """Return whether the folder has the result of all its samples of a cell."""
+        key = self._key(folder, setting, cell)
+        found = folder.results.get(key)
+        return found is not None and found.samples == len(folder.samples.get(key, {}))
+
     def _finish(
         self,
         folder: ResultsFolder,
@@ -267,11 +276,11 @@ class Runner:
         seconds: float,
         progress: EvaluationProgress,
     ) -> None:
-        """Write the result of a cell, unless the folder has it with the same samples."""
+        """Write the result of a cell, if it has samples."""
         key = self._key(folder, setting, cell)
         chosen = [rows[index] for index in sorted(rows)]
         before = folder.results.get(key)
-        if not chosen or (before is not None and before.samples == len(chosen)):
+        if not chosen:
             return
         known = Result(
             key=key,

@@ -84,11 +84,17 @@ def test_more_samples_add_to_those_there(run):
 def test_changed_text_is_measured_again(run):
     request = request_of(run, PERPLEXITY, perplexity=texts(run))
     runner_of(run, request).run()
+    before = scores(run)
     path = Path(request.perplexity.text or "")
     text = path.read_text()
     path.write_text(text[:700] + "#" + text[701:])  # the second sequence of 512 tokens
     runner_of(run, request).run()
-    assert [row["index"] for row in rows(run / "evaluation")] == [0, 1, 2, 1]
+    found = rows(run / "evaluation")
+    assert [row["index"] for row in found] == [0, 1, 2, 1]
+    last = {row["index"]: row["score"] for row in found}
+    ((_, score),) = scores(run).items()
+    assert score == pytest.approx(sum(last.values()) / 3)
+    assert score not in before.values()
 
 
 def test_the_first_attention_chooses_the_key_tokens(run, monkeypatch):
