@@ -74,7 +74,9 @@ class Sampling:
         The temperature must be above 0. The rows need not add up to 1. Tokens as likely as the
         last one that top-k keeps are kept, too.
         """
-        logits_BV = logits_BV.double() / self.temperature
+        logits_BV = logits_BV.double()
+        # The largest becomes 0, so that a tiny temperature gives no infinity minus infinity.
+        logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < logits_BV.shape[-1]:
             least_B1 = logits_BV.topk(self.top_k, dim=-1).values[:, -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -math.inf)

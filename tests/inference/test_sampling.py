@@ -55,6 +55,11 @@ def test_the_extreme_random_numbers_give_possible_tokens(uniform):
     assert (sampling.probabilities(LOGITS).gather(1, chosen[:, None]) > 0).all()
 
 
+def test_a_tiny_temperature_takes_the_largest_logit():
+    chosen = Sampling(temperature=5e-324).choose(LOGITS, torch.full((3,), 0.5).double())
+    assert chosen.tolist() == LOGITS.argmax(-1).tolist()
+
+
 def test_random_numbers_depend_on_seed_and_prompt():
     sampling = Sampling(seed=7)
     assert np.array_equal(sampling.uniforms(2, 5), sampling.uniforms(2, 9)[:5])
