@@ -15,6 +15,14 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def printable_json(text: str) -> str:
+    r"""Return JSON on one line with control characters escaped, for example as `\u009b`.
+
+    They can only stand inside its strings, so the JSON means the same.
+    """
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def same_width(text: str) -> str:
     """Return `text` with each control character replaced by one replacement character."""
     return _CONTROL.sub("\ufffd", text)

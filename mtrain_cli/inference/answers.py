@@ -10,7 +10,7 @@ from dataclasses import asdict
 from mtrain_cli.inference.engine import Completion, Engine
 from mtrain_cli.inference.text import TextCodec, TextStream
 from mtrain_cli.launch import guarded_streams
-from mtrain_cli.printable import printable
+from mtrain_cli.printable import printable, printable_json
 from mtrain_cli.sparsity.pattern import display_name
 
 
@@ -40,7 +40,7 @@ class AnswerPrinter:
         text = self._codec.decode(completion.ids)
         if self._as_json:
             document = {"prompt": number, "text": text, **asdict(completion)}
-            print(json.dumps(document, ensure_ascii=False))
+            print(printable_json(json.dumps(document, ensure_ascii=False)))
         elif self._prompts == 1:
             print(printable(self._stream.rest()))
         else:

@@ -50,6 +50,14 @@ def test_json_has_a_line_per_prompt(codec, capsys):
     }  # fmt: skip
 
 
+def test_json_holds_no_control_characters(codec, capsys):
+    text = "\x9b31m\u202e"
+    AnswerPrinter(codec, 1, as_json=True).completed(Completion(3, list(text.encode())))
+    (line,) = capsys.readouterr().out.split("\n")[:-1]
+    assert line.isascii()
+    assert json.loads(line)["text"] == text
+
+
 def test_ids_are_shown_without_a_tokenizer(capsys):
     printer = AnswerPrinter(TextCodec(None, frozenset(), "none"), 2)
     printer.completed(Completion(3, [65, 10]))
