@@ -8,6 +8,7 @@ from evaluation.evaluated_runs import small_run
 from inference.small_models import engine, tokens
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation import perplexity
 from mtrain_cli.evaluation.held_out_text import Sequence
 from mtrain_cli.evaluation.measurement import Cell
 from mtrain_cli.evaluation.perplexity import Perplexity, key_places, short_losses, text_hash
@@ -66,6 +67,14 @@ def test_key_tokens_gain_more_than_two_nats_and_are_likely():
     short = np.array([2.4, 2.6, 4.0, 9.0, 9.0])
     counted = np.array([True, True, True, True, False])
     assert key_places(long, short, counted).tolist() == [1, 2]
+
+
+def test_tokens_with_less_context_than_the_short_one_are_not_key(model, monkeypatch):
+    monkeypatch.setattr(perplexity, "LEAST_GAIN", -100.0)
+    monkeypatch.setattr(perplexity, "LEAST_LOG_P", -100.0)
+    documents = np.repeat([0, 1], [140, 160]).astype(np.int32)
+    row, _ = measured(model, Sequence(np.array(tokens(300), np.int32), documents), short=64)
+    assert row["keys"] == [*range(64, 139), *range(140 + 64, 299)]
 
 
 def test_given_key_tokens_are_used_and_missing_ones_refused(model):
