@@ -51,7 +51,8 @@ class Sizes:
             (moe.experts, 2 * moe.expert_size, hidden),
             (moe.experts, hidden, moe.expert_size),
         )
-        return tuple(self.random(*shape, std=0.02) for shape in shapes)  # type: ignore[return-value]
+        gate, gate_up, down = (self.random(*shape, std=0.02) for shape in shapes)
+        return gate, gate_up, down
 
     def layer_flop(self, tokens: int) -> float:
         """Return the FLOP of a forward pass of the router and the experts."""

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -92,7 +93,8 @@ class Pool:
         self._used = True
         store = self.folder / f"store-{self._tasks}"
         for pipe in self._pipes[:count]:
-            pipe.send((function, arguments, count, str(store)))
+            with suppress(BrokenPipeError):  # the process has ended, which the loop below notices
+                pipe.send((function, arguments, count, str(store)))
         deadline = time.monotonic() + limit_s
         results: dict[int, Any] = {}
         while len(results) < count:

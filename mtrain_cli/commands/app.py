@@ -205,8 +205,9 @@ def _describe(error: Any) -> str:
         if ctx is not None and ctx.command.name == "generate":
             return f"No such option: {option}. The text goes to stdout."
         return f"No such option: {option}. run.dir=DIR sets the folder of the results."
-    begun = option is not None and option in message.partition("Possible options")[2]
-    if option and takes_overrides and not begun:
+    # `--task` more likely means --tasks than a setting of a similar name.
+    abbreviates = bool(option) and str(option) in message.partition("Possible options")[2]
+    if option and takes_overrides and not abbreviates:
         from mtrain_cli.config.keys import all_keys
         from mtrain_cli.config.suggest import nearest
 

@@ -32,7 +32,8 @@ def summed(rows_SC: Tensor, place_S: Tensor, ends_E: Tensor | None, top_k: int) 
     The sum is computed in float32.
 
     Args:
-        ends_E: the last of these is the first row that does not count; None counts all rows.
+        ends_E: the end of each expert's rows. Rows behind the last end do not count. None counts
+            all rows.
     """
     if len(rows_SC) == 0:
         return rows_SC.new_zeros(len(place_S) // top_k, rows_SC.shape[1])
@@ -51,7 +52,8 @@ def gate_backward(
 
     Args:
         dinner_SI: gradient of the result of `gated`.
-        ends_E: the last of these is the first row without a score.
+        ends_E: the end of each expert's rows. Rows behind the last end get a gradient of 0 for
+            their score.
     """
     return _run(_gate_backward, gate_up_SW, dinner_SI, scores_S1, ends_E)
 
