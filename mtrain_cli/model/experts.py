@@ -33,7 +33,7 @@ from mtrain_cli.model.expert_tiles import (
 )
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.router_logits import router_logits
-from mtrain_cli.model.routing import Decision, Routing, decide_alone
+from mtrain_cli.model.routing import Decision, Routing, choose, decide_alone
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.parameter_shards import own_part
 from mtrain_cli.parallel.recording import FORWARD, RECOMPUTE
@@ -160,7 +160,7 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def _decide(self, scores_TE: Tensor, routing: Routing | None) -> Decision:
-        chosen_TK = (scores_TE + self.selection_bias).topk(self.moe.top_k).indices
+        chosen_TK = choose(scores_TE, self.selection_bias, self.moe.top_k)
         if routing is None:
             return decide_alone(chosen_TK, self.moe.experts)
         return routing.decide(chosen_TK, scores_TE, self.layer)

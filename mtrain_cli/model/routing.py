@@ -10,6 +10,7 @@ experts of a token, S = T K pairs of a token and an expert.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -217,6 +218,16 @@ class Routing:
                 sums = torch.stack([balance, z, entropy.sum()]).detach()
                 self.loads[layer, self.moe.experts : self.moe.experts + len(sums)] += sums
         return (options.balance_loss * balance + options.z_loss * z) / options.sequences
+
+
+def choose(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
+    """Return the numbers of each token's experts with the highest scores + bias, ``[T, K]``."""
+    is_float = scores_TE.dtype == bias_E.dtype == torch.float32
+    if scores_TE.is_cuda and is_float and importlib.util.find_spec("triton") is not None:
+        from mtrain_cli.kernels.triton import router
+
+        return router.chosen_experts(scores_TE, bias_E, top_k)
+    return (scores_TE + bias_E).topk(top_k).indices
 
 
 def decide_alone(chosen_TK: Tensor, experts: int) -> Decision:

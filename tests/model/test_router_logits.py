@@ -15,7 +15,7 @@ TOKENS, HIDDEN, EXPERTS = 37, 64, 6
 @pytest.fixture
 def as_on_gpus(monkeypatch):
     """Take the way of GPUs. A float32 product of the same numbers is that of tensor cores."""
-    monkeypatch.setattr(module, "_on_tensor_cores", lambda x, weight: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(module, "_on_tensor_cores", lambda x, _: x.dtype == torch.bfloat16)
     monkeypatch.setattr(module, "_mixed_product", lambda a, b: a.float() @ b.float())
 
 
