@@ -17,6 +17,7 @@ import numpy as np
 
 from mtrain_cli.config.cluster import Constant
 from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.tiling import ONE_ADDITION
 from mtrain_cli.simulation.router_loads import ExpertLoads
 
 _BFLOAT16 = 2  # bytes
@@ -142,8 +143,10 @@ class LayerExperts:
             forward += 4.0 * e * self.model.hidden_size
             backward += (6.0 if self.recompute else 4.0) * e * self.model.hidden_size
         weights = 3.0 * moe.experts / self.degree * moe.expert_size * self.model.hidden_size
-        # Several chunks add up the gradients of the weights in float32.
-        sums = weights * ((8 + 2 * e) * self.chunks + 4 + e) if self.chunks > 1 else 0.0
+        # More than two chunks add up the gradients of the weights in float32.
+        sums = weights * 3 * e * (self.chunks > 1)
+        if self.chunks > ONE_ADDITION:
+            sums = weights * ((8 + 2 * e) * self.chunks + 4 + e)
         return forward * rows, backward * rows + sums
 
 

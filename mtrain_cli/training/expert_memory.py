@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from mtrain_cli.config.expert_settings import SIGMOID
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.model.tiling import expert_chunks
+from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks
 
 _INT64 = 8
 _HIGH = 4  # bytes of float32, the dtype of the router
@@ -164,9 +164,9 @@ class ExpertMemory:
         - weights: the gradients of gate and up, and of one weight in the compute dtype
         - input: the gradient of gate and up, and rows of the input's gradient, twice; their sum
 
-        Several chunks add up the gradients of the weights in float32. If rows travel, a message has
-        the rows that leave, until its wait, and those that arrive. While a chunk computes, inputs
-        of the next chunk and results of the previous one travel.
+        More than two chunks add up the gradients of the weights in float32. If rows travel, a
+        message has the rows that leave, until its wait, and those that arrive. While a chunk
+        computes, inputs of the next chunk and results of the previous one travel.
         """
         pairs = -(-self._pairs // self.chunks)
         rows, wide = (
@@ -174,7 +174,8 @@ class ExpertMemory:
         )
         low, several, travel = self.e < _HIGH, self.chunks > 1, self.degree > 1
         in_high, matrix = _HIGH * wide // self.e, self.e * self._matrix
-        gradients = 3 * (_HIGH * self._matrix if several else matrix)
+        in_float = self.chunks > ONE_ADDITION
+        gradients = 3 * (_HIGH * self._matrix if in_float else matrix)
         before = gradients if several else 0  # of earlier chunks
         again = 2 * wide if self.recompute else 0
         inputs = 1 if travel and not self.recompute else 2  # else `saved` has one of them
@@ -186,7 +187,7 @@ class ExpertMemory:
             (inputs + 2 * travel) * rows + 3 * wide + matrix + before,
             (inputs - 1 + 2 * travel) * rows + 2 * wide + 2 * matrix + (before or matrix),
             (3 if travel else 2) * rows + 2 * wide * (not travel) + sums + gradients,
-            gradients + 2 * matrix * (several and low),
+            gradients + 2 * matrix * (in_float and low),
         )
         elsewhere = 2 * inputs * several + 2 * (self.chunks > 2)
         return max(moments) + elsewhere * travel * rows
