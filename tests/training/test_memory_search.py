@@ -291,15 +291,20 @@ def test_rejected_settings_are_overrides_and_none_equals_the_chosen_one():
         compose([*RUN, *words])
 
 
-def decided(rank: int, world: int) -> tuple[dict[str, object], float]:
-    trainer = make(rank, world, world, ("train.memory=auto",))
+def decided(rank: int, world: int, *words: str) -> tuple[dict[str, object], float]:
+    trainer = make(rank, world, world, ("train.memory=auto", *words))
     assert trainer.plan.search is not None
     return keys.values(trainer.config), trainer.train_step(False).loss
 
 
-def test_all_ranks_of_a_run_decide_alike_and_train():
-    (first, loss), (second, same) = gloo.run(2, decided)
+@pytest.mark.parametrize(
+    ("words", "degree"),
+    [((), 1), (("model=tiny_moe", "topology.expert_parallel=auto", "model.moe.experts=64"), 2)],
+)
+def test_all_ranks_of_a_run_decide_alike_and_train(words, degree):
+    (first, loss), (second, same) = gloo.run(2, decided, *words)
     assert first == second
+    assert first["topology.expert_parallel"] == degree
     assert loss == same == pytest.approx(5.6, abs=0.5)
 
 
