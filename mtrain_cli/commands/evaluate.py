@@ -409,6 +409,7 @@ def _check_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: boo
     Raises:
         ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
     """
+    from mtrain_cli.evaluation.harness_requests import Plan
     from mtrain_cli.evaluation.harness_runner import load_tasks
     from mtrain_cli.evaluation.request import require_tokenizer
     from mtrain_cli.inference.limits import require_hidden_labels
@@ -418,7 +419,7 @@ def _check_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: boo
     require_tokenizer(codec)
     require_hidden_labels(source.config, "this evaluation")
     tasks = load_tasks(request)
-    tasks.plan(codec, source.max_position, source.config.model.vocab_size, beyond=beyond)
+    tasks.plan(codec, Plan.of(source, beyond=beyond))
     return tasks
 
 

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.inference.limits import require_whole_cache
+from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
 
 Pair = tuple[list[int], list[int]]
@@ -97,6 +100,7 @@ class Plan:
     positions, vocabulary: of the model.
     beyond: allow more tokens than the model has positions.
     task: name of the task for messages; "" if unknown.
+    mask: mask of the model. New tokens must see the whole cache.
     lengths: tokens of each request, those to generate included.
     """
 
@@ -104,9 +108,16 @@ class Plan:
     vocabulary: int
     beyond: bool = False
     task: str = ""
+    mask: MaskConfig = CAUSAL
 
     def __post_init__(self) -> None:
         self.lengths: list[int] = []
+
+    @staticmethod
+    def of(source: ModelSource, *, beyond: bool = False) -> Plan:
+        """Return a plan without requests for a model."""
+        config = source.config
+        return Plan(source.max_position, config.model.vocab_size, beyond, mask=config.mask)
 
     def scores(self, pairs: Sequence[Pair]) -> list[Score]:
         for context, continuation in pairs:
@@ -121,6 +132,10 @@ class Plan:
             if not prompt:
                 raise ConfigError(f"{self._place}a request has an empty prompt")
             self._count(prompt, how.max_new)
+            try:
+                require_whole_cache(self.mask, len(prompt) + how.max_new)
+            except ConfigError as error:
+                raise ConfigError(*(f"{self._place}{one}" for one in error.problems)) from None
         return [""] * len(prompts)
 
     @property

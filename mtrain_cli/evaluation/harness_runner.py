@@ -130,9 +130,7 @@ class HarnessRunner:
         request, source = self._request, self._settings[0].source()
         folder = ResultsFolder.open(Path(request.out), request.model)
         tasks = self._tasks or load_tasks(request)
-        plan = tasks.plan(
-            self._codec, source.max_position, source.config.model.vocab_size, beyond=True
-        )
+        plan = tasks.plan(self._codec, Plan.of(source, beyond=True))
         flop = plan_flop(plan, source.config)
         progress = EvaluationProgress(flop * len(self._settings))
         many = f"{len(plan.lengths):,} requests of {len(tasks.loaded['tasks'])} tasks"

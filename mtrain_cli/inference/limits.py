@@ -31,7 +31,7 @@ def require_prompts(
 
     Args:
         prompts: token ids.
-        max_new: most tokens to generate for a prompt.
+        max_new: most tokens to generate for a prompt. 0 if the prompts are only scored.
         beyond: allow positions for which the model was not trained.
 
     Raises:
@@ -53,19 +53,24 @@ def require_prompts(
         elif len(ids) + max_new > most and not beyond:
             fits = most - len(ids)
             advice = f"--max-new {fits}" if fits > 0 else "a shorter prompt"
+            new = f"; with --max-new {max_new:,} it exceeds" if max_new else ", more than"
             problems.append(
-                f"{name} has {len(ids):,} tokens; with --max-new {max_new:,} it exceeds the "
-                f"{most:,} positions of the model. Give {advice}, or add --beyond to go on anyway"
+                f"{name} has {len(ids):,} tokens{new} the {most:,} positions of the model. Give "
+                f"{advice}, or add --beyond to go on anyway"
             )
     if problems:
         raise ConfigError(*problems)
-    _require_whole_cache(source.config.mask, max(len(ids) for ids in prompts) + max_new)
+    if max_new:
+        require_whole_cache(source.config.mask, max(len(ids) for ids in prompts) + max_new)
 
 
-def _require_whole_cache(mask: MaskConfig, tokens: int) -> None:
+def require_whole_cache(mask: MaskConfig, tokens: int) -> None:
     """Raise ConfigError unless a query after the prompt sees all earlier keys, and no later ones.
 
     Under a prefix-LM, this is so for all queries after the prefix.
+
+    Args:
+        tokens: tokens of the longest prompt with its new tokens.
     """
     window = mask.window if mask.kind == "sliding_window" else None
     assert not isinstance(window, tuple)
@@ -75,7 +80,7 @@ def _require_whole_cache(mask: MaskConfig, tokens: int) -> None:
     if window is not None:
         raise ConfigError(
             f"{problem}, but this model's window ends after {window:,} tokens. Give prompts that, "
-            f"with --max-new, have at most {window:,} tokens"
+            f"with the new tokens, have at most {window:,} tokens"
         )
     fact = "sees later tokens, too" if mask.shows_later_keys else "does not see all earlier tokens"
     raise ConfigError(

@@ -24,9 +24,8 @@ class FakeTasks:
         self.loaded = {"tasks": {"choices": None, "prompts": None}}
         self.asked: list[tuple[list, list, list]] = []
 
-    def plan(self, codec: Any, positions: int, vocabulary: int, *, beyond: bool = False) -> Plan:
-        plan = Plan(positions, vocabulary, beyond)
-        self.evaluate(codec, positions, plan)
+    def plan(self, codec: Any, plan: Plan) -> Plan:
+        self.evaluate(codec, plan.positions, plan)
         self.asked.clear()
         return plan
 
