@@ -379,11 +379,18 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
     """Make the first samples, so that mistakes are reported before any work.
 
     Raises:
-        ConfigError: there is no tokenizer, a text or file is missing, or a length is too short.
+        ConfigError: there is no tokenizer, or it is that of another model, a text or file is
+            missing, or a length is too short.
     """
     from mtrain_cli.evaluation.generated import Generated
+    from mtrain_cli.evaluation.perplexity import Perplexity
     from mtrain_cli.evaluation.request import open_measurement
-    from mtrain_cli.inference.limits import require_hidden_labels, require_prompts
+    from mtrain_cli.evaluation.runner import name_of, tokenizer_text
+    from mtrain_cli.inference.limits import (
+        require_hidden_labels,
+        require_known_ids,
+        require_prompts,
+    )
     from mtrain_cli.inference.text import open_codec
 
     codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
@@ -391,13 +398,20 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
     if not isinstance(measurement, Generated):
         require_hidden_labels(source.config, "this evaluation")
     shortest = min(request.lengths)
+    vocabulary, tokenizer = source.config.model.vocab_size, tokenizer_text(request, source)
     for cell in measurement.cells():
+        prompts = []
         if cell.length == shortest:
-            next(measurement.items(cell))
+            prompts = [next(measurement.items(cell))["ids"]]
+        elif not cell.length:
+            prompts = [item["ids"] for item in measurement.items(cell)]
+        if isinstance(measurement, Perplexity):
+            prompts += [sequence.ids for sequence in measurement.sequences[cell.length]]
+        for ids in prompts:
+            require_known_ids(ids, vocabulary, name_of(cell), tokenizer)
         if isinstance(measurement, Generated):
             most = measurement.answer_tokens(cell)
             if not cell.length:
-                prompts = [item["ids"] for item in measurement.items(cell)]
                 require_prompts(source, prompts, most, beyond=beyond)
             else:
                 require_prompts(source, [[0]], cell.length - 1, beyond=True)

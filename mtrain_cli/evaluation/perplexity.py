@@ -114,7 +114,7 @@ class Perplexity:
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Take the key tokens of the first model and attention for all others."""
         if self.short is not None and self.keys is None:
-            self.keys = {row["text"]: row["keys"] for row in rows}
+            self.keys = {row["text"]: row["keys"] for row in rows if "text" in row}
             self.key_origin, self.key_label = origin, label
 
     def tokens(self, cell: Cell) -> int:

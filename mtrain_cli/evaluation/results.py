@@ -137,7 +137,7 @@ class ResultsFolder:
         stale = {
             key
             for key, rows in self.samples.items()
-            if any(row.get(IN_TRAINING) and row["step"] > after for row in rows.values())
+            if any(row.get(IN_TRAINING) and _is_after(row, after) for row in rows.values())
         }
         if not stale:
             return
@@ -220,6 +220,12 @@ def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
         if (place / SAMPLES).is_file():
             return list(_rows(place / SAMPLES))
     raise ConfigError(f"{folder}: holds no {SAMPLES} of `mtrain eval`")
+
+
+def _is_after(row: Mapping[str, Any], step: int) -> bool:
+    """Return whether a sample comes from a later step, or does not name its step."""
+    own = row.get("step")
+    return not isinstance(own, int) or own > step
 
 
 def _results(rows: Iterable[dict[str, Any]]) -> list[Result]:

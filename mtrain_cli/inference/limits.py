@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.schema import Config, ConfigError
@@ -62,6 +64,28 @@ def require_prompts(
         raise ConfigError(*problems)
     if max_new:
         require_whole_cache(source.config.mask, max(len(ids) for ids in prompts) + max_new)
+
+
+def require_known_ids(
+    ids: Sequence[int] | np.ndarray, vocabulary: int, where: str, tokenizer: str
+) -> None:
+    """Check the ids of a text that a tokenizer made, perhaps that of another model.
+
+    Args:
+        vocabulary: number of the model's ids.
+        where: what needs the text, for the message.
+        tokenizer: subject of the message.
+
+    Raises:
+        ConfigError: an id is outside the vocabulary.
+    """
+    array = np.asarray(ids)
+    outside = array[(array < 0) | (array >= vocabulary)]
+    if len(outside):
+        raise ConfigError(
+            f"{tokenizer} gives the id {outside[0]} for {where}, but the model's {vocabulary:,} "
+            f"ids are 0 to {vocabulary - 1}. Give the tokenizer of the model"
+        )
 
 
 def require_whole_cache(mask: MaskConfig, tokens: int) -> None:
