@@ -5,8 +5,10 @@ This module needs neither torch nor lm-eval.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
@@ -78,6 +80,32 @@ class Continuing:
         return text
 
 
+def request_names(prompts: Sequence[list[int]], how: Continuing) -> list[str]:
+    """Return a name for the text that follows each prompt.
+
+    Equal requests for greedy texts have one name. Each sample of one prompt is another, so its name
+    counts the earlier ones. A name does not depend on other prompts.
+    """
+    about = [how.max_new, list(how.until), asdict(how.sampling)]
+    copies: dict[str, int] = {}
+    names = []
+    for prompt in prompts:
+        name = request_hash(["texts", prompt, *about])
+        number = copies[name] = copies.get(name, -1) + 1 if how.sampling.temperature else 0
+        names.append(f"{name}-{number}")
+    return names
+
+
+def request_seed(name: str) -> int:
+    """Return the seed of a sampled text of this name."""
+    return int(request_hash([name])[:12], 16)
+
+
+def request_hash(request: list[Any]) -> str:
+    """Return the hash of a request."""
+    return hashlib.sha256(json.dumps(request, separators=(",", ":")).encode()).hexdigest()[:24]
+
+
 class Answers(Protocol):
     """Answers requests. What it does not answer, it refuses with a `ConfigError`."""
 
@@ -89,7 +117,7 @@ class Answers(Protocol):
         ...
 
     def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
-        """Return the text that follows each prompt."""
+        """Return the text that follows each prompt. Each sampled text has a seed of its own."""
         ...
 
 

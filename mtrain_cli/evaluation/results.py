@@ -143,6 +143,15 @@ class ResultsFolder:
             return
         self.samples = {key: rows for key, rows in self.samples.items() if key not in stale}
         self.results = {key: one for key, one in self.results.items() if key not in stale}
+        self._rewrite()
+
+    def drop_samples(self, key: str) -> None:
+        """Drop the samples of a result, and the result: a crash must not leave it without them."""
+        self.results.pop(key, None)
+        self.samples.pop(key, None)
+        self._rewrite()
+
+    def _rewrite(self) -> None:
         # Results first: a result without samples would be kept for ever.
         _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
         _rewrite(

@@ -199,6 +199,7 @@ class Engine(Scorer):
         stop: frozenset[int] = frozenset(),
         on_token: OnToken | None = None,
         ended: Callable[[Sequence[int]], bool] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> Iterator[Completion]:
         """Generate tokens, and yield the completion of each prompt in order.
 
@@ -207,6 +208,8 @@ class Engine(Scorer):
             stop: ids that end a text.
             on_token: called with the number of a prompt, from 0, and each of its new ids.
             ended: returns whether new ids end a text, for endings other than an id.
+            seeds: seed of each prompt, so that its sample does not depend on the other prompts.
+                None for the seed of ``sampling`` and the number of the prompt.
 
         Raises:
             ConfigError: the keys and values of a prompt do not fit the memory.
@@ -222,7 +225,12 @@ class Engine(Scorer):
         for first in range(0, len(prompts), together):
             numbers = range(first, min(first + together, len(prompts)))
             report = partial(_report_token, on_token, first)
-            uniforms = [sampling.uniforms(number, max_new) for number in numbers]
+            uniforms = [
+                sampling.uniforms(number, max_new)
+                if seeds is None
+                else replace(sampling, seed=seeds[number]).uniforms(0, max_new)
+                for number in numbers
+            ]
             chosen = [prompts[number] for number in numbers]
             endings = _Endings(stop, ended)
             yield from self._generate(chosen, max_new, uniforms, endings, report, decoding)
