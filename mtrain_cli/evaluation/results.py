@@ -54,7 +54,7 @@ class Result:
     pattern: settings of the pattern, for the user.
     step: optimizer steps of the checkpoint; None for a Hugging Face folder.
     samples: number of samples.
-    score: mean over the samples; None if it is not finite.
+    score: mean over the samples, for perplexity over their tokens; None if it is not finite.
     error: standard error of the score; None for fewer than two samples.
     unit: `NATS` or `PERCENT`.
     seconds: time to compute all samples.
@@ -91,6 +91,28 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
     if len(values) < 2:
         return mean, None
     return mean, statistics.stdev(values) / math.sqrt(len(values))
+
+
+def weighted_mean_and_error(
+    values: Sequence[float], weights: Sequence[float]
+) -> tuple[float | None, float | None]:
+    """Return the weighted mean of independent values and its standard error.
+
+    The weights are the numbers of tokens or questions, so that this is the mean of all of them. The
+    error is that of a ratio, sqrt(n / (n - 1) * sum (w (x - mean))^2) / sum w. With equal weights
+    it is the error of `mean_and_error`.
+
+    Values of weight 0 do not count. None as in `mean_and_error`.
+    """
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    if not pairs or not all(math.isfinite(value) for value, _ in pairs):
+        return None, None
+    total = math.fsum(weight for _, weight in pairs)
+    mean = math.fsum(value * weight for value, weight in pairs) / total
+    if len(pairs) < 2:
+        return mean, None
+    squares = math.fsum((weight * (value - mean)) ** 2 for value, weight in pairs)
+    return mean, math.sqrt(len(pairs) / (len(pairs) - 1) * squares) / total
 
 
 def key_of(settings: Mapping[str, Any]) -> str:
