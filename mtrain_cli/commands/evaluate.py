@@ -415,6 +415,22 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
                 require_prompts(source, prompts, most, beyond=beyond)
             else:
                 require_prompts(source, [[0]], cell.length - 1, beyond=True)
+                if not beyond:
+                    _require_room(source, cell.length, measurement.special_tokens)
+
+
+def _require_room(source: ModelSource, length: int, special: int) -> None:
+    """Raise ConfigError if a sample of RULER with special tokens exceeds the model's positions.
+
+    The last token of an answer takes no position, so one special token always has room.
+    """
+    used, most = length + special - 1, source.max_position
+    if special and used > most:
+        raise ConfigError(
+            f"--length {length}: the tokenizer adds {special} tokens to a prompt, so a sample "
+            f"needs {used:,} positions; the model has {most:,}. Give at most {most + 1 - special}, "
+            "or add --beyond to go on anyway"
+        )
 
 
 def _check_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> HarnessTasks:

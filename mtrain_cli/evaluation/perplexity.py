@@ -104,6 +104,7 @@ class Perplexity:
             if keys is None:
                 short = short_losses(scorer, ids, self.short, documents)
                 keys = key_places(losses, short, counted & (earlier >= self.short))
+            row["short"] = self.short
             row["keys"] = list(map(int, keys))
             row["key_loss"] = _finite(losses[keys].mean()) if len(keys) else None
         return row

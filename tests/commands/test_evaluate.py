@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import mtrain
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_attentions
+from mtrain_cli.commands.evaluate import _require_room
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
 
@@ -144,6 +147,14 @@ def test_the_tokenizer_of_another_model_is_refused(words, tmp_path):
     assert f"for {words[0]}" in line
     assert "but the model's 264 ids are 0 to 263" in line
     assert not out.exists()
+
+
+def test_several_special_tokens_need_room():
+    model = SimpleNamespace(max_position=2048)
+    for length, special in ((2048, 0), (2048, 1), (2047, 2)):
+        _require_room(model, length, special)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"--length 2048: .* adds 2 tokens .* at most 2047"):
+        _require_room(model, 2048, 2)  # type: ignore[arg-type]
 
 
 def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):
