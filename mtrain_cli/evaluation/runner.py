@@ -216,7 +216,7 @@ class Runner:
             "text" in row for row in rows.values()
         ):
             return  # all are there; making them again could take minutes
-        missing = (
+        missing: Iterator[Item] = (
             {"index": index, "item": item}
             for index, item in enumerate(itertools.islice(self._measurement.items(cell), wanted))
             if index not in rows or rows[index].get("text") != item.get("text")
