@@ -111,6 +111,17 @@ def test_a_prefix_lm_generates_but_has_no_losses(tmp_path):
         model.token_losses("abc")
 
 
+def test_a_model_with_windows_has_losses_but_generates_only_short_texts(tmp_path):
+    write_run(tmp_path / "windows", "mask=sliding_window", "mask.window=16")
+    model = load(tmp_path / "windows")
+    losses = model.token_losses(tokens(64))
+    # A token's loss depends on the two layers' windows alone.
+    changed = [*tokens(64, seed=1)[:20], *tokens(64)[20:]]
+    assert torch.equal(losses[60:], model.token_losses(changed)[60:])
+    with pytest.raises(api.ConfigError, match="with the new tokens, have at most 16 tokens"):
+        model.generate([1] * 14, max_new=3)
+
+
 def test_several_workers_need_processes(folder):
     with pytest.raises(api.ConfigError, match=r"topology\.workers=2: this process computes alone"):
         api.load(folder / "run", "topology.workers=2", device="cpu")

@@ -379,11 +379,18 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
     """Make the first samples, so that mistakes are reported before any work.
 
     Raises:
-        ConfigError: there is no tokenizer, a text or file is missing, or a length is too short.
+        ConfigError: there is no tokenizer, or it is that of another model, a text or file is
+            missing, or a length is too short.
     """
     from mtrain_cli.evaluation.generated import Generated
+    from mtrain_cli.evaluation.perplexity import Perplexity
     from mtrain_cli.evaluation.request import open_measurement
-    from mtrain_cli.inference.limits import require_hidden_labels, require_prompts
+    from mtrain_cli.evaluation.runner import name_of, tokenizer_text
+    from mtrain_cli.inference.limits import (
+        require_hidden_labels,
+        require_known_ids,
+        require_prompts,
+    )
     from mtrain_cli.inference.text import open_codec
 
     codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
@@ -391,16 +398,39 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
     if not isinstance(measurement, Generated):
         require_hidden_labels(source.config, "this evaluation")
     shortest = min(request.lengths)
+    vocabulary, tokenizer = source.config.model.vocab_size, tokenizer_text(request, source)
     for cell in measurement.cells():
+        prompts = []
         if cell.length == shortest:
-            next(measurement.items(cell))
+            prompts = [next(measurement.items(cell))["ids"]]
+        elif not cell.length:
+            prompts = [item["ids"] for item in measurement.items(cell)]
+        if isinstance(measurement, Perplexity):
+            prompts += [sequence.ids for sequence in measurement.sequences[cell.length]]
+        for ids in prompts:
+            require_known_ids(ids, vocabulary, name_of(cell), tokenizer)
         if isinstance(measurement, Generated):
             most = measurement.answer_tokens(cell)
             if not cell.length:
-                prompts = [item["ids"] for item in measurement.items(cell)]
                 require_prompts(source, prompts, most, beyond=beyond)
             else:
                 require_prompts(source, [[0]], cell.length - 1, beyond=True)
+                if not beyond:
+                    _require_room(source, cell.length, measurement.special_tokens)
+
+
+def _require_room(source: ModelSource, length: int, special: int) -> None:
+    """Raise ConfigError if a sample of RULER with special tokens exceeds the model's positions.
+
+    The last token of an answer takes no position, so one special token always has room.
+    """
+    used, most = length + special - 1, source.max_position
+    if special and used > most:
+        raise ConfigError(
+            f"--length {length}: the tokenizer adds {special} tokens to a prompt, so a sample "
+            f"needs {used:,} positions; the model has {most:,}. Give at most {most + 1 - special}, "
+            "or add --beyond to go on anyway"
+        )
 
 
 def _check_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> HarnessTasks:
@@ -409,6 +439,7 @@ def _check_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: boo
     Raises:
         ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
     """
+    from mtrain_cli.evaluation.harness_requests import Plan
     from mtrain_cli.evaluation.harness_runner import load_tasks
     from mtrain_cli.evaluation.request import require_tokenizer
     from mtrain_cli.inference.limits import require_hidden_labels
@@ -418,7 +449,7 @@ def _check_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: boo
     require_tokenizer(codec)
     require_hidden_labels(source.config, "this evaluation")
     tasks = load_tasks(request)
-    tasks.plan(codec, source.max_position, source.config.model.vocab_size, beyond=beyond)
+    tasks.plan(codec, Plan.of(source, beyond=beyond))
     return tasks
 
 

@@ -46,29 +46,25 @@ class Generated:
     files: Sequence[Path] = ()
     max_new: int = 128
     together: int = TOGETHER
+    _hashes: dict[Path, str] = field(default_factory=dict, init=False, repr=False)
 
     def cells(self) -> list[Cell]:
         cells = [Cell(f"{PREFIX}{task}", n) for n in self.lengths for task in self.tasks]
         return cells + [Cell(f"{FILE}{path.stem}", 0) for path in self.files]
 
     def settings(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the tokenizer, and what the task reads."""
+        """Return the tokenizer, and what the task reads. Files are read once."""
         assert self.codec.tokenizer is not None
         common = {"tokenizer": self.codec.tokenizer.identity}
         if cell.task.startswith(FILE):
-            path = self._file(cell)
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            content = self._content(self._file(cell))
             return {**common, "file": content, "max_new": self.max_new}
         task = cell.task.removeprefix(PREFIX)
         source = ruler.find_task(task).source
         files = [task.partition("@")[2] or (getattr(self.sources, source) if source else "")]
         if self.sources.words is not None and task == "cwe":
             files.append(self.sources.words)
-        contents = [
-            hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
-            for file in files
-            if file
-        ]
+        contents = [self._content(Path(file).expanduser()) for file in files if file]
         words = identity() if ruler.needs_words(task) else ""
         return {**common, "files": contents, "words": words, "seed": ruler.SEED}
 
@@ -126,6 +122,17 @@ class Generated:
         if cell.task.startswith(FILE):
             return string_match_all(clean_prediction(text), outputs)
         return ruler.grades(cell.task.removeprefix(PREFIX), [text], [outputs])[0]
+
+    @property
+    def special_tokens(self) -> int:
+        """Number of tokens that the tokenizer adds to a prompt, which RULER does not count."""
+        return len(self.codec.encode(""))
+
+    def _content(self, path: Path) -> str:
+        """Return the hash of a file."""
+        if path not in self._hashes:
+            self._hashes[path] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return self._hashes[path]
 
     def _file(self, cell: Cell) -> Path:
         return next(path for path in self.files if f"{FILE}{path.stem}" == cell.task)

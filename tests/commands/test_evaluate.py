@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import mtrain
 from evaluation.evaluated_runs import small_run, text_file
+from evaluation.small_tokenizer import write_small_tokenizer
 from inference.small_models import write_hf, write_run
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_attentions
+from mtrain_cli.commands.evaluate import _require_room
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
 
@@ -125,6 +129,32 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
 )
 def test_mistakes_get_one_line(words, message):
     assert message in refused(*words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("perplexity", "run", "--text", "text.txt", "--length", "128"),
+        ("niah", "run", "--length", "512", "--needles", "2", "--haystack", "text.txt"),
+        ("ruler", "run", "--length", "512", "--tasks", "niah_single_1"),
+    ],
+)
+def test_the_tokenizer_of_another_model_is_refused(words, tmp_path):
+    write_small_tokenizer(tmp_path)
+    out = tmp_path / "out"
+    line = refused(*words, "--tokenizer", str(tmp_path), "--out", str(out))
+    assert f"--tokenizer {tmp_path}: this tokenizer gives the id " in line
+    assert f"for {words[0]}" in line
+    assert "but the model's 264 ids are 0 to 263" in line
+    assert not out.exists()
+
+
+def test_several_special_tokens_need_room():
+    model = SimpleNamespace(max_position=2048)
+    for length, special in ((2048, 0), (2048, 1), (2047, 2)):
+        _require_room(model, length, special)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"--length 2048: .* adds 2 tokens .* at most 2047"):
+        _require_room(model, 2048, 2)  # type: ignore[arg-type]
 
 
 def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):
