@@ -220,7 +220,7 @@ def test_a_folder_in_use_and_a_full_disk_do_not_end_training(tmp_path):
     ("words", "message"),
     [
         (["eval.length=8k"], "eval.length=8k: the model has 4,096 positions; give at most 4k"),
-        (["eval.length=64", "eval.needles=3"], "eval.length: 64 tokens are too few for 3 needles"),
+        (["eval.length=64", "eval.needles=3"], "eval.length=64: too few tokens for 3 needles"),
         (["eval.haystack=/none"], "eval.haystack=/none: no such file. Give a .txt"),
         (
             ["eval.form=python", "eval.needles=64", "eval.length=300"],
@@ -239,6 +239,6 @@ def test_a_mistake_ends_the_command_with_a_line_and_no_folder(tmp_path):
     words = "run.name=bad", "train.eval_tasks=[niah]", "eval.length=64"
     result = mtrain(tmp_path, "train", *words)
     assert result.returncode == 2
-    assert result.stderr.startswith("mtrain: eval.length: 64 tokens are too few")
+    assert result.stderr.startswith("mtrain: eval.length=64: too few tokens")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
