@@ -18,6 +18,7 @@ from mtrain_cli.commands.options import (
     bounded,
     flag,
     option,
+    warn,
     warn_of_unused_settings,
 )
 from mtrain_cli.config.schema import ConfigError
@@ -95,13 +96,19 @@ def generate(
 
     environment = resolve_environment(source.config)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.inference.limits import require_prompts
+    from mtrain_cli.config.unused_settings import unused_by_model
+    from mtrain_cli.inference.limits import longer_than_trained, require_prompts
     from mtrain_cli.inference.text import open_codec
     from mtrain_cli.inference.worker import GenerateRequest, answer
 
     codec = open_codec(source, tokenizer)
     ids = [one.encode(codec) for one in given]
     require_prompts(source, ids, max_new, beyond=beyond, names=[one.name for one in given])
+    tokens = max(map(len, ids)) + max_new
+    lines = [sampling.without_effect(), *unused_by_model(words, [source.config])]
+    if line := longer_than_trained(source, tokens):
+        lines.append(f"prompt and --max-new have up to {tokens:,} tokens; {line}")
+    warn([*filter(None, lines)])
     request = GenerateRequest(
         path=str(source.path.absolute()),
         is_folder=source.is_folder,

@@ -72,6 +72,15 @@ class Generated:
         words = identity() if ruler.needs_words(task) else ""
         return {**common, "files": contents, "words": words, "seed": ruler.SEED}
 
+    def labels(self, cell: Cell) -> tuple[str, ...]:
+        if cell.task.startswith(FILE):
+            return (self._file(cell).name, f"max-new {self.max_new}")
+        task = cell.task.removeprefix(PREFIX)
+        source = ruler.find_task(task).source
+        used = [getattr(self.sources, source)] if source and "@" not in task else []
+        used += [self.sources.words] if task == "cwe" else []
+        return tuple(path.name for path in used if path is not None)
+
     def items(self, cell: Cell) -> Iterator[Item]:
         if cell.task.startswith(FILE):
             made = read_samples(self._file(cell))

@@ -68,6 +68,17 @@ def require_prompts(
     _require_whole_cache(source.config.mask, max(len(ids) for ids in prompts) + max_new)
 
 
+def longer_than_trained(source: ModelSource, tokens: int) -> str:
+    """Return a warning if a run trained only on shorter sequences, or ""."""
+    trained = source.config.seq
+    if source.is_folder or tokens <= trained:
+        return ""
+    return (
+        f"the run trained only on sequences of {trained:,} tokens (seq={trained}); longer ones may "
+        "score worse"
+    )
+
+
 def _numbered(prompts: int) -> list[str]:
     """Return names of prompts in the order in which the user gave them."""
     return ["the prompt"] if prompts == 1 else [f"prompt {n}" for n in range(1, prompts + 1)]

@@ -57,7 +57,7 @@ def test_documents_go_on_across_held_out_sequences(config):
     ("data", "length", "message"),
     [
         ({"eval_sequences": 0}, 256, "held out no text"),
-        ({}, 8192, "held out data.eval_sequences=4 sequences of 512 tokens"),
+        ({}, 8192, "held out 4 sequences of at most 512 tokens"),
         ({"mask_key": "mask"}, 256, "bring masks or positions"),
         ({"mix": "{a: 1}"}, 1024, "do not follow each other"),
     ],
