@@ -22,7 +22,7 @@ def folder(tmp_path_factory) -> Path:
     write_hf(folder / "hf")
     (folder / "ids.jsonl").write_text('{"ids": [1, 2, 3]}\n\n{"ids": [5]}\n')
     (folder / "texts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    (folder / "long.txt").write_text("x" * 3000)
+    (folder / "long.txt").write_text("x" * 300)
     (folder / "latin1.txt").write_bytes(b"caf\xe9")
     (folder / "wrong.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
     (folder / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1, 2, 3]}\r\n{"ids": [5]}\r\n')
@@ -87,6 +87,34 @@ def test_samples_follow_the_options():
 
 
 @pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize(
+    ("typed", "warning"),
+    [
+        ("--prompt a --top-k 3", "--top-k 3: has no effect, --temperature 0 takes the most likely"),
+        (
+            "--prompt a topology.layout=striped",
+            "topology.layout=striped: has no effect, one worker",
+        ),
+        (
+            "--prompt-file long.txt --max-new 213",
+            "prompt and --max-new have up to 513 tokens; the run trained only on sequences of 512",
+        ),
+        ("--prompt-file long.txt --max-new 212 --temperature 1 --top-k 3", None),
+        ("--prompt a topology.host_memory_gib=1", None),
+    ],
+)
+def test_what_has_no_effect_or_was_not_trained_gets_a_warning(typed, warning):
+    result = run(f"generate run --json {typed}", CPU)
+    assert result.exit_code == 0, result.output
+    warnings = [line for line in result.stderr.splitlines() if "warning" in line]
+    if warning is None:
+        assert warnings == []
+    else:
+        (line,) = warnings
+        assert line.startswith(f"mtrain: warning: {warning}")
+
+
+@pytest.mark.usefixtures("_here")
 def test_a_prompt_comes_from_stdin(monkeypatch, folder):
     with (folder / "texts.jsonl").open() as file:
         monkeypatch.setattr(sys, "stdin", file)
@@ -145,7 +173,7 @@ def test_two_workers_print_what_one_prints(folder):
         ("run --prompt a seq=8k", "seq=8k: the model gives this setting"),
         ("runs --prompt a", "runs: no model here. Give a Hugging Face folder"),
         ("nope --prompt a", "nope: no such folder. Give a Hugging Face folder"),
-        ("run --prompt-file long.txt topology.host_memory_gib=0.001", "a prompt of 3,000 tokens"),
+        ("run --prompt-file long.txt topology.host_memory_gib=0.001", "a prompt of 300 tokens"),
         ("run --prompt a topology.context_parallel=1", "topology.context_parallel=1: all workers"),
     ],
 )

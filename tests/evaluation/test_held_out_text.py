@@ -11,7 +11,12 @@ from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.tokenizers import ByteTokenizer
-from mtrain_cli.evaluation.held_out_text import Sequence, sequences_of_files, sequences_of_run
+from mtrain_cli.evaluation.held_out_text import (
+    Sequence,
+    held_out_count,
+    sequences_of_files,
+    sequences_of_run,
+)
 
 
 def test_each_document_gives_one_sequence_before_any_gives_two(tmp_path):
@@ -66,3 +71,12 @@ def test_text_that_a_run_lacks_is_refused(config, data, length, message):
     changed = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
     with pytest.raises(ConfigError, match=message):
         sequences_of_run(changed, length, 1)
+
+
+def test_the_last_held_out_sequence_may_be_too_short(config):
+    expected = {256: 8, 512: 4, 1024: 2, 768: 2}
+    assert {length: held_out_count(config, length) for length in expected} == expected
+    found = sequences_of_run(config, 512, 99)
+    assert len(found) == 3  # the corpus ends in the fourth
+    mixed = config.changed(data={"mix": "{a: 3, b: 1}"})
+    assert held_out_count(mixed, 512) == 4
