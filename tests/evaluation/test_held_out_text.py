@@ -78,5 +78,5 @@ def test_the_last_held_out_sequence_may_be_too_short(config):
     assert {length: held_out_count(config, length) for length in expected} == expected
     found = sequences_of_run(config, 512, 99)
     assert len(found) == 3  # the corpus ends in the fourth
-    mixed = config.changed(data={"mix": "{a: 3, b: 1}"})
+    mixed = config.changed(data={"mix": {"a": 3, "b": 1}})
     assert held_out_count(mixed, 512) == 4

@@ -174,7 +174,7 @@ def test_a_later_evaluation_of_the_checkpoint_reuses_the_samples(tmp_path):
     assert result.returncode == 0, result.stderr
     after = rows(run / "evaluation")
     assert after[: len(before)] == before
-    assert [(row["step"], row["index"]) for row in after[len(before) :]] == [(4, 3), (2, 3)]
+    assert [(row["step"], row["index"]) for row in after[len(before) :]] == [(2, 3), (4, 3)]
     heads = [each.heads for each in evaluation_tables(open_report(run).results)]
     assert ("length", "dense", "samples") in heads
     assert all(len(set(head)) == len(head) for head in heads)
