@@ -23,6 +23,7 @@ from mtrain_cli.model.routing import RouterOptions, Routing
 
 ZIPF = 0.5  # the expert of rank r gets a share proportional to 1 / r^ZIPF
 ATTEMPTS, SECONDS = 10, 1.0  # of one timing
+AHEAD = 8_000_000  # cycles of waiting on the GPU before a timing, a few milliseconds
 CLOSE = 5e-2  # relative error of a layer in bfloat16
 
 Layer = Callable[[Tensor], Tensor]
@@ -30,10 +31,14 @@ Layer = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model whose experts to time, and where: tensors are bfloat16 on a GPU."""
+    """The model whose experts to time, and where: tensors are bfloat16 on a GPU.
+
+    tile_bytes: maximum bytes of mtrain's temporary tensors (`train.tile_mib`).
+    """
 
     model: ModelConfig
     device: str
+    tile_bytes: int = 4 << 30
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,11 +84,25 @@ def _timed(run: Callable[[], object], device: str) -> float:
         return time.perf_counter() - began
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     torch.cuda.synchronize()
+    # As in a training step, the host is ahead: it queues kernels while the GPU still waits.
+    torch.cuda._sleep(AHEAD)
     events[0].record()
     run()
     events[1].record()
     events[1].synchronize()
     return events[0].elapsed_time(events[1]) / 1e3
+
+
+def host_seconds_of(run: Callable[[], object], device: str) -> float:
+    """Return the median time that the host takes to queue a call."""
+    times = []
+    for _ in range(5):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 # --- products ---
@@ -204,14 +223,16 @@ def mtrain_layer(
         for parameter, weight in zip(module.parameters(), weights, strict=True):
             parameter.copy_(weight)
     module.selection_bias = torch.zeros(model.moe.experts, device=sizes.device)
-    module.execution = ExpertExecution(tile_bytes=4 << 30, compile=compile)
+    module.execution = ExpertExecution(tile_bytes=sizes.tile_bytes, compile=compile)
+    given = routing(sizes, tokens)  # one for all layers of a micro-batch, as in training
+    return lambda x: module(x, given), module
+
+
+def routing(sizes: Sizes, tokens: int) -> Routing:
+    """Return the routing of one sequence, with a balance loss."""
     slots = torch.arange(tokens, device=sizes.device)[None]
-
-    def run(x: Tensor) -> Tensor:
-        options = RouterOptions(1, balance_loss=0.001)
-        return module(x, Routing(slots, [tokens], tokens, model.moe, 1, options))
-
-    return run, module
+    options = RouterOptions(1, balance_loss=0.001)
+    return Routing(slots, [tokens], tokens, sizes.model.moe, 1, options)
 
 
 def transformers_layer(
@@ -295,7 +316,7 @@ def _error(found: Tensor, exact: Tensor) -> float:
 def layer(sizes: Sizes, tokens: int) -> Iterator[str]:
     """Yield the rows of a whole layer: router, dispatch, experts and their sum."""
     torch.compiler.reset()  # code for this number of tokens only, as in training
-    columns = ["what", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s"]
+    columns = ["what", "forward ms", "TFLOP/s", "host ms", "forward + backward ms", "TFLOP/s"]
     columns += ["speed-up over grouped plain torch", "over the loop"]
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
@@ -331,6 +352,7 @@ def _layer_row(
     times = [
         seconds_of([partial(each, x) for x in inputs], sizes.device) for each in (forward, both)
     ]
+    host = host_seconds_of(partial(forward, inputs[0]), sizes.device)
     plain[name] = times[1]
     tera = sizes.layer_flop(tokens) / 1e12
     faster = [
@@ -338,6 +360,6 @@ def _layer_row(
         for each in ("plain torch, grouped products", "plain torch, loop")
     ]
     return (
-        f"{1e3 * times[0]:.2f} | {tera / times[0]:.0f} | {1e3 * times[1]:.2f} "
+        f"{1e3 * times[0]:.2f} | {tera / times[0]:.0f} | {1e3 * host:.2f} | {1e3 * times[1]:.2f} "
         f"| {3 * tera / times[1]:.0f} | {' | '.join(faster)} |"
     )

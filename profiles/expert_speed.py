@@ -2,6 +2,7 @@
 
     python profiles/expert_speed.py products
     python profiles/expert_speed.py layer
+    python profiles/expert_speed.py parts
     python profiles/expert_speed.py model --seq 32k,8k
     python profiles/expert_speed.py model --seq 128k --layers 8 --alone
     python profiles/expert_speed.py model --toy
@@ -14,7 +15,11 @@ follows.
   the shares of the experts fall as 1 / rank^0.5. Inputs are larger than the L2 cache
 - layer: one GPU. Router, dispatch, experts and their sum, forward and with the backward pass,
   without recomputation. It first prints relative errors against float64. The router of
-  transformers computes in bfloat16, so some tokens get other experts
+  transformers computes in bfloat16, so some tokens get other experts. host ms: time to queue the
+  forward pass. The GPU waits a few milliseconds before each timing, so that the host is ahead
+- parts: one GPU. The parts of mtrain's layer, each alone, and the whole layer. rate: of FLOP, or of
+  the bytes that the part must read and write. Rows with `instead` are not in the layer: they
+  are other ways to compute a part
 - model: two GPUs. Steps of mtrain's trainer, each with one sequence that both GPUs share, and of
   transformers, where each GPU has a sequence of its own (it does not share sequences), at the first
   length of `--seq`. experts: EP 1 gathers the weights of all experts, EP 2 sends rows to them. MFU
@@ -36,6 +41,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import expert_layers
+import expert_parts
 import expert_steps
 import torch
 from measured_runs import Pool
@@ -55,7 +61,7 @@ CHECKED = 512  # tokens of the comparison of layers
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=["products", "layer", "model"])
+    parser.add_argument("what", choices=["products", "layer", "parts", "model"])
     parser.add_argument("--model", default="qwen3_30b_a3b", help="a model of `mtrain config list`")
     parser.add_argument("--seq", help="tokens, or several numbers with commas")
     parser.add_argument("--layers", type=int, help="of `model`; default: the most of 12 that fit")
@@ -67,20 +73,26 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=500, help="seconds after which no row starts"
     )
+    parser.add_argument(
+        "--tile-kib", type=int, default=4 << 20, help="temporary tensors of `layer` and `parts`"
+    )
     parser.add_argument("--logs", type=Path, help="existing folder for what the workers print")
     parser.add_argument("--toy", action="store_true", help="tiny sizes on a CPU")
     given = parser.parse_args()
     began = time.monotonic()
     device = "cpu" if given.toy else "cuda"
-    usual = {"products": "8k,32k,128k", "layer": "32k", "model": "32k,128k"}
+    usual = {"products": "8k,32k,128k", "layer": "32k", "parts": "32k", "model": "32k,128k"}
     words = given.seq or ("512" if given.toy else usual[given.what])
     lengths = [parse_size(word) for word in words.split(",")]
     names = (f"model={given.model}", *(TINY if given.toy else ()))
     if given.what != "model":
-        sizes = expert_layers.Sizes(compose([*names, f"seq={lengths[0]}"]).model, device)
+        model = compose([*names, f"seq={lengths[0]}"]).model
+        sizes = expert_layers.Sizes(model, device, given.tile_kib << 10)
         torch.manual_seed(0)
         if given.what == "products":
             rows = expert_layers.products(sizes, lengths)
+        elif given.what == "parts":
+            rows = (line for tokens in lengths for line in expert_parts.parts(sizes, tokens))
         else:
             rows = (
                 line

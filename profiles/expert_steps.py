@@ -243,7 +243,7 @@ def _runs(bench: Bench, seq: int, attention: str, words: tuple[str, ...]) -> Ite
         def row(degree: int = degree) -> str:
             bench.require_time()
             given = bench.words(seq, *words, f"topology.expert_parallel={degree}")
-            run: Steps = bench.pool.call(train_steps, given, bench.steps)
+            run: Steps = bench.pool.call(train_steps, given, bench.steps, splits=degree > 1)
             seconds[degree] = run.seconds
             return _cells(seq, run)
 

@@ -56,12 +56,19 @@ class Measured:
 class Pool(worker_pool.Pool):
     """Processes that stay, and train runs of mtrain one after another."""
 
-    def train(self, *words: str, record: bool = False, workers: int | None = None) -> Measured:
+    def train(
+        self,
+        *words: str,
+        record: bool = False,
+        workers: int | None = None,
+        limit_s: float = worker_pool.LIMIT_S,
+    ) -> Measured:
         """Train as `mtrain train` does with these settings.
 
         Args:
             record: whether to record the last step.
             workers: number of workers; None takes that of the settings.
+            limit_s: longest time of the run, in seconds.
 
         Raises:
             RunFailed: a setting is wrong, or training failed.
@@ -74,8 +81,10 @@ class Pool(worker_pool.Pool):
                 run = run_dir.create(config, [])
             except ConfigError as error:
                 raise RunFailed(str(error)) from error
+            dims = environment.dims
+            splits = dims.pp * dims.tp > 1  # a mesh of several dimensions
             try:
-                self.call(train_run, run.path, workers=environment.dims.workers)
+                self.call(train_run, run.path, workers=dims.workers, limit_s=limit_s, splits=splits)
             finally:
                 run.release()
             return read_run(run.path, record=record)

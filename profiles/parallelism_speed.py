@@ -39,6 +39,7 @@ from measured_runs import (
     write_state,
 )
 from torch_peer import TENSOR, Peer
+from worker_pool import LIMIT_S
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ModelConfig
@@ -92,9 +93,9 @@ class Bench:
         ids = torch.from_numpy(np.load(data)).long()
         return Peer(self.shape, ids, TENSOR, self.device, self.steps, state=state)
 
-    def train(self, *words: str, record: bool = False) -> Measured:
+    def train(self, *words: str, record: bool = False, limit_s: float = LIMIT_S) -> Measured:
         """Train a run of mtrain."""
-        return self.pool.train(*words, record=record)
+        return self.pool.train(*words, record=record, limit_s=limit_s)
 
     def train_peer(self, state: Path | None = None) -> torch_peer.PeerTimes:
         """Train the peer, in processes that run nothing else."""
@@ -162,17 +163,21 @@ def pipeline(bench: Bench) -> Iterator[str]:
     columns = ["m", "v", "s / step", "passes s", "formula s", "passes / formula", "predicted s"]
     yield f"| {' | '.join(columns)} | 2 context s |"
     yield "|---" * (len(columns) + 1) + "|"
-    for count in (2, 4, 8, 16):
-        batch = (f"train.global_batch={count}", "train.shard=gradients")
+    batches = {
+        count: (f"train.global_batch={count}", "train.shard=gradients") for count in (2, 4, 8, 16)
+    }
+    beside = {}
+    for count, batch in batches.items():
         try:
-            beside = f"{bench.train(*bench.words(*batch)).seconds:.3f}"
+            beside[count] = f"{bench.train(*bench.words(*batch)).seconds:.3f}"
         except RunFailed as error:
-            beside = f"failed: {error}"
+            beside[count] = f"failed: {error}"
+    for count, batch in batches.items():
         for parts in (1, 2):
             more = (*batch, PIPELINE, f"topology.virtual_stages={parts}")
             prediction = bench.predicted(*more)
             try:
-                run = bench.train(*bench.words(*more), record=True)
+                run = bench.train(*bench.words(*more), record=True, limit_s=100)
             except RunFailed as error:
                 yield f"| {count} | {parts} | failed: {error} |"
                 continue
@@ -183,7 +188,7 @@ def pipeline(bench: Bench) -> Iterator[str]:
             makespan = run.pipeline["makespan_ms"] / 1e3
             yield (
                 f"| {count} | {parts} | {run.seconds:.3f} | {makespan:.3f} | {formula:.3f} "
-                f"| {makespan / formula:.3f} | {prediction} | {beside} |"
+                f"| {makespan / formula:.3f} | {prediction} | {beside[count]} |"
             )
 
 

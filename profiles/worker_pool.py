@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -50,7 +51,9 @@ class Pool:
         self._logs = logs or self.folder
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._spare: tuple[list[Any], list[Connection]] | None = None
         self._tasks, self._used = 0, False
+        self._splits = False  # whether the last task asked for new processes
         self._count: int | None = None  # number of workers of the last task
 
     def __enter__(self) -> Pool:
@@ -64,6 +67,8 @@ class Pool:
         trace: TracebackType | None,
     ) -> None:
         self._stop()
+        if self._spare is not None:
+            _end(*self._spare)
         self._folder.cleanup()
 
     def call(
@@ -72,21 +77,23 @@ class Pool:
         *arguments: Any,
         workers: int | None = None,
         limit_s: float = LIMIT_S,
+        splits: bool = False,
     ) -> Any:
         """Return what ``function(rank, workers, *arguments)`` returns on rank 0.
 
         Args:
             function: function of a module. Each process calls it in a new process group.
             workers: number of processes that take part, from rank 0; None for all.
+            splits: whether the function may split the process group. On GPUs it then has new
+                processes, because torch 2.11 crashes when it splits a second group of a process.
 
         Raises:
             RunFailed: the function failed on a process, or took longer than ``limit_s`` seconds.
         """
         count = self.workers if workers is None else workers
-        if self._count not in (None, count):
-            # After a group of another size, torch 2.11 crashes when it splits a communicator.
-            self.restart()
-        self._count = count
+        if self._count not in (None, count) or (self.device == "cuda" and (splits or self._splits)):
+            self.restart()  # after a group of another size torch 2.11 crashes, too
+        self._count, self._splits = count, splits
         if not self._processes:
             self._start()
         self._tasks += 1
@@ -110,6 +117,9 @@ class Pool:
                     self._stop()
                     raise RunFailed(problem)
             if time.monotonic() > deadline:
+                for process in self._processes:
+                    os.kill(process.pid, signal.SIGUSR1)  # its log shows where it waits
+                time.sleep(0.5)
                 self._stop()
                 raise RunFailed(f"longer than {limit_s:.0f} s")
         return results[0]
@@ -121,8 +131,15 @@ class Pool:
             self._start()
 
     def _start(self) -> None:
+        """Take the processes that wait, and start others in their place: imports take long."""
         self._used = False
+        self._processes, self._pipes = self._spare or self._spawn()
+        self._spare = self._spawn() if self.device == "cuda" else None
+
+    def _spawn(self) -> tuple[list[Any], list[Connection]]:
         context = mp.get_context("spawn")
+        processes: list[Any] = []
+        pipes = []
         for rank in range(self.workers):
             mine, theirs = context.Pipe()
             log = self._logs / f"worker-{rank}.log"
@@ -131,17 +148,22 @@ class Pool:
             )
             process.start()
             theirs.close()
-            self._processes.append(process)
-            self._pipes.append(mine)
+            processes.append(process)
+            pipes.append(mine)
+        return processes, pipes
 
     def _stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
+        _end(self._processes, self._pipes)
         self._processes, self._pipes = [], []
+
+
+def _end(processes: list[Any], pipes: list[Connection]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    for pipe in pipes:
+        pipe.close()
 
 
 def _serve(pipe: Connection, rank: int, device: str, processes: int, log: str) -> None:
@@ -150,11 +172,11 @@ def _serve(pipe: Connection, rank: int, device: str, processes: int, log: str) -
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
     faulthandler.enable(all_threads=False)
+    faulthandler.register(signal.SIGUSR1)
     if device == "cpu":
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
-        torch.cuda.set_device(rank)
         threads = max(1, (os.cpu_count() or 1) // processes)
         torch.set_num_threads(threads)
     while True:
@@ -190,6 +212,8 @@ def _run(
         "MASTER_PORT": "29500",  # unused: each task has a store of its own
     }
     cuda = device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)  # here, because processes that wait must take no memory
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=dist.FileStore(store, workers),

@@ -68,10 +68,15 @@ def _taken(rows: Tensor, order_S: Tensor, top_k: int) -> Tensor:
 
 def _summed(rows_SC: Tensor, place_S: Tensor, ends_E: Tensor | None, top_k: int) -> Tensor:
     end = rows_SC.shape[0] if ends_E is None else ends_E[-1]
-    rows = rows_SC[place_S.clamp(max=rows_SC.shape[0] - 1)]
-    rows = torch.where((place_S < end)[:, None], rows, 0)
     high = accumulation_dtype(rows_SC.dtype)
-    return rows.unflatten(0, (-1, top_k)).sum(1, dtype=high).to(rows_SC.dtype)
+    total_TC: Tensor | None = None
+    # Not a reduction: as a sum of terms, each element of the result reads consecutive memory.
+    for place_T in place_S.view(-1, top_k).unbind(1):
+        rows_TC = rows_SC[place_T.clamp(max=rows_SC.shape[0] - 1)].to(high)
+        rows_TC = torch.where((place_T < end)[:, None], rows_TC, 0)
+        total_TC = rows_TC if total_TC is None else total_TC + rows_TC
+    assert total_TC is not None
+    return total_TC.to(rows_SC.dtype)
 
 
 def _gated(gate_up_SW: Tensor, scores_S1: Tensor) -> Tensor:

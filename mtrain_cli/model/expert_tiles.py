@@ -20,7 +20,7 @@ from mtrain_cli.config.expert_settings import MoeConfig
 from mtrain_cli.model import expert_kernels
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.routing import Decision, part_of
-from mtrain_cli.model.tiling import expert_chunks
+from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,9 @@ def score_gradients(
 class WeightGradients:
     """Gradients of the experts' weights, summed over chunks.
 
-    The sum of several chunks is float32. For a single chunk, it has the compute dtype, as the
-    gradient of autograd does.
+    The sum of more than two chunks is float32. For one or two chunks, it has the compute dtype, as
+    the gradient of autograd does: a single addition computes in float32 and rounds once, as a
+    float32 sum that is rounded at the end does. It moves a quarter of the bytes.
     """
 
     def __init__(self, chunks: int) -> None:
@@ -153,10 +154,8 @@ class WeightGradients:
         if name in self._sums:
             self._sums[name] += sums_EBA
         else:
-            several = self._chunks > 1
-            self._sums[name] = sums_EBA.to(accumulation_dtype(sums_EBA.dtype)) if several else (
-                sums_EBA
-            )  # fmt: skip
+            high = accumulation_dtype(sums_EBA.dtype)
+            self._sums[name] = sums_EBA.to(high) if self._chunks > ONE_ADDITION else sums_EBA
 
     def take(self, name: str, weight: Tensor) -> Tensor:
         """Remove the gradient ``name`` and return it in the dtype of its weight."""

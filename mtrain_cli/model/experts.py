@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.config.expert_settings import SIGMOID
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.expert_spans import record_experts
@@ -33,7 +32,8 @@ from mtrain_cli.model.expert_tiles import (
     score_gradients,
 )
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
-from mtrain_cli.model.routing import Decision, Routing, decide_alone
+from mtrain_cli.model.router_logits import router_logits
+from mtrain_cli.model.routing import Decision, Routing, choose, decide_alone
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.parameter_shards import own_part
 from mtrain_cli.parallel.recording import FORWARD, RECOMPUTE
@@ -139,8 +139,7 @@ class MixtureOfExperts(nn.Module):
         Returns: logits and scores ``[T, E]``, and the scores of the chosen experts ``[T, K]``; the
             decision; the first token of each chunk, and the number of tokens.
         """
-        high = accumulation_dtype(x_TC.dtype)
-        logits_TE = functional.linear(x_TC.to(high), own_part(self.gate.weight).to(high))
+        logits_TE = router_logits(x_TC, own_part(self.gate.weight))
         is_sigmoid = self.moe.score == SIGMOID
         scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
         decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
@@ -161,7 +160,7 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def _decide(self, scores_TE: Tensor, routing: Routing | None) -> Decision:
-        chosen_TK = (scores_TE + self.selection_bias).topk(self.moe.top_k).indices
+        chosen_TK = choose(scores_TE, self.selection_bias, self.moe.top_k)
         if routing is None:
             return decide_alone(chosen_TK, self.moe.experts)
         return routing.decide(chosen_TK, scores_TE, self.layer)

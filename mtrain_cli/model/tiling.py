@@ -11,6 +11,7 @@ from mtrain_cli.config.expert_settings import MoeConfig
 _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
 # exposed, and none with fewer rows than keep matrix products fast.
+ONE_ADDITION = 2  # chunks of experts whose gradients of weights one addition sums
 _CHUNKS, _CHUNK_ROWS = 4, 2048  # topology.expert_chunks, too, for own tokens
 
 

@@ -98,8 +98,31 @@ def make_pipeline_group(
             pair = [ranks[0], ranks[-1]]
             made = dist.new_group(pair, timeout=timeout)
             ends = made if rank in pair else ends
+    own = dims.group("pp", rank)
     connect_all([*channels.values(), *([ends] if ends is not None else [])], device)
-    return PipelineGroup(dims.coordinate("pp", rank), dims.group("pp", rank), channels, ends)
+    _send_first(channels, own, rank, device)
+    return PipelineGroup(dims.coordinate("pp", rank), own, channels, ends)
+
+
+def _send_first(
+    channels: dict[Channel, dist.ProcessGroup],
+    ranks: Sequence[int],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Send one number through each channel of a pipeline, channel by channel.
+
+    With NCCL, the host of both ends waits in the first message of a communicator until the other
+    end takes part. Stages post their first messages in different orders, so they would wait for
+    each other. Here all stages have the same order.
+    """
+    number = torch.zeros(1, device=device)
+    for (_, sender, receiver), group in channels.items():
+        sends = ranks[sender] == rank
+        operation = dist.isend if sends else dist.irecv
+        peer = ranks[receiver] if sends else ranks[sender]
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, number, peer, group)]):
+            work.wait()
 
 
 class StagePasses(Protocol):

@@ -28,6 +28,7 @@ CONSTANTS: dict[str, Constant] = {
     "non_attention.eager": non_attention_cost.EAGER,
     "non_attention.launches": non_attention_cost.LAUNCHES,
     "expert_cost.grouped": expert_cost.GROUPED,
+    "expert_cost.router": expert_cost.ROUTER,
     "expert_cost.float32": expert_cost.FLOAT32,
     "expert_cost.expert_launches": expert_cost.EXPERT_LAUNCHES,
     "non_attention.measured": _factor(

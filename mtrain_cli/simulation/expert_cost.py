@@ -10,21 +10,26 @@ width of an expert, e bytes of the compute dtype.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mtrain_cli.config.cluster import Constant
 from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.tiling import ONE_ADDITION
 from mtrain_cli.simulation.router_loads import ExpertLoads
 
+_BFLOAT16 = 2  # bytes
 _GUESS = "; not measured"
 GROUPED = Constant(
     0.85, "measured",
     "rate of grouped products, of that of large products; an H200, 128 experts of 2048 x 768",
     0.68, 0.98,
 )  # fmt: skip
+ROUTER = Constant(
+    0.5, "guess", f"rate of the router's bfloat16 products, of the same rate{_GUESS}", 0.2, 0.8
+)
 FLOAT32 = Constant(
     0.07, "guess", f"rate of the router's float32 products, of the same rate{_GUESS}", 0.05, 0.4
 )
@@ -95,14 +100,19 @@ class LayerExperts:
         share = self.chunks / (self.degree * len(pairs))
         into = _products(rows, hidden, 2 * width, e, share)
         out = _products(rows, width, hidden, e, share)
+        low = e == _BFLOAT16
         router = GroupedProduct(
-            2.0 * tokens * hidden * moe.experts, 4.0 * tokens * (hidden + moe.experts), FLOAT32, 1
+            2.0 * tokens * hidden * moe.experts,
+            tokens * (e * hidden + 4.0 * moe.experts),
+            ROUTER if low else FLOAT32,
+            1,
         )
+        # In bfloat16, a gradient of logits has two terms (`model.router_logits`).
+        back = replace(router, flop=router.flop * 2) if low else router
         chosen, scores = tokens * moe.top_k, 40.0 * tokens * moe.experts
         order = 16.0 * 8 * chosen  # sorting and placing the pairs
         shared = moe.shared_size * tokens * e
-        # The router's input, and dispatch
-        read = (4.0 + e) * tokens * hidden + 2.0 * e * chosen * hidden
+        read = 2.0 * e * chosen * hidden  # dispatch
         combined = (5.0 if self.degree > 1 else 3.0) * e * chosen * hidden
         combined += (4.0 + 2 * e) * tokens * hidden
         if self.compile:
@@ -113,7 +123,7 @@ class LayerExperts:
         )
         again = ExpertWork((router, *into), read + scores + 3.0 * shared)
         backward = ExpertWork(
-            (router, router, *into, *into, *out, *out),
+            (back, back, *into, *into, *out, *out),
             2 * read + scores + combined + inside[1] + 5.0 * shared,
         )
         return forward, again, backward
@@ -133,8 +143,10 @@ class LayerExperts:
             forward += 4.0 * e * self.model.hidden_size
             backward += (6.0 if self.recompute else 4.0) * e * self.model.hidden_size
         weights = 3.0 * moe.experts / self.degree * moe.expert_size * self.model.hidden_size
-        # Several chunks add up the gradients of the weights in float32.
-        sums = weights * ((8 + 2 * e) * self.chunks + 4 + e) if self.chunks > 1 else 0.0
+        # More than two chunks add up the gradients of the weights in float32.
+        sums = weights * 3 * e * (self.chunks > 1)
+        if self.chunks > ONE_ADDITION:
+            sums = weights * ((8 + 2 * e) * self.chunks + 4 + e)
         return forward * rows, backward * rows + sums
 
 

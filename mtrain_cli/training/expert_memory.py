@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from mtrain_cli.config.expert_settings import SIGMOID
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.model.tiling import expert_chunks
+from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks
 
 _INT64 = 8
 _HIGH = 4  # bytes of float32, the dtype of the router
@@ -34,6 +34,7 @@ class ExpertMemory:
     degree: number of workers over which the experts are dealt.
     chunks: number of chunks of tokens.
     recompute: whether the layer is checkpointed.
+    z_loss: whether the loss has the routers' z-loss.
     """
 
     model: ModelConfig
@@ -43,6 +44,7 @@ class ExpertMemory:
     degree: int = 1
     chunks: int = 1
     recompute: bool = False
+    z_loss: bool = False
 
     @staticmethod
     def of(config: Config, tokens: int, e: int) -> ExpertMemory:
@@ -57,8 +59,10 @@ class ExpertMemory:
             tokens, model.hidden_size, model.moe, e, train.tile_mib << 20,
             shared=degree > 1, chunks=topology.expert_chunks,
         )  # fmt: skip
-        recompute = train.activation_checkpoint != "none"
-        return ExpertMemory(model, tokens, train.micro_batch, e, degree, chunks, recompute)
+        return ExpertMemory(
+            model, tokens, train.micro_batch, e, degree, chunks,
+            recompute=train.activation_checkpoint != "none", z_loss=bool(train.router_z_loss),
+        )  # fmt: skip
 
     @property
     def _by_chunk(self) -> bool:
@@ -81,18 +85,18 @@ class ExpertMemory:
     def saved(self) -> int:
         """Tensors that autograd saves, without the inputs of the layer's norm and of the experts.
 
-        - the router: its float32 input and weight unless e = 4, logits and scores E each (with
-          sigmoid scores, their shares, too), the chosen scores and their normed values K each
+        - the router: scores E (with a z-loss, the logits, too), the chosen scores and their normed
+          values K each
         - gate and up of all pairs, 2 e S I, and rows and scores that arrived, S (e C + 4). A
           checkpointed layer keeps neither if it has several chunks or rows travel
         - the shared MLP: gate, up, silu(gate) and the product, e J each.
         """
-        model, moe = self.model, self.model.moe
-        router = (3 if moe.score == SIGMOID else 2) * moe.experts
+        moe = self.model.moe
+        router = (1 + self.z_loss) * moe.experts
         router += moe.top_k * (2 if moe.normalize else 1)
-        router += 1 + (moe.score == SIGMOID) + moe.normalize + self.sequences  # of one token
-        inputs = 0 if self.e == _HIGH else model.hidden_size * (self.tokens + moe.experts)
-        return _HIGH * (router * self.tokens + inputs) + self._products + self.shared
+        # Numbers of one token
+        router += self.z_loss + (moe.score == SIGMOID) + moe.normalize + self.sequences
+        return _HIGH * router * self.tokens + self._products + self.shared
 
     @property
     def _products(self) -> int:
@@ -160,9 +164,9 @@ class ExpertMemory:
         - weights: the gradients of gate and up, and of one weight in the compute dtype
         - input: the gradient of gate and up, and rows of the input's gradient, twice; their sum
 
-        Several chunks add up the gradients of the weights in float32. If rows travel, a message has
-        the rows that leave, until its wait, and those that arrive. While a chunk computes, inputs
-        of the next chunk and results of the previous one travel.
+        More than two chunks add up the gradients of the weights in float32. If rows travel, a
+        message has the rows that leave, until its wait, and those that arrive. While a chunk
+        computes, inputs of the next chunk and results of the previous one travel.
         """
         pairs = -(-self._pairs // self.chunks)
         rows, wide = (
@@ -170,7 +174,8 @@ class ExpertMemory:
         )
         low, several, travel = self.e < _HIGH, self.chunks > 1, self.degree > 1
         in_high, matrix = _HIGH * wide // self.e, self.e * self._matrix
-        gradients = 3 * (_HIGH * self._matrix if several else matrix)
+        in_float = self.chunks > ONE_ADDITION
+        gradients = 3 * (_HIGH * self._matrix if in_float else matrix)
         before = gradients if several else 0  # of earlier chunks
         again = 2 * wide if self.recompute else 0
         inputs = 1 if travel and not self.recompute else 2  # else `saved` has one of them
@@ -182,7 +187,7 @@ class ExpertMemory:
             (inputs + 2 * travel) * rows + 3 * wide + matrix + before,
             (inputs - 1 + 2 * travel) * rows + 2 * wide + 2 * matrix + (before or matrix),
             (3 if travel else 2) * rows + 2 * wide * (not travel) + sums + gradients,
-            gradients + 2 * matrix * (several and low),
+            gradients + 2 * matrix * (in_float and low),
         )
         elsewhere = 2 * inputs * several + 2 * (self.chunks > 2)
         return max(moments) + elsewhere * travel * rows

@@ -72,15 +72,31 @@ def test_low_precision_gradients_of_weights_are_summed_in_float32():
         assert many[name].dtype == torch.bfloat16
 
 
-def test_the_sum_of_one_chunk_keeps_its_dtype_and_memory():
+def test_the_sum_of_one_or_two_chunks_keeps_its_dtype_and_memory():
     left, right = torch.ones(4, 2, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16)
     ends = torch.tensor([1, 4], dtype=torch.int32)
-    sums = {count: WeightGradients(count) for count in (1, 2)}
+    sums = {count: WeightGradients(count) for count in (1, 2, 3)}
     for each in sums.values():
         each.add("down", left, right, ends)
-    assert sums[1]._sums["down"].dtype == torch.bfloat16
-    assert sums[2]._sums["down"].dtype == torch.float32
-    assert sums[2].take("down", left)[:, 0, 0].tolist() == [1, 3]
+    dtypes = {count: each._sums["down"].dtype for count, each in sums.items()}
+    assert dtypes == {1: torch.bfloat16, 2: torch.bfloat16, 3: torch.float32}
+    assert sums[3].take("down", left)[:, 0, 0].tolist() == [1, 3]
+
+
+def test_the_sum_of_two_chunks_is_a_float32_sum_that_is_rounded_once():
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.tensor([20, 64], dtype=torch.int32)
+    chunks = [
+        [torch.randn(64, width, generator=generator).bfloat16() for width in (16, 24)]
+        for _ in range(2)
+    ]
+    two, alone = WeightGradients(2), []
+    for left, right in chunks:
+        two.add("down", left, right, ends)
+        one = WeightGradients(1)
+        one.add("down", left, right, ends)
+        alone.append(one.take("down", left).float())
+    assert torch.equal(two.take("down", chunks[0][0]), (alone[0] + alone[1]).bfloat16())
 
 
 @pytest.mark.parametrize(("recompute", "more"), [(False, 3), (True, 0)])

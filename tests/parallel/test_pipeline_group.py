@@ -10,6 +10,7 @@ from typing import Any
 import gloo
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mtrain_cli.launch.parallel_dims import ParallelDims
@@ -89,6 +90,31 @@ def test_results_pass_through_all_stages_and_gradients_back(world, schedule, par
         assert found["sent_back"] == (back if stage == 0 else {})
         both = (place + 1) + (place + 2 * (stages - 1) + 1)
         assert found["shared"] == (both if stage in (0, stages - 1) else rank + 1)
+
+
+def first_messages(rank: int, world: int) -> list[tuple[str, int]]:
+    """Return the operation and the peer of each message that making the channels sends."""
+    messages = []
+    send_all = dist.batch_isend_irecv
+
+    def watched(operations: list[dist.P2POp]) -> list[dist.Work]:
+        (only,) = operations
+        messages.append((only.op.__name__, only.peer))
+        return send_all(operations)
+
+    dist.batch_isend_irecv = watched
+    dims, pipeline = ParallelDims.of(world, pp=world, cp=1), Pipeline("interleaved", 3, 2, 3)
+    make_pipeline_group(rank, dims, pipeline, CPU)
+    dist.batch_isend_irecv = send_all
+    return messages
+
+
+def test_each_channel_connects_before_the_first_step_and_in_one_order():
+    messages = gloo.run(3, first_messages)
+    hops = [(0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)]
+    for rank, found in enumerate(messages):
+        own = [("isend", b) if a == rank else ("irecv", a) for a, b in hops if rank in (a, b)]
+        assert found == own
 
 
 class Slow(Arithmetic):

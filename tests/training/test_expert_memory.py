@@ -15,11 +15,12 @@ from mtrain_cli.training.expert_memory import ExpertMemory
 SEQ, BATCH = 512, 2
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "settings", [(), ("shared_size=48",), ("score=sigmoid", "normalize=false", "top_k=3")]
 )
-def test_kept_bytes_equal_the_formulas(settings, dtype):
+def test_kept_bytes_equal_the_formulas(settings, dtype, z_loss):
     model = compose(["model=tiny_moe", *(f"model.moe.{word}" for word in settings)]).model
     shared = SwiGLU(model.hidden_size, model.moe.shared_size) if model.moe.shared_size else None
     module = MixtureOfExperts(model, 0, shared).to(dtype)
@@ -28,8 +29,8 @@ def test_kept_bytes_equal_the_formulas(settings, dtype):
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(BATCH, SEQ, model.hidden_size, dtype=dtype, requires_grad=True)
     slots = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
-    routing = Routing(slots, [SEQ] * BATCH, SEQ, model.moe, 1, RouterOptions(BATCH, 0.1, 0.1))
-    memory = ExpertMemory(model, BATCH * SEQ, BATCH, dtype.itemsize)
+    routing = Routing(slots, [SEQ] * BATCH, SEQ, model.moe, 1, RouterOptions(BATCH, 0.1, z_loss))
+    memory = ExpertMemory(model, BATCH * SEQ, BATCH, dtype.itemsize, z_loss=bool(z_loss))
     decisions: list[Decision] = []
     of_routing = [each for each in vars(routing).values() if isinstance(each, torch.Tensor)]
     with LiveBytes([*module.parameters(), x, *of_routing]) as live:

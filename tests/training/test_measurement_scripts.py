@@ -58,7 +58,12 @@ def test_a_script_checks_losses_and_prints_its_table(script, words, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "checks", "rows"),
-    [(["products"], 0, 6), (["layer"], 6, 6), (["model"], 0, 7)],
+    [
+        (["products"], 0, 6),
+        (["layer"], 6, 6),
+        (["parts", "--tile-kib", "1024"], 0, 27),
+        (["model"], 0, 7),
+    ],
     ids=lambda value: str(value),
 )
 def test_the_script_of_experts_prints_its_table(words, checks, rows):

@@ -233,6 +233,7 @@ EXPERTS_OF_TWO = [
 EXPERTS_ALONE = [
     (with_checkpointing("selective", MOE, CHUNKS), "all_gather", "flash4", BF16),
     (with_checkpointing("none", MOE, CHUNKS), "all_gather", "flash4", FP32),
+    ([*MANY, "topology.expert_chunks=2"], "all_gather", "flash4", BF16),
     (with_checkpointing("full", MOE, CHUNKS, *MIXED), "all_gather", "flash4", FP32),
     (with_checkpointing("none", MOE, *MIXED), "all_gather", "flash4", BF16),
     (with_checkpointing("none", MOE, *OTHER_SCORES), "all_gather", "flash4", FP32),
