@@ -216,10 +216,9 @@ class Model:
         from mtrain_cli.inference.limits import require_hidden_labels
 
         require_hidden_labels(self.source.config, "lm_eval")
-        positions, vocabulary = self.source.max_position, self.source.config.model.vocab_size
-        plan = Plan(positions, vocabulary, beyond)
+        plan = Plan.of(self.source, beyond=beyond)
         answers = EngineAnswers(self._engine, self._codec, plan)
-        return HarnessModel(self._codec, positions, answers)
+        return HarnessModel(self._codec, plan.positions, answers)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]

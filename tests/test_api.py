@@ -92,7 +92,7 @@ def test_attention_and_losses(folder):
         (lambda m: m.generate("", max_new=3), "the prompt is empty"),
         (lambda m: m.generate("a", max_new=0), "max_new=0: must be at least 1"),
         (lambda m: m.generate("a", temperature=-1), "--temperature -1"),
-        (lambda m: m.generate("a", max_new=9999), "--max-new 9,999"),
+        (lambda m: m.generate("a", max_new=9999), "--max-new 9999"),
         (lambda m: m.generate([[1, 5000]]), "the id 5000 at token 2"),
         (lambda m: m.token_losses("a"), "token_losses: 1 token; give at least 2"),
     ],
@@ -109,6 +109,17 @@ def test_a_prefix_lm_generates_but_has_no_losses(tmp_path):
     assert len(model.generate("a", max_new=3, ignore_end=True)[0].ids) == 3
     with pytest.raises(api.ConfigError, match=r"prefix 48: token_losses needs the loss of each"):
         model.token_losses("abc")
+
+
+def test_a_model_with_windows_has_losses_but_generates_only_short_texts(tmp_path):
+    write_run(tmp_path / "windows", "mask=sliding_window", "mask.window=16")
+    model = load(tmp_path / "windows")
+    losses = model.token_losses(tokens(64))
+    # A token's loss depends on the two layers' windows alone.
+    changed = [*tokens(64, seed=1)[:20], *tokens(64)[20:]]
+    assert torch.equal(losses[60:], model.token_losses(changed)[60:])
+    with pytest.raises(api.ConfigError, match="with the new tokens, have at most 16 tokens"):
+        model.generate([1] * 14, max_new=3)
 
 
 def test_several_workers_need_processes(folder):

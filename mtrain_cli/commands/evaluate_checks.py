@@ -13,6 +13,7 @@ from mtrain_cli.config.sizes import format_size
 if TYPE_CHECKING:
     from mtrain_cli.evaluation.generated import Generated
     from mtrain_cli.evaluation.harness_tasks import HarnessTasks
+    from mtrain_cli.evaluation.measurement import Cell
     from mtrain_cli.evaluation.request import EvaluationRequest
     from mtrain_cli.evaluation.sources import Sources
     from mtrain_cli.inference.model_source import ModelSource
@@ -46,46 +47,73 @@ def check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bo
     """Make the first samples, so that mistakes are reported before any work. Return warnings.
 
     Raises:
-        ConfigError: there is no tokenizer, a text or file is missing, or a length is too short.
+        ConfigError: there is no tokenizer, or it is that of another model, a text or file is
+            missing, or a length is too short.
     """
     from mtrain_cli.evaluation.generated import Generated
     from mtrain_cli.evaluation.perplexity import Perplexity
     from mtrain_cli.evaluation.request import open_measurement
-    from mtrain_cli.inference.limits import require_hidden_labels
+    from mtrain_cli.evaluation.runner import name_of, tokenizer_text
+    from mtrain_cli.inference.limits import require_hidden_labels, require_known_ids
     from mtrain_cli.inference.text import open_codec
 
     codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
     measurement = open_measurement(request, source, codec)
-    if isinstance(measurement, Generated):
-        _check_prompts(measurement, source, min(request.lengths), beyond=beyond)
-        return []
-    require_hidden_labels(source.config, "this evaluation")
-    with _as_options():
-        for cell in measurement.cells():
-            if cell.length == min(request.lengths):
-                next(measurement.items(cell))
+    if not isinstance(measurement, Generated):
+        require_hidden_labels(source.config, "this evaluation")
+    vocabulary, tokenizer = source.config.model.vocab_size, tokenizer_text(request, source)
+    for cell in measurement.cells():
+        prompts = []
+        with _as_options():
+            if not cell.length:
+                prompts = [item["ids"] for item in measurement.items(cell)]
+            elif cell.length == min(request.lengths):
+                prompts = [next(measurement.items(cell))["ids"]]
+        if isinstance(measurement, Perplexity):
+            prompts += [sequence.ids for sequence in measurement.sequences[cell.length]]
+        for ids in prompts:
+            require_known_ids(ids, vocabulary, name_of(cell), tokenizer)
+        if isinstance(measurement, Generated):
+            _require_prompts(measurement, cell, source, prompts, beyond=beyond)
     if not isinstance(measurement, Perplexity):
         return []
     return [f"perplexity: {line}" for line in measurement.remarks.values()]
 
 
-def _check_prompts(
-    measurement: Generated, source: ModelSource, shortest: int, *, beyond: bool
+def _require_prompts(
+    measurement: Generated,
+    cell: Cell,
+    source: ModelSource,
+    prompts: Sequence[Sequence[int]],
+    *,
+    beyond: bool,
 ) -> None:
+    """Check the prompts of a file, or the positions of the samples of a task."""
     from mtrain_cli.inference.limits import require_prompts
 
-    files = iter(measurement.files)
-    for cell in measurement.cells():
-        most = measurement.answer_tokens(cell)
-        if cell.length == shortest and cell.length:
-            next(measurement.items(cell))
-        if cell.length:
-            require_prompts(source, [[0]], cell.length - 1, beyond=True)
-            continue
-        file = next(files)
-        prompts = [item["ids"] for item in measurement.items(cell)]
-        names = [f"--file {file}: sample {n}" for n in range(1, len(prompts) + 1)]
-        require_prompts(source, prompts, most, beyond=beyond, names=names)
+    if cell.length:
+        require_prompts(source, [[0]], cell.length - 1, beyond=True)
+        if not beyond:
+            require_room(source, cell.length, measurement.special_tokens)
+        return
+    file = measurement.file_of(cell)
+    names = [f"--file {file}: sample {n}" for n in range(1, len(prompts) + 1)]
+    most = measurement.answer_tokens(cell)
+    require_prompts(source, prompts, most, beyond=beyond, names=names)
+
+
+def require_room(source: ModelSource, length: int, special: int) -> None:
+    """Raise ConfigError if a sample of RULER with special tokens exceeds the model's positions.
+
+    The last token of an answer takes no position, so one special token always has room.
+    """
+    used, most = length + special - 1, source.max_position
+    if special and used > most:
+        raise ConfigError(
+            f"--length {length}: the tokenizer adds {special} tokens to a prompt, so a sample "
+            f"needs {used:,} positions; the model has {most:,}. Give at most {most + 1 - special}, "
+            "or add --beyond to go on anyway"
+        )
 
 
 def checked_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> HarnessTasks:
@@ -94,6 +122,7 @@ def checked_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: bo
     Raises:
         ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
     """
+    from mtrain_cli.evaluation.harness_requests import Plan
     from mtrain_cli.evaluation.harness_runner import load_tasks
     from mtrain_cli.evaluation.request import require_tokenizer
     from mtrain_cli.inference.limits import require_hidden_labels
@@ -103,7 +132,7 @@ def checked_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: bo
     require_tokenizer(codec)
     require_hidden_labels(source.config, "this evaluation")
     tasks = load_tasks(request)
-    tasks.plan(codec, source.max_position, source.config.model.vocab_size, beyond=beyond)
+    tasks.plan(codec, Plan.of(source, beyond=beyond))
     return tasks
 
 

@@ -45,6 +45,8 @@ class Sample:
         if the data have no masks.
     positions: rotary position of each token, int32[seq]; None if the data have none.
     real: number of tokens before the padding; None if there is no padding.
+    ends_document: whether the last token before the padding ends a document. A label does not tell:
+        the next token may belong to the document without being a target.
     """
 
     tokens: np.ndarray
@@ -53,6 +55,7 @@ class Sample:
     slices: np.ndarray | None = None
     positions: np.ndarray | None = None
     real: int | None = None
+    ends_document: bool = False
 
 
 class TokenSource(Protocol):
@@ -202,7 +205,8 @@ class PackedDataset:
                 positions[1 : stream.size] <= positions[: stream.size - 1]
             ] = IGNORED
             positions = positions[: self.seq]
-        return Sample(tokens, labels, documents, slices, positions, real)
+        ends_document = self._document_mask and bool((ends == real).any())
+        return Sample(tokens, labels, documents, slices, positions, real, ends_document)
 
     def describe(self) -> str:
         """Return one line: source, documents, tokens, tokenizer, sequences, and location."""

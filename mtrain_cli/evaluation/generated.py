@@ -46,35 +46,31 @@ class Generated:
     files: Sequence[Path] = ()
     max_new: int = 128
     together: int = TOGETHER
+    _hashes: dict[Path, str] = field(default_factory=dict, init=False, repr=False)
 
     def cells(self) -> list[Cell]:
         cells = [Cell(f"{PREFIX}{task}", n) for n in self.lengths for task in self.tasks]
         return cells + [Cell(f"{FILE}{path.stem}", 0) for path in self.files]
 
     def settings(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the tokenizer, and what the task reads."""
+        """Return the tokenizer, and what the task reads. Files are read once."""
         assert self.codec.tokenizer is not None
         common = {"tokenizer": self.codec.tokenizer.identity}
         if cell.task.startswith(FILE):
-            path = self._file(cell)
-            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            content = self._content(self.file_of(cell))
             return {**common, "file": content, "max_new": self.max_new}
         task = cell.task.removeprefix(PREFIX)
         source = ruler.find_task(task).source
         files = [task.partition("@")[2] or (getattr(self.sources, source) if source else "")]
         if self.sources.words is not None and task == "cwe":
             files.append(self.sources.words)
-        contents = [
-            hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
-            for file in files
-            if file
-        ]
+        contents = [self._content(Path(file).expanduser()) for file in files if file]
         words = identity() if ruler.needs_words(task) else ""
         return {**common, "files": contents, "words": words, "seed": ruler.SEED}
 
     def labels(self, cell: Cell) -> tuple[str, ...]:
         if cell.task.startswith(FILE):
-            return (self._file(cell).name, f"max-new {self.max_new}")
+            return (self.file_of(cell).name, f"max-new {self.max_new}")
         task = cell.task.removeprefix(PREFIX)
         source = ruler.find_task(task).source
         used = [getattr(self.sources, source)] if source and "@" not in task else []
@@ -83,7 +79,7 @@ class Generated:
 
     def items(self, cell: Cell) -> Iterator[Item]:
         if cell.task.startswith(FILE):
-            made = read_samples(self._file(cell))
+            made = read_samples(self.file_of(cell))
         else:
             assert self.codec.tokenizer is not None
             made = ruler.generate(
@@ -112,7 +108,7 @@ class Generated:
 
     def count(self, cell: Cell, wanted: int) -> int:
         if cell.task.startswith(FILE):
-            return min(wanted, sum(1 for _ in read_samples(self._file(cell))))
+            return min(wanted, sum(1 for _ in read_samples(self.file_of(cell))))
         return wanted
 
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
@@ -136,7 +132,19 @@ class Generated:
             return string_match_all(clean_prediction(text), outputs)
         return ruler.grades(cell.task.removeprefix(PREFIX), [text], [outputs])[0]
 
-    def _file(self, cell: Cell) -> Path:
+    @property
+    def special_tokens(self) -> int:
+        """Number of tokens that the tokenizer adds to a prompt, which RULER does not count."""
+        return len(self.codec.encode(""))
+
+    def _content(self, path: Path) -> str:
+        """Return the hash of a file."""
+        if path not in self._hashes:
+            self._hashes[path] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return self._hashes[path]
+
+    def file_of(self, cell: Cell) -> Path:
+        """Return the file of samples of a cell."""
         return next(path for path in self.files if f"{FILE}{path.stem}" == cell.task)
 
 

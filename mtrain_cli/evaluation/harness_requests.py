@@ -5,11 +5,16 @@ This module needs neither torch nor lm-eval.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.inference.limits import require_whole_cache
+from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
 
 Pair = tuple[list[int], list[int]]
@@ -75,6 +80,32 @@ class Continuing:
         return text
 
 
+def request_names(prompts: Sequence[list[int]], how: Continuing) -> list[str]:
+    """Return a name for the text that follows each prompt.
+
+    Equal requests for greedy texts have one name. Each sample of one prompt is another, so its name
+    counts the earlier ones. A name does not depend on other prompts.
+    """
+    about = [how.max_new, list(how.until), asdict(how.sampling)]
+    copies: dict[str, int] = {}
+    names = []
+    for prompt in prompts:
+        name = request_hash(["texts", prompt, *about])
+        number = copies[name] = copies.get(name, -1) + 1 if how.sampling.temperature else 0
+        names.append(f"{name}-{number}")
+    return names
+
+
+def request_seed(name: str) -> int:
+    """Return the seed of a sampled text of this name."""
+    return int(request_hash([name])[:12], 16)
+
+
+def request_hash(request: list[Any]) -> str:
+    """Return the hash of a request."""
+    return hashlib.sha256(json.dumps(request, separators=(",", ":")).encode()).hexdigest()[:24]
+
+
 class Answers(Protocol):
     """Answers requests. What it does not answer, it refuses with a `ConfigError`."""
 
@@ -86,7 +117,7 @@ class Answers(Protocol):
         ...
 
     def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
-        """Return the text that follows each prompt."""
+        """Return the text that follows each prompt. Each sampled text has a seed of its own."""
         ...
 
 
@@ -97,6 +128,7 @@ class Plan:
     positions, vocabulary: of the model.
     beyond: allow more tokens than the model has positions.
     task: name of the task for messages; "" if unknown.
+    mask: mask of the model. New tokens must see the whole cache.
     lengths: tokens of each request, those to generate included.
     """
 
@@ -104,9 +136,16 @@ class Plan:
     vocabulary: int
     beyond: bool = False
     task: str = ""
+    mask: MaskConfig = CAUSAL
 
     def __post_init__(self) -> None:
         self.lengths: list[int] = []
+
+    @staticmethod
+    def of(source: ModelSource, *, beyond: bool = False) -> Plan:
+        """Return a plan without requests for a model."""
+        config = source.config
+        return Plan(source.max_position, config.model.vocab_size, beyond, mask=config.mask)
 
     def scores(self, pairs: Sequence[Pair]) -> list[Score]:
         for context, continuation in pairs:
@@ -121,6 +160,10 @@ class Plan:
             if not prompt:
                 raise ConfigError(f"{self._place}a request has an empty prompt")
             self._count(prompt, how.max_new)
+            try:
+                require_whole_cache(self.mask, len(prompt) + how.max_new)
+            except ConfigError as error:
+                raise ConfigError(*(f"{self._place}{one}" for one in error.problems)) from None
         return [""] * len(prompts)
 
     @property

@@ -12,6 +12,7 @@ from mtrain_cli.evaluation.results import PERCENT, Result, key_of, mean_and_erro
 PREFIX = "lm-eval:"
 _SHARES = ("acc", "exact_match", "em", "contains")  # metrics from 0 to 1, by how they begin
 _PLAIN = "none"  # lm-eval's name of no filter
+_HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,17 @@ def _rows(samples: Any, metric: str, chosen: str) -> list[dict[str, Any]]:
             "score": _plain(sample[metric]),
             "target": _plain(sample["target"]),
             "answers": _plain(sample["filtered_resps"]),
+            **_hash(sample),
         }
         for sample in sorted(samples, key=lambda sample: sample["doc_id"])
         if sample["filter"] == chosen and metric in sample
     ]
+
+
+def _hash(sample: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of lm-eval's hashes: of the document, the prompt and the target."""
+    own = {name: sample[name] for name in _HASHES if name in sample}
+    return {"text": key_of(own)} if own else {}
 
 
 def _error(

@@ -7,11 +7,10 @@ the results keeps every answer, so that no request is computed twice.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,15 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.evaluation.continuations import pack_size, packs, score_together
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
-from mtrain_cli.evaluation.harness_requests import Continuing, Pair, Plan, Score
+from mtrain_cli.evaluation.harness_requests import (
+    Continuing,
+    Pair,
+    Plan,
+    Score,
+    request_hash,
+    request_names,
+    request_seed,
+)
 from mtrain_cli.evaluation.harness_results import measured
 from mtrain_cli.evaluation.harness_tasks import HarnessTasks
 from mtrain_cli.evaluation.request import EvaluationRequest
@@ -63,6 +70,12 @@ class EngineAnswers:
         return [found[number] for number in range(len(pairs))]
 
     def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
+        return self.named_texts(prompts, how, request_names(prompts, how))
+
+    def named_texts(
+        self, prompts: Sequence[list[int]], how: Continuing, names: Sequence[str]
+    ) -> list[str]:
+        """Do as `texts`. names: of the texts, which give the seeds."""
         if self._plan is not None:
             self._plan.texts(prompts, how)
         codec, longest = self._codec, max((len(one.encode()) for one in how.until), default=0)
@@ -73,7 +86,12 @@ class EngineAnswers:
             return any(one in tail for one in how.until)
 
         completions = self._engine.generate(
-            prompts, how.max_new, how.sampling, codec.stop, ended=ended if how.until else None
+            prompts,
+            how.max_new,
+            how.sampling,
+            codec.stop,
+            ended=ended if how.until else None,
+            seeds=list(map(request_seed, names)),
         )
         return [how.cut(codec.decode_plain(completion.ids)) for completion in completions]
 
@@ -130,9 +148,7 @@ class HarnessRunner:
         request, source = self._request, self._settings[0].source()
         folder = ResultsFolder.open(Path(request.out), request.model)
         tasks = self._tasks or load_tasks(request)
-        plan = tasks.plan(
-            self._codec, source.max_position, source.config.model.vocab_size, beyond=True
-        )
+        plan = tasks.plan(self._codec, Plan.of(source, beyond=True))
         flop = plan_flop(plan, source.config)
         progress = EvaluationProgress(flop * len(self._settings))
         many = f"{len(plan.lengths):,} requests of {len(tasks.loaded['tasks'])} tasks"
@@ -160,7 +176,10 @@ class HarnessRunner:
         seconds: float,
         progress: EvaluationProgress,
     ) -> None:
-        """Write results and samples that the folder lacks."""
+        """Write results and samples that the folder lacks, or of which it has others.
+
+        A task that changed gives other samples under its name, even if it has as many.
+        """
         names: dict[str, Any] = {
             "length": 0,
             "attention": setting.attention,
@@ -171,14 +190,17 @@ class HarnessRunner:
             error=None, unit="", seconds=seconds, **names,
         )  # fmt: skip
         for one in measured(found, known, self.origin(setting)):
-            held = folder.samples.get(one.result.key, {})
-            for row in one.rows:
+            key = one.result.key
+            own = [{"key": key, "task": one.result.task, **names, **row} for row in one.rows]
+            held = folder.samples.get(key, {})
+            if any(row["index"] in held and not _equal(row, held[row["index"]]) for row in own):
+                folder.drop_samples(key)
+                held = {}
+            for row in own:
                 if row["index"] not in held:
-                    folder.add_sample(
-                        {"key": one.result.key, "task": one.result.task, **names, **row}
-                    )
-            before = folder.results.get(one.result.key)
-            if before is None or before.samples != one.result.samples:
+                    folder.add_sample(row)
+            before = folder.results.get(key)
+            if before is None or replace(one.result, seconds=before.seconds) != before:
                 folder.add_result(one.result)
             progress.say(f"{one.result.task} {setting.label}: {score_text(one.result)}")
 
@@ -216,8 +238,9 @@ class HarnessRunner:
         answers = self._opened[1]
         if kind == "scores":
             return answers.scores(arguments[0])
-        prompts, max_new, until, sampling = arguments
-        return answers.texts(prompts, Continuing(max_new, tuple(until), Sampling(**sampling)))
+        prompts, max_new, until, sampling, names = arguments
+        how = Continuing(max_new, tuple(until), Sampling(**sampling))
+        return answers.named_texts(prompts, how, names)
 
     def _open(self, setting: Setting) -> EngineAnswers:
         warn = partial(_warn, first=self._first)
@@ -241,11 +264,14 @@ class _KeptAnswers:
         self._runner, self._number, self._setting = runner, number, setting
         self._progress, self._device = progress, runner.device
         self._file, self._key = folder.path / ANSWERS, key_of(runner.origin(setting))
-        rows = kept_rows(self._file)
-        self._held = {row["request"]: row["answer"] for row in rows if row.get("key") == self._key}
+        self._held: dict[str, Any] = {}
+        for row in kept_rows(self._file):
+            name, answer = row.get("request"), row.get("answer")
+            if row.get("key") == self._key and isinstance(name, str) and _is_answer(name, answer):
+                self._held[name] = answer
 
     def scores(self, pairs: Sequence[Pair]) -> list[Score]:
-        names = [_name(["scores", *pair]) for pair in pairs]
+        names = [request_hash(["scores", *pair]) for pair in pairs]
         missing = list({name: pair for name, pair in zip(names, pairs, strict=True)
                         if name not in self._held}.values())  # fmt: skip
         config = self._setting.config
@@ -253,29 +279,18 @@ class _KeptAnswers:
             own = [missing[number] for number in numbers]
             found = self._runner.call(self._number, "scores", own)
             for pair, score in zip(own, found, strict=True):
-                self._add(_name(["scores", *pair]), list(score), len(pair[0]) + len(pair[1]))
+                self._add(request_hash(["scores", *pair]), list(score), len(pair[0]) + len(pair[1]))
         return [(float(self._held[name][0]), bool(self._held[name][1])) for name in names]
 
     def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
-        about = [how.max_new, list(how.until), asdict(how.sampling)]
-        copies: dict[str, int] = {}
-        names = []
-        for prompt in prompts:
-            name = _name(["texts", prompt, *about])
-            # Each sample of one prompt is another. Greedy ones are all the same.
-            number = copies[name] = copies.get(name, -1) + 1 if how.sampling.temperature else 0
-            names.append(f"{name}-{number}")
+        names = request_names(prompts, how)
         by_name = dict(zip(names, prompts, strict=True))
         missing = [name for name in by_name if name not in self._held]
         missing.sort(key=lambda name: (-len(by_name[name]), name))
         for group in _groups(missing):
             own = [by_name[name] for name in group]
-            # Prompts of a group have random numbers of their own.
-            seed = int(group[0][:12], 16) if how.sampling.temperature else 0
-            sampling = {**asdict(how.sampling), "seed": seed}
-            found = self._runner.call(
-                self._number, "texts", own, how.max_new, list(how.until), sampling
-            )
+            about = how.max_new, list(how.until), asdict(how.sampling), list(group)
+            found = self._runner.call(self._number, "texts", own, *about)
             for name, text in zip(group, found, strict=True):
                 self._add(name, text, len(by_name[name]) + how.max_new)
         return [self._held[name] for name in names]
@@ -300,6 +315,11 @@ def load_tasks(request: EvaluationRequest) -> HarnessTasks:
     )
 
 
+def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two rows are equal on the disk, where a NaN is one."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
 def plan_flop(plan: Plan, config: Config) -> float:
     """Return the FLOP of all requests with dense attention, each computed alone."""
     counts: dict[int, int] = {}
@@ -308,8 +328,16 @@ def plan_flop(plan: Plan, config: Config) -> float:
     return sum(count * forward_flop(config, length) for length, count in counts.items())
 
 
-def _name(request: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(request, separators=(",", ":")).encode()).hexdigest()[:24]
+def _is_answer(name: str, answer: Any) -> bool:
+    """Return whether a row from the disk holds a text, or a score as `Score` has it."""
+    if "-" in name:  # as in `request_names`
+        return isinstance(answer, str)
+    return (
+        isinstance(answer, list)
+        and len(answer) == 2
+        and isinstance(answer[0], int | float)
+        and isinstance(answer[1], bool)
+    )
 
 
 def _groups(names: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -67,18 +67,15 @@ class HarnessTasks:
                 task.set_config(key="num_fewshot", value=shots or 0)
         return HarnessTasks(loaded, samples)
 
-    def plan(
-        self, codec: TextCodec, positions: int, vocabulary: int, *, beyond: bool = False
-    ) -> Plan:
-        """Count the requests of all tasks.
+    def plan(self, codec: TextCodec, plan: Plan) -> Plan:
+        """Count the requests of all tasks in a plan without requests, and return it.
 
         Raises:
             ConfigError: a request is too long, or needs what mtrain does not support.
         """
         from mtrain_cli.evaluation.harness_model import HarnessModel
 
-        plan = Plan(positions, vocabulary, beyond)
-        model = HarnessModel(codec, positions, plan)
+        model = HarnessModel(codec, plan.positions, plan)
         for plan.task, task in self.loaded["tasks"].items():
             self._build(plan.task, task)
             by_kind: dict[str, list[Any]] = {}

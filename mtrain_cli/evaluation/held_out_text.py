@@ -9,7 +9,6 @@ import numpy as np
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.dataset import Sample
-from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import TokenStore
@@ -137,12 +136,9 @@ def _joined(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
     ids, documents = [], []
     last = 0
     for sample in samples:
-        labelled = np.flatnonzero(sample.labels != IGNORED)
-        real = int(labelled[-1]) + 2 if len(labelled) else 0
-        ids.append(sample.tokens[:real])
-        documents.append(sample.documents[:real] + last)
-        # A label of the last token means that its document goes on in the next sample.
-        last = int(documents[-1].max(initial=last)) + int(sample.labels[-1] == IGNORED)
+        ids.append(sample.tokens[: sample.real])
+        documents.append(sample.documents[: sample.real] + last)
+        last = int(documents[-1][-1]) + int(sample.ends_document)
     return np.concatenate(ids), np.concatenate(documents)
 
 

@@ -21,7 +21,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.held_out_text import Sequence as TextSequence
 from mtrain_cli.evaluation.measurement import Cell, Item, Row
-from mtrain_cli.evaluation.results import NATS, Part, Result, mean_and_error
+from mtrain_cli.evaluation.results import NATS, Part, Result, weighted_mean_and_error
 from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.training.evaluation import bucket_edges
 
@@ -119,6 +119,7 @@ class Perplexity:
             if keys is None:
                 short = short_losses(scorer, ids, self.short, documents)
                 keys = key_places(losses, short, counted & (earlier >= self.short))
+            row["short"] = self.short
             row["keys"] = list(map(int, keys))
             row["key_loss"] = _finite(losses[keys].mean()) if len(keys) else None
         return row
@@ -129,7 +130,7 @@ class Perplexity:
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Take the key tokens of the first model and attention for all others."""
         if self.short is not None and self.keys is None:
-            self.keys = {row["text"]: row["keys"] for row in rows}
+            self.keys = {row["text"]: row["keys"] for row in rows if "text" in row}
             self.key_origin, self.key_label = origin, label
 
     def tokens(self, cell: Cell) -> int:
@@ -139,12 +140,17 @@ class Perplexity:
         return cell.length + again
 
     def result(self, rows: Sequence[Row], result: Result) -> Result:
-        score, error = mean_and_error([_number(row["score"]) for row in rows])
+        score, error = weighted_mean_and_error(
+            [_number(row["score"]) for row in rows], [row["tokens"] for row in rows]
+        )
         notes = [self.remarks[result.length]] if result.length in self.remarks else []
         key_tokens = None
         if self.short is not None:
             with_keys = [row for row in rows if row["keys"]]
-            loss, key_error = mean_and_error([_number(row["key_loss"]) for row in with_keys])
+            loss, key_error = weighted_mean_and_error(
+                [_number(row["key_loss"]) for row in with_keys],
+                [len(row["keys"]) for row in with_keys],
+            )
             count = sum(len(row["keys"]) for row in rows)
             key_tokens = Part(self.short, result.length, count, loss, key_error)
             if self.keys is not None:
@@ -210,7 +216,9 @@ def _parts(rows: Sequence[Row]) -> tuple[Part, ...]:
             by_span.setdefault((begin, end), []).append((count, _number(loss)))
     parts = []
     for (begin, end), found in sorted(by_span.items()):
-        score, error = mean_and_error([loss for _, loss in found])
+        score, error = weighted_mean_and_error(
+            [loss for _, loss in found], [count for count, _ in found]
+        )
         parts.append(Part(begin, end, sum(count for count, _ in found), score, error))
     return tuple(parts)
 

@@ -225,7 +225,7 @@ def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCode
         measurement.remarks = dict(_remarks(run, request.samples, sequences))
     if options.keys_from is not None:
         folder = Path(options.keys_from)
-        measurement.keys = _keys(folder)
+        measurement.keys = _keys(folder, options.short)
         measurement.key_origin = key_of({"keys": measurement.keys})
         measurement.key_label = measurement.keys_from = str(folder)
     return measurement
@@ -245,20 +245,41 @@ def _remarks(
             )
 
 
-def _keys(folder: Path) -> dict[str, list[int]]:
+def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:
     """Return the key tokens in a folder of results, of its dense results if it has any.
 
+    Args:
+        short: the short context with which they were found.
+
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or they were found with another short context.
     """
-    attention = {result.key: result.attention for result in read_results(folder)}
-    rows = [row for row in read_sample_rows(folder) if isinstance(row.get("keys"), list)]
+    results = {result.key: result for result in read_results(folder)}
+    rows = [
+        row
+        for row in read_sample_rows(folder)
+        if isinstance(row.get("keys"), list)
+        and isinstance(row.get("text"), str)
+        and isinstance(row.get("key"), str)
+    ]
     if not rows:
         raise ConfigError(
             f"--keys-from {folder}: holds no key tokens. Run `mtrain eval perplexity --short N` "
             "for that model first"
         )
-    dense = [row for row in rows if attention.get(row["key"]) == "dense"]
+    found = {key: result.key_tokens.begin for key, result in results.items() if result.key_tokens}
+    # Rows of earlier versions do not name their short context.
+    shorts = [row.get("short", found.get(row["key"])) for row in rows]
+    rows = [row for row, own in zip(rows, shorts, strict=True) if own == short]
+    if not rows:
+        held = sorted({own for own in shorts if isinstance(own, int)})
+        names = " or ".join(format_size(own) for own in held) or "the one that was used"
+        raise ConfigError(
+            f"--short {format_size(short or 0)}: the key tokens of --keys-from {folder} were found "
+            f"with another short context; give --short {names}"
+        )
+    dense = [row for row in rows if row["key"] in results
+             and results[row["key"]].attention == "dense"]  # fmt: skip
     return {row["text"]: row["keys"] for row in dense or rows}
 
 

@@ -54,7 +54,7 @@ class Result:
     pattern: settings of the pattern, for the user.
     step: optimizer steps of the checkpoint; None for a Hugging Face folder.
     samples: number of samples.
-    score: mean over the samples; None if it is not finite.
+    score: mean over the samples, for perplexity over their tokens; None if it is not finite.
     error: standard error of the score; None for fewer than two samples.
     unit: `NATS` or `PERCENT`.
     seconds: time to compute all samples.
@@ -93,6 +93,28 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
     if len(values) < 2:
         return mean, None
     return mean, statistics.stdev(values) / math.sqrt(len(values))
+
+
+def weighted_mean_and_error(
+    values: Sequence[float], weights: Sequence[float]
+) -> tuple[float | None, float | None]:
+    """Return the weighted mean of independent values and its standard error.
+
+    The weights are the numbers of tokens or questions, so that this is the mean of all of them. The
+    error is that of a ratio, sqrt(n / (n - 1) * sum (w (x - mean))^2) / sum w. With equal weights
+    it is the error of `mean_and_error`.
+
+    Values of weight 0 do not count. None as in `mean_and_error`.
+    """
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    if not pairs or not all(math.isfinite(value) for value, _ in pairs):
+        return None, None
+    total = math.fsum(weight for _, weight in pairs)
+    mean = math.fsum(value * weight for value, weight in pairs) / total
+    if len(pairs) < 2:
+        return mean, None
+    squares = math.fsum((weight * (value - mean)) ** 2 for value, weight in pairs)
+    return mean, math.sqrt(len(pairs) / (len(pairs) - 1) * squares) / total
 
 
 def key_of(settings: Mapping[str, Any]) -> str:
@@ -139,12 +161,21 @@ class ResultsFolder:
         stale = {
             key
             for key, rows in self.samples.items()
-            if any(row.get(IN_TRAINING) and row["step"] > after for row in rows.values())
+            if any(row.get(IN_TRAINING) and _is_after(row, after) for row in rows.values())
         }
         if not stale:
             return
         self.samples = {key: rows for key, rows in self.samples.items() if key not in stale}
         self.results = {key: one for key, one in self.results.items() if key not in stale}
+        self._rewrite()
+
+    def drop_samples(self, key: str) -> None:
+        """Drop the samples of a result, and the result: a crash must not leave it without them."""
+        self.results.pop(key, None)
+        self.samples.pop(key, None)
+        self._rewrite()
+
+    def _rewrite(self) -> None:
         # Results first: a result without samples would be kept for ever.
         _rewrite(self.path / RESULTS, map(asdict, self.results.values()))
         _rewrite(
@@ -222,6 +253,12 @@ def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
         if (place / SAMPLES).is_file():
             return list(_rows(place / SAMPLES))
     raise ConfigError(f"{folder}: holds no {SAMPLES} of `mtrain eval`")
+
+
+def _is_after(row: Mapping[str, Any], step: int) -> bool:
+    """Return whether a sample comes from a later step, or does not name its step."""
+    own = row.get("step")
+    return not isinstance(own, int) or own > step
 
 
 def _results(rows: Iterable[dict[str, Any]]) -> list[Result]:

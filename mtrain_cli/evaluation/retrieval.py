@@ -14,7 +14,13 @@ from mtrain_cli.data.tokenizers import Tokenizer
 from mtrain_cli.evaluation.depth_grid import DepthSample
 from mtrain_cli.evaluation.forced import forced
 from mtrain_cli.evaluation.measurement import Cell, Item, Row
-from mtrain_cli.evaluation.results import PERCENT, Part, Result, mean_and_error
+from mtrain_cli.evaluation.results import (
+    PERCENT,
+    Part,
+    Result,
+    mean_and_error,
+    weighted_mean_and_error,
+)
 from mtrain_cli.inference.scorer import Scorer
 
 TASK = "niah"
@@ -74,8 +80,9 @@ class Retrieval:
             inside = [
                 [hit for depth, hit in row["hits"] if _range(depth) == number] for row in rows
             ]
-            means = [100.0 * sum(hits) / len(hits) for hits in inside if hits]
-            own, spread = mean_and_error(means)
+            asked = [hits for hits in inside if hits]
+            means = [100.0 * sum(hits) / len(hits) for hits in asked]
+            own, spread = weighted_mean_and_error(means, list(map(len, asked)))
             if means:
                 parts.append(Part(begin, end, sum(map(len, inside)), own, spread))
         note = ""

@@ -23,6 +23,7 @@ from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measu
 from mtrain_cli.evaluation.results import IN_TRAINING, PERCENT, Result, ResultsFolder, key_of
 from mtrain_cli.inference.answers import describe, report
 from mtrain_cli.inference.engine import Engine
+from mtrain_cli.inference.limits import require_known_ids
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, open_codec
@@ -107,6 +108,8 @@ class Runner:
         self._first = environment.rank == 0
         self._settings = settings_of(request, configs)
         source = self._settings[0].source()
+        self._vocabulary = source.config.model.vocab_size
+        self._tokenizer = tokenizer_text(request, source)
         if training is not None:
             codec = training.codec
         else:
@@ -155,7 +158,8 @@ class Runner:
             engine: Scorer | None = None
             rows: list[Row] = []
             for cell in self._measurement.cells():
-                steps = self._steps(folder, setting, cell)
+                key = "" if folder is None else self._key(folder, setting, cell)
+                steps = self._steps(folder, key, cell)
                 measured = False
                 started = time.perf_counter()
                 for items in self._shared(steps):
@@ -164,15 +168,13 @@ class Runner:
                     found = self._measure(engine, cell, [item["item"] for item in items])
                     measured = True
                     if folder is not None:
-                        self._keep(folder, setting, cell, items, found)
+                        self._keep(folder, key, setting, cell, items, found)
                         work = self._cost(setting, cell) * len(items)
                         progress.advance(work, f"{name_of(cell)} {setting.label}")
                 if folder is not None:
-                    own = folder.samples.get(self._key(folder, setting, cell), {})
-                    rows += own.values()
-                    seconds = time.perf_counter() - started
-                    if measured or not self._has_result(folder, setting, cell):
-                        self._finish(folder, setting, cell, own, seconds, progress)
+                    rows += folder.samples.get(key, {}).values()
+                    seconds = time.perf_counter() - started if measured else 0.0
+                    self._finish(folder, key, setting, cell, seconds, progress)
             if folder is not None:
                 self._measurement.learn(setting.origin, setting.label, rows)
 
@@ -196,28 +198,45 @@ class Runner:
         by_group = {dims.coordinate("dp", n): row for n, row in enumerate(share(row))}
         return [by_group[number] for number in range(len(items))]
 
-    def _steps(
-        self, folder: ResultsFolder | None, setting: Setting, cell: Cell
-    ) -> Iterator[list[Item]]:
+    def _steps(self, folder: ResultsFolder | None, key: str, cell: Cell) -> Iterator[list[Item]]:
         """Yield the samples that the folder lacks, in groups. Other workers than the first: none.
 
         Each is an object with the number of the sample and the ``item`` itself.
+
+        Raises:
+            ConfigError: a sample has an id outside the vocabulary.
         """
         if folder is None:
             return
-        rows = folder.samples.get(self._key(folder, setting, cell), {})
-        missing = (
+        rows = folder.samples.get(key, {})
+        for index in [index for index, row in rows.items() if not self._is_whole(row, cell)]:
+            del rows[index]
+        wanted = self._request.samples
+        if all(index in rows for index in range(wanted)) and not any(
+            "text" in row for row in rows.values()
+        ):
+            return  # all are there; making them again could take minutes
+        missing: Iterator[Item] = (
             {"index": index, "item": item}
-            for index, item in enumerate(
-                itertools.islice(self._measurement.items(cell), self._request.samples)
-            )
+            for index, item in enumerate(itertools.islice(self._measurement.items(cell), wanted))
             if index not in rows or rows[index].get("text") != item.get("text")
         )
-        if len(rows) >= self._request.samples and "text" not in next(iter(rows.values())):
-            return  # all are there; making them again could take minutes
         together = self._measurement.together * self._environment.dims.dp
         while group := list(itertools.islice(missing, together)):
+            for one in group:
+                require_known_ids(
+                    one["item"]["ids"], self._vocabulary, name_of(cell), self._tokenizer
+                )
             yield group
+
+    def _is_whole(self, row: Row, cell: Cell) -> bool:
+        """Return whether a row from the disk has what a result needs."""
+        known = Result("", cell.task, cell.length, "", "", None, 1, None, None, "")
+        try:
+            self._measurement.result([row], known)
+        except (KeyError, IndexError, TypeError, ValueError):
+            return False
+        return True
 
     def _shared(self, steps: Iterator[list[Item]]) -> Iterator[list[Item]]:
         """Yield the first worker's groups of samples on all workers."""
@@ -236,13 +255,14 @@ class Runner:
     def _keep(
         self,
         folder: ResultsFolder,
+        key: str,
         setting: Setting,
         cell: Cell,
         items: Sequence[Item],
         rows: Sequence[Row],
     ) -> None:
         names = {
-            "key": self._key(folder, setting, cell),
+            "key": key,
             "task": cell.task,
             "length": cell.length,
             "attention": setting.attention,
@@ -261,23 +281,20 @@ class Runner:
                 raise
             self.problem = error.strerror or str(error)
 
-    def _has_result(self, folder: ResultsFolder, setting: Setting, cell: Cell) -> bool:
-        """Return whether the folder has the result of all its samples of a cell."""
-        key = self._key(folder, setting, cell)
-        found = folder.results.get(key)
-        return found is not None and found.samples == len(folder.samples.get(key, {}))
-
     def _finish(
         self,
         folder: ResultsFolder,
+        key: str,
         setting: Setting,
         cell: Cell,
-        rows: dict[int, Row],
         seconds: float,
         progress: EvaluationProgress,
     ) -> None:
-        """Write the result of a cell, if it has samples."""
-        key = self._key(folder, setting, cell)
+        """Write the result of a cell, if it has samples and the folder has another result.
+
+        seconds: time of the samples that were measured now; 0 if none were.
+        """
+        rows = folder.samples.get(key, {})
         chosen = [rows[index] for index in sorted(rows)]
         before = folder.results.get(key)
         if not chosen:
@@ -297,6 +314,8 @@ class Runner:
             settings=(*self._measurement.labels(cell), *self._common_labels(setting)),
         )
         result = self._measurement.result(chosen, known)
+        if result == before:
+            return
         self._write(partial(folder.add_result, result))
         say = progress.say if self._training is None else self._training.say
         say(f"{name_of(cell)} {setting.label}: {score_text(result)}")
@@ -342,6 +361,13 @@ class Runner:
     def _warn(self, line: str) -> None:
         if self._first:
             report([f"mtrain: warning: {line}"])
+
+
+def tokenizer_text(request: EvaluationRequest, source: ModelSource) -> str:
+    """Return how a message names the tokenizer of an evaluation."""
+    if request.tokenizer is not None:
+        return f"--tokenizer {request.tokenizer}: this tokenizer"
+    return f"{source.path}: its tokenizer"
 
 
 def name_of(cell: Cell | Result) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mtrain_cli.attention.decode import split_kernel
 from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.cache import KvCache, StoringAttention, capacity_for, most_held
 from mtrain_cli.inference.decode_step import DecodeStep
 from mtrain_cli.inference.limits import MemoryNeed
@@ -69,10 +70,15 @@ class _Decoding:
     max_new: int
     sampling: Sampling
 
-    def suffices(self, batch: int, capacity: int, max_new: int, sampling: Sampling) -> bool:
-        """Return whether prompts of these sizes can be generated, without much idle memory."""
+    def suffices(
+        self, batch: int, most: int, capacity: int, max_new: int, sampling: Sampling
+    ) -> bool:
+        """Return whether prompts of these sizes can be generated, without much idle memory.
+
+        most: largest number of prompts for which the cache may have room.
+        """
         return (
-            self.cache.batch == batch
+            batch <= self.cache.batch <= most
             and capacity <= self.cache.capacity <= 2 * capacity
             and self.max_new >= max_new
             and self.sampling == sampling
@@ -199,6 +205,7 @@ class Engine(Scorer):
         stop: frozenset[int] = frozenset(),
         on_token: OnToken | None = None,
         ended: Callable[[Sequence[int]], bool] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> Iterator[Completion]:
         """Generate tokens, and yield the completion of each prompt in order.
 
@@ -207,34 +214,73 @@ class Engine(Scorer):
             stop: ids that end a text.
             on_token: called with the number of a prompt, from 0, and each of its new ids.
             ended: returns whether new ids end a text, for endings other than an id.
+            seeds: seed of each prompt, so that its sample does not depend on the other prompts.
+                None for the seed of ``sampling`` and the number of the prompt.
 
         Raises:
             ConfigError: the keys and values of a prompt do not fit the memory.
         """
         longest = max(len(ids) for ids in prompts)
-        need = MemoryNeed.of(self.config, self.environment, self.choices)
-        together = need.require_fit(longest, max_new, self.device.type)
-        together = min(together, len(prompts))
+        most = self._most_together(longest, max_new)
+        together = min(most, len(prompts))
         # Equal on all workers: they record a CUDA graph, with its messages, together or not at all.
         held = [most_held(self._layout_of(ids), len(ids)) for ids in prompts]
         capacity = capacity_for(held, max_new, self.group.size)
-        decoding = self._decoding(together, capacity, max_new, sampling)
+        # A GPU would record its graph again for a smaller batch. A CPU would compute idle rows.
+        most = most if self.device.type == "cuda" else together
+        decoding = self._decoding(together, most, capacity, max_new, sampling)
         for first in range(0, len(prompts), together):
             numbers = range(first, min(first + together, len(prompts)))
             report = partial(_report_token, on_token, first)
-            uniforms = [sampling.uniforms(number, max_new) for number in numbers]
+            uniforms = [
+                sampling.uniforms(number, max_new)
+                if seeds is None
+                else replace(sampling, seed=seeds[number]).uniforms(0, max_new)
+                for number in numbers
+            ]
             chosen = [prompts[number] for number in numbers]
             endings = _Endings(stop, ended)
             yield from self._generate(chosen, max_new, uniforms, endings, report, decoding)
 
-    def _decoding(self, batch: int, capacity: int, max_new: int, sampling: Sampling) -> _Decoding:
+    def _most_together(self, longest: int, max_new: int) -> int:
+        """Return how many prompts can generate together. It is equal on all workers.
+
+        Workers on nodes of unequal memory would otherwise divide the prompts differently.
+
+        Raises:
+            ConfigError: a prompt does not fit the memory of some worker.
+        """
+        need = MemoryNeed.of(self.config, self.environment, self.choices)
+        own, problem = 0, None
+        try:
+            own = need.require_fit(longest, max_new, self.device.type)
+        except ConfigError as error:
+            problem = error
+        if self.environment.dims.workers > 1:
+            # On the device: the group of a Python script may serve no other tensors.
+            least = torch.tensor(own, device=self.device)
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            own = int(least)
+        if problem is not None:
+            raise problem
+        if not own:
+            raise ConfigError(
+                f"a prompt of {longest:,} tokens with --max-new {max_new:,} does not fit the "
+                "memory of another worker. Give a shorter prompt, a smaller --max-new or more "
+                "topology.workers"
+            )
+        return own
+
+    def _decoding(
+        self, batch: int, most: int, capacity: int, max_new: int, sampling: Sampling
+    ) -> _Decoding:
         """Return a cache and its step: those of the previous call if they suffice.
 
-        A GPU then need not record the step again.
+        A GPU then need not record the step again. most: as in `_Decoding.suffices`.
         """
         sampling = replace(sampling, seed=0)  # the step gets random numbers, not the seed
         kept = self._kept
-        if kept is None or not kept.suffices(batch, capacity, max_new, sampling):
+        if kept is None or not kept.suffices(batch, most, capacity, max_new, sampling):
             self._kept = kept = None  # free the memory first
             model = self.config.of_worker.model
             cache = KvCache(model, batch, capacity, self.choices.dtype, self.device)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.schema import Config, ConfigError
@@ -36,7 +38,7 @@ def require_prompts(
 
     Args:
         prompts: token ids.
-        max_new: most tokens to generate for a prompt.
+        max_new: most tokens to generate for a prompt. 0 if the prompts are only scored.
         beyond: allow positions for which the model was not trained.
         names: name of each prompt, for messages; by default its number.
 
@@ -58,14 +60,15 @@ def require_prompts(
         elif len(ids) + max_new > most and not beyond:
             fits = most - len(ids)
             advice = f"--max-new {fits}" if fits > 0 else "a shorter prompt"
+            new = f"; with --max-new {max_new} it exceeds" if max_new else ", more than"
             problems.append(
-                f"{name} has {with_count(len(ids), 'token')}; with --max-new {max_new} it exceeds "
-                f"the {most:,} positions of the model. Give {advice}, or add --beyond to go on "
-                "anyway"
+                f"{name} has {with_count(len(ids), 'token')}{new} the {most:,} positions of the "
+                f"model. Give {advice}, or add --beyond to go on anyway"
             )
     if problems:
         raise ConfigError(*problems)
-    _require_whole_cache(source.config.mask, max(len(ids) for ids in prompts) + max_new)
+    if max_new:
+        require_whole_cache(source.config.mask, max(len(ids) for ids in prompts) + max_new)
 
 
 def longer_than_trained(source: ModelSource, tokens: int) -> str:
@@ -84,10 +87,35 @@ def _numbered(prompts: int) -> list[str]:
     return ["the prompt"] if prompts == 1 else [f"prompt {n}" for n in range(1, prompts + 1)]
 
 
-def _require_whole_cache(mask: MaskConfig, tokens: int) -> None:
+def require_known_ids(
+    ids: Sequence[int] | np.ndarray, vocabulary: int, where: str, tokenizer: str
+) -> None:
+    """Check the ids of a text that a tokenizer made, perhaps that of another model.
+
+    Args:
+        vocabulary: number of the model's ids.
+        where: what needs the text, for the message.
+        tokenizer: subject of the message.
+
+    Raises:
+        ConfigError: an id is outside the vocabulary.
+    """
+    array = np.asarray(ids)
+    outside = array[(array < 0) | (array >= vocabulary)]
+    if len(outside):
+        raise ConfigError(
+            f"{tokenizer} gives the id {outside[0]} for {where}, but the model's {vocabulary:,} "
+            f"ids are 0 to {vocabulary - 1}. Give the tokenizer of the model"
+        )
+
+
+def require_whole_cache(mask: MaskConfig, tokens: int) -> None:
     """Raise ConfigError unless a query after the prompt sees all earlier keys, and no later ones.
 
     Under a prefix-LM, this is so for all queries after the prefix.
+
+    Args:
+        tokens: tokens of the longest prompt with its new tokens.
     """
     window = mask.window if mask.kind == "sliding_window" else None
     assert not isinstance(window, tuple)
@@ -97,7 +125,7 @@ def _require_whole_cache(mask: MaskConfig, tokens: int) -> None:
     if window is not None:
         raise ConfigError(
             f"{problem}, but this model's window ends after {window:,} tokens. Give prompts that, "
-            f"with --max-new, have at most {window:,} tokens"
+            f"with the new tokens, have at most {window:,} tokens"
         )
     fact = "sees later tokens, too" if mask.shows_later_keys else "does not see all earlier tokens"
     raise ConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import mtrain
 from evaluation.evaluated_runs import small_run, text_file
+from evaluation.small_tokenizer import write_small_tokenizer
 from inference.small_models import write_hf, write_run
 from typer.testing import CliRunner
 
@@ -151,6 +152,24 @@ def test_seeds_have_headings_of_their_own(tmp_path):
         done = evaluate(*words, "--seed", seed, *out)
     assert "dense, seed 1" in done.stdout
     assert "dense, seed 2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("perplexity", "run", "--text", "text.txt", "--length", "128"),
+        ("niah", "run", "--length", "512", "--needles", "2", "--haystack", "text.txt"),
+        ("ruler", "run", "--length", "512", "--tasks", "niah_single_1"),
+    ],
+)
+def test_the_tokenizer_of_another_model_is_refused(words, tmp_path):
+    write_small_tokenizer(tmp_path)
+    out = tmp_path / "out"
+    line = refused(*words, "--tokenizer", str(tmp_path), "--out", str(out))
+    assert f"--tokenizer {tmp_path}: this tokenizer gives the id " in line
+    assert f"for {words[0]}" in line
+    assert "but the model's 264 ids are 0 to 263" in line
+    assert not out.exists()
 
 
 def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):

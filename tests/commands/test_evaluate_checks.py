@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from evaluation.evaluated_runs import small_run
@@ -10,7 +11,12 @@ from inference.small_models import source
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
-from mtrain_cli.commands.evaluate_checks import require_positions, require_short, unused_files
+from mtrain_cli.commands.evaluate_checks import (
+    require_positions,
+    require_room,
+    require_short,
+    unused_files,
+)
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.evaluation.sources import Sources
@@ -55,3 +61,11 @@ def test_some_token_has_more_context_than_short():
     require_short(510, "512,1k")
     with pytest.raises(ConfigError, match="--short 511: no token of a sequence of 512 tokens"):
         require_short(511, "512,1k")
+
+
+def test_several_special_tokens_need_room():
+    model = SimpleNamespace(max_position=2048)
+    for length, special in ((2048, 0), (2048, 1), (2047, 2)):
+        require_room(model, length, special)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"--length 2048: .* adds 2 tokens .* at most 2047"):
+        require_room(model, 2048, 2)  # type: ignore[arg-type]

@@ -17,16 +17,18 @@ GREEDY, SAMPLED = Continuing(6, ("a",)), Continuing(4, (), Sampling(1.0))
 class FakeTasks:
     """A task with four questions of two choices each, and one with prompts.
 
+    target: the right choice of each question.
     asked: what `Answers` returned, of each evaluation.
     """
+
+    target: int = 0
 
     def __post_init__(self) -> None:
         self.loaded = {"tasks": {"choices": None, "prompts": None}}
         self.asked: list[tuple[list, list, list]] = []
 
-    def plan(self, codec: Any, positions: int, vocabulary: int, *, beyond: bool = False) -> Plan:
-        plan = Plan(positions, vocabulary, beyond)
-        self.evaluate(codec, positions, plan)
+    def plan(self, codec: Any, plan: Plan) -> Plan:
+        self.evaluate(codec, plan.positions, plan)
         self.asked.clear()
         return plan
 
@@ -37,9 +39,10 @@ class FakeTasks:
         texts = answers.texts([*questions, questions[0]], GREEDY)
         sampled = answers.texts([questions[0]] * 3, SAMPLED)
         self.asked.append((list(map(tuple, scores)), texts, sampled))
-        right = [float(scores[2 * n][0] > scores[2 * n + 1][0]) for n in range(4)]
+        first = [scores[2 * n][0] > scores[2 * n + 1][0] for n in range(4)]
+        right = [float(one == (self.target == 0)) for one in first]
         samples = [
-            {"doc_id": n, "target": 0, "filtered_resps": scores[2 * n : 2 * n + 2],
+            {"doc_id": n, "target": self.target, "filtered_resps": scores[2 * n : 2 * n + 2],
              "filter": "none", "acc": one}
             for n, one in enumerate(right)
         ]  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from random import Random
+
 import pytest
 import torch
 from inference.small_models import engine, tokens, write_hf, write_run
@@ -16,6 +19,26 @@ def test_packs_hold_each_text_once_and_no_more_than_fits():
     assert sorted(n for pack in found for n in pack) == list(range(6))
     assert found == [[4], [1, 5], [0, 3], [2]]
     assert packs(lengths, 0) == [[4], [1], [0], [3], [2], [5]]
+
+
+def test_packs_are_those_of_first_fit_and_take_no_quadratic_time():
+    random = Random(1)
+    for most, count in ((10, 1), (10, 40), (64, 300), (0, 5)):
+        lengths = [random.randrange(1, 70) for _ in range(count)]
+        room, expected = [], []
+        for number in sorted(range(count), key=lambda n: (-lengths[n], n)):
+            fitting = [n for n, free in enumerate(room) if free >= lengths[number]]
+            if not fitting:
+                fitting = [len(room)]
+                room.append(most)
+                expected.append([])
+            room[fitting[0]] -= lengths[number]
+            expected[fitting[0]].append(number)
+        assert packs(lengths, most) == expected
+    assert packs([], 10) == []
+    started = time.process_time()
+    assert len(packs([6] * 30_000, 10)) == 30_000  # first fit alone compares 450 million times
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])

@@ -132,9 +132,25 @@ def test_two_files_of_one_name_are_refused(tmp_path):
 def test_what_a_task_reads_belongs_to_its_settings(tmp_path, codec):
     book = tmp_path / "book.txt"
     book.write_text("One. Two.")
-    own = Generated(codec, [f"niah_single_2@{book}"], [LENGTH], 2)
+    own, again = (Generated(codec, [f"niah_single_2@{book}"], [LENGTH], 2) for _ in range(2))
     (cell,) = own.cells()
     before = own.settings(cell)
     book.write_text("One. Three.")
-    assert own.settings(cell) != before
+    assert again.settings(cell) != before
+    assert own.settings(cell) == before  # read once, so that all samples have one key
     assert own.answer_tokens(cell) == 128
+
+
+def test_a_begin_token_needs_no_position_beyond_the_length(codec):
+    class Beginning:
+        tokenizer = codec.tokenizer
+
+        def encode(self, text: str) -> list[int]:
+            return [0, *codec.encode(text)]
+
+    own = Generated(Beginning(), ["niah_single_1"], [LENGTH], 2)  # type: ignore[arg-type]
+    (cell,) = own.cells()
+    assert own.special_tokens == 1
+    # The last token of an answer takes no position, since nothing follows it.
+    used = [len(item["ids"]) + own.answer_tokens(cell) - 1 for item in own.items(cell)]
+    assert max(used) <= LENGTH

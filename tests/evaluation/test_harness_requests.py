@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.harness_requests import Continuing, Plan
 from mtrain_cli.inference.sampling import Sampling
@@ -62,3 +63,11 @@ def test_a_plan_counts_requests_and_refuses_what_does_not_fit():
         with pytest.raises(ConfigError, match=message):
             refuse()
     assert Plan(10, 20, beyond=True).texts([[1] * 30], Continuing(8)) == [""]
+
+
+def test_a_plan_refuses_texts_under_a_mask_that_hides_the_cache():
+    plan = Plan(positions=100, vocabulary=20, task="sums", mask=MaskConfig.sliding(16))
+    assert plan.texts([[1] * 8], Continuing(8)) == [""]
+    assert plan.scores([([1] * 50, [2])]) == [(0.0, False)]
+    with pytest.raises(ConfigError, match=r"--tasks sums: mask .*window ends after 16 tokens"):
+        plan.texts([[1] * 9], Continuing(8))

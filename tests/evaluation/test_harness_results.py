@@ -69,6 +69,16 @@ def test_rows_follow_the_documents_and_fit_into_json():
     assert sums.rows[2] == {"index": 2, "score": 0.0, "target": 2, "answers": [[-1.5, True]]}
 
 
+def test_a_row_depends_on_the_document_and_the_prompt():
+    def row(**hashes: str) -> dict[str, Any]:
+        found = {**FOUND, "samples": {"sums": [{**sample(0, acc=1.0), **hashes}]}}
+        found["results"] = {"sums": {"acc,none": 1.0}}
+        return measured(found, KNOWN, {})[0].rows[0]
+
+    assert row(doc_hash="a", prompt_hash="b") == row(doc_hash="a", prompt_hash="b")
+    assert row(doc_hash="a", prompt_hash="b") != row(doc_hash="a", prompt_hash="c")
+
+
 def test_keys_tell_models_tasks_and_metrics_apart():
     keys = {
         one.result.key for origin in ("a", "b") for one in measured(FOUND, KNOWN, {"m": origin})

@@ -105,6 +105,45 @@ def test_a_stopped_evaluation_asks_only_for_what_is_missing(run):
     assert len(read_results(run)) == 1
 
 
+def test_a_changed_task_replaces_samples_and_results(run):
+    runner(run, FakeTasks()).run()
+    (before,) = read_results(run)
+    again = runner(run, FakeTasks(target=1))
+    again.run()
+    assert again.calls == 0  # the model answers the same questions
+    (result,) = read_results(run)
+    assert (result.samples, result.score) == (4, 100.0 - before.score)
+    rows = [json.loads(row) for row in (run / "evaluation/samples.jsonl").read_text().splitlines()]
+    assert [(row["index"], row["target"]) for row in rows] == [(n, 1) for n in range(4)]
+
+
+def test_damaged_answers_are_computed_again(run):
+    tasks, again = FakeTasks(), FakeTasks()
+    runner(run, tasks).run()
+    file = run / "evaluation/answers.jsonl"
+    rows = list(map(json.loads, file.read_text().splitlines()))
+    del rows[0]["request"]
+    del rows[1]["answer"]
+    rows[2]["answer"] = [1.5]
+    rows[9]["answer"] = ["a"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    led = runner(run, again)
+    led.run()
+    assert led.calls == 2
+    for mine, other in zip(again.asked[0][0], tasks.asked[0][0], strict=True):
+        assert mine == pytest.approx(other, abs=1e-4)
+    assert again.asked[0][1:] == tasks.asked[0][1:]
+
+
+def test_a_sample_does_not_depend_on_the_other_requests(run):
+    own = answers(run)
+    prompts = [[3, 4, 5], [6, 7], [3, 4, 5]]
+    first, second, third = own.texts(prompts, SAMPLED)
+    assert own.texts(prompts[1:2], SAMPLED) == [second]
+    assert own.texts([[8], *prompts[:1], [9, 8], [3, 4, 5]], SAMPLED)[1::2] == [first, third]
+    assert first != third
+
+
 def test_each_attention_has_answers_of_its_own(run):
     tasks = FakeTasks()
     led = runner(run, tasks, attentions=("dense", "vertical_slash"))

@@ -53,7 +53,7 @@ def test_examples_are_the_same_each_time_and_nothing_is_printed(folder, capfd):
     assert len(asked[0]) == 8
     context = bytes(asked[0][0][0]).decode()
     assert context.count("Answer:") == 3
-    assert tasks.plan(BYTES, 4096, 264).lengths == [len(a) + len(b) for a, b in asked[0]]
+    assert tasks.plan(BYTES, Plan(4096, 264)).lengths == [len(a) + len(b) for a, b in asked[0]]
     assert capfd.readouterr().err == ""
 
 
@@ -66,7 +66,7 @@ def test_a_group_brings_its_tasks(folder):
 
 def test_mistakes_get_a_line(folder, monkeypatch):
     def plan(name: str) -> None:
-        HarnessTasks.load([name], str(folder), None, None).plan(BYTES, 32, 264)
+        HarnessTasks.load([name], str(folder), None, None).plan(BYTES, Plan(32, 264))
 
     def refused(name: str, message: str) -> None:
         with pytest.raises(ConfigError) as error:

@@ -9,10 +9,13 @@ import pytest
 
 from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.data.store import StoreMeta, Stretch
 from mtrain_cli.data.tokenizers import ByteTokenizer
 from mtrain_cli.evaluation.held_out_text import (
     Sequence,
+    _joined,
     held_out_count,
     sequences_of_files,
     sequences_of_run,
@@ -56,6 +59,28 @@ def test_documents_go_on_across_held_out_sequences(config):
     goes_on = samples[0].labels[-1] >= 0
     assert (documents[511] == documents[512]) == goes_on
     np.testing.assert_array_equal(np.diff(documents[:512]), np.diff(samples[0].documents))
+
+
+def test_tokens_without_a_label_belong_to_the_text():
+    lengths, targets = [5, 1, 7, 6, 1], np.ones(20, bool)
+    targets[[10, 11, 17, 18]] = False  # such as a question, whose answer alone is a target
+
+    class Source:
+        meta = StoreMeta(
+            dtype="uint16", tokenizer="", num_documents=5, num_tokens=20, sha256="", source=""
+        )
+        offsets = np.cumsum([0, *lengths])
+        folder = None
+
+        def read(self, unit: int, start: int, stop: int) -> Stretch:
+            begin = int(self.offsets[unit])
+            tokens = np.arange(begin + start, begin + stop)
+            return Stretch(tokens, None, targets[begin + start : begin + stop])
+
+    samples = PackedDataset(Source(), 6, shuffle=False, vocab_size=99)._sample
+    ids, documents = _joined([samples(number) for number in range(4)])
+    np.testing.assert_array_equal(ids, np.arange(20))
+    np.testing.assert_array_equal(documents, np.repeat(range(5), lengths))
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,26 @@ def test_borders_of_documents_do_not_count_and_context_starts_again(model):
     assert [bucket[:3] for bucket in row["buckets"]] == [[0, 128, 256], [128, 256, 42]]
 
 
+def test_means_are_those_of_all_tokens(model):
+    sequences = [
+        Sequence(np.array(tokens(300, seed), np.int32), np.repeat([0, 1], sizes).astype(np.int32))
+        for seed, sizes in enumerate(([140, 160], [2, 298]))
+    ]
+    rows = [measured(model, one, short=64, keys={text_hash(one.ids): keys}, key_label="o")[0]
+            for one, keys in zip(sequences, ([80], [9, 100, 200]), strict=True)]  # fmt: skip
+    losses = [model.token_losses(one.ids.tolist(), one.documents).numpy() for one in sequences]
+    (_, own) = measured(model, sequences[0], short=64, keys={text_hash(sequences[0].ids): []})
+    result = own.result(rows, RESULT)
+    counted = [np.delete(loss, at - 1) for loss, at in zip(losses, (140, 2), strict=True)]
+    assert result.score == pytest.approx(np.concatenate(counted).mean(), rel=1e-6)
+    second = np.concatenate([losses[0][128:139], losses[0][268:], losses[1][130:258]])
+    assert result.parts[1].count == len(second)
+    assert result.parts[1].score == pytest.approx(second.mean(), rel=1e-6)
+    assert result.key_tokens is not None
+    keys = [losses[0][80], *losses[1][[9, 100, 200]]]
+    assert result.key_tokens.score == pytest.approx(np.mean(keys), rel=1e-6)
+
+
 @pytest.mark.parametrize("length", [50, 81, 82, 300])
 def test_short_losses_see_a_short_context(model, length):
     ids, short = tokens(length), 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -73,10 +74,15 @@ def test_key_tokens_come_from_dense_results(run, tmp_path):
     folder = ResultsFolder.open(tmp_path / "out", "m")
     for key, attention in (("s", "moba"), ("d", "dense")):
         folder.add_result(Result(key, "perplexity", 512, attention, "", 1, 1, 1.0, None, "nats"))
-    for key, keys in (("d", [5]), ("s", [6])):
-        folder.add_sample({"key": key, "index": 0, "score": 1.0, "text": "t", "keys": keys})
+    for index, (key, keys, short) in enumerate((("d", [5], 64), ("s", [6], 64), ("d", [7], 128))):
+        row = {"key": key, "index": index, "score": 1.0, "text": "t", "keys": keys}
+        folder.add_sample({**row, "short": short})
     options = PerplexityOptions(text, "text", 64, str(tmp_path / "out"))
     assert opened(run, PERPLEXITY, perplexity=options).keys == {"t": [5]}
+    other = dataclasses.replace(options, short=128)
+    assert opened(run, PERPLEXITY, perplexity=other).keys == {"t": [7]}
+    with pytest.raises(ConfigError, match=r"--short 256: .* give --short 64 or 128"):
+        opened(run, PERPLEXITY, perplexity=dataclasses.replace(options, short=256))
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     plain = [{k: v for k, v in json.loads(line).items() if k != "keys"} for line in lines]
     (tmp_path / "out" / "samples.jsonl").write_text("\n".join(map(json.dumps, plain)))

@@ -21,6 +21,7 @@ from mtrain_cli.evaluation.results import (
     read_results,
     read_sample_rows,
     require_own,
+    weighted_mean_and_error,
 )
 
 RESULT = Result("k1", "niah", 512, "dense", "", 3, 2, 50.0, 50.0, "%", 1.5, (Part(0, 10, 4, 50.0),))
@@ -31,6 +32,18 @@ def test_standard_error_is_that_of_the_mean():
     assert mean_and_error([5.0]) == (5.0, None)
     assert mean_and_error([]) == (None, None)
     assert mean_and_error([1.0, math.nan]) == (None, None)
+
+
+def test_a_weighted_mean_is_that_of_all_tokens():
+    values, weights = [1.0, 3.0, 8.0], [4, 2, 0]
+    mean, error = weighted_mean_and_error(values, weights)
+    assert mean == pytest.approx((4 * 1.0 + 2 * 3.0) / 6)
+    assert error == pytest.approx(math.sqrt(2 * ((4 * 2 / 3) ** 2 + (2 * 4 / 3) ** 2)) / 6)
+    alike = weighted_mean_and_error(values, [7, 7, 7])
+    assert alike == pytest.approx(mean_and_error(values))
+    assert weighted_mean_and_error([5.0, math.nan], [3, 0]) == (5.0, None)
+    assert weighted_mean_and_error([5.0, math.nan], [3, 1]) == (None, None)
+    assert weighted_mean_and_error([5.0], [0]) == (None, None)
 
 
 def test_results_survive_reading(tmp_path):

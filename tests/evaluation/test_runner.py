@@ -10,8 +10,9 @@ import gloo
 import pytest
 from evaluation.evaluated_runs import request_of, runner_of, small_run, text_file
 
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.measurement import Cell
-from mtrain_cli.evaluation.request import NIAH, PERPLEXITY, PerplexityOptions
+from mtrain_cli.evaluation.request import NIAH, PERPLEXITY, NeedleOptions, PerplexityOptions
 from mtrain_cli.evaluation.results import Result, read_results
 from mtrain_cli.evaluation.runner import Runner, StoppedError, name_of, score_text
 
@@ -29,6 +30,10 @@ def rows(folder: Path) -> list[dict]:
 
 def texts(run: Path, **changes) -> PerplexityOptions:
     return PerplexityOptions(str(text_file(run.parent)), **changes)
+
+
+def needles(run: Path) -> NeedleOptions:
+    return NeedleOptions(haystack=str(text_file(run.parent)), needles=3)
 
 
 def scores(folder: Path) -> dict:
@@ -95,6 +100,54 @@ def test_changed_text_is_measured_again(run):
     ((_, score),) = scores(run).items()
     assert score == pytest.approx(sum(last.values()) / 3)
     assert score not in before.values()
+
+
+def test_a_result_from_before_its_samples_is_written_anew(run):
+    request = request_of(run, PERPLEXITY, perplexity=texts(run))
+    runner_of(run, request).run()
+    folder = run / "evaluation"
+    expected, results = scores(run), (folder / "results.jsonl").read_text()
+    # As if a crash had left the result of other samples.
+    stale = {**json.loads(results), "score": 1.0}
+    (folder / "results.jsonl").write_text(json.dumps(stale) + "\n")
+    before = rows(folder)
+    runner_of(run, request).run()
+    assert scores(run) == expected
+    assert rows(folder) == before
+
+
+def test_damaged_rows_are_measured_again(run):
+    request = request_of(run, NIAH, samples=4, niah=needles(run))
+    runner_of(run, request).run()
+    file = run / "evaluation/samples.jsonl"
+    first, second, third, fourth = whole = file.read_text().splitlines()
+    for damaged in (
+        [first, second[:40], third, fourth],
+        [first, json.dumps({"key": json.loads(second)["key"], "index": 1}), third, fourth],
+        [first, second.replace('"hits": [[', '"hits": [["x", '), third, fourth],
+    ):
+        file.write_text("\n".join(damaged) + "\n")
+        runner_of(run, dataclasses.replace(request, samples=3)).run()
+        last = {row["index"]: row for row in rows(run / "evaluation")}
+        assert [last[n] for n in range(4)] == list(map(json.loads, whole))
+
+
+def test_ids_beyond_the_vocabulary_are_refused(run, monkeypatch):
+    request = request_of(run, NIAH, niah=needles(run))
+    own = runner_of(run, request)
+    items = own._measurement.items
+
+    def other(cell: Cell):
+        for number, item in enumerate(items(cell)):
+            yield {**item, "ids": [*item["ids"][:-1], 264]} if number == 1 else item
+
+    monkeypatch.setattr(own._measurement, "items", other)
+    message = (
+        r"step-3: its tokenizer gives the id 264 for niah 512, but the model's 264 ids are 0 to"
+    )
+    with pytest.raises(ConfigError, match=message):
+        own.run()
+    assert len(rows(run / "evaluation")) == 1
 
 
 def test_the_first_attention_chooses_the_key_tokens(run, monkeypatch):

@@ -13,9 +13,11 @@ import torch.nn.functional as functional
 from inference.small_models import engine, source, tokens, write_hf, write_run
 
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.cache import KvCache
 from mtrain_cli.inference.decode_step import DecodeStep
 from mtrain_cli.inference.engine import END, LENGTH, Engine
+from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.scorer import _Prompt
 from mtrain_cli.model.layer_execution import ExecutedLayer
@@ -425,6 +427,49 @@ def test_a_cache_serves_later_calls_if_it_suffices(folder):
         assert generate(found, [ids], sampling) == expected
         assert (found._kept is kept) == reused
         kept = found._kept
+
+
+def test_a_larger_cache_serves_a_smaller_batch_that_leaves_room_for_it(folder):
+    found = engine(folder)
+    prompts = [tokens(40), tokens(50), tokens(60)]
+    expected = [generate(found, [ids], Sampling())[0] for ids in prompts[:2]]
+    generate(found, prompts, Sampling())
+    kept = found._kept
+    assert kept is not None
+    sizes = kept.cache.capacity, kept.max_new, Sampling()
+    # As on a GPU, where the last batch of an evaluation may be smaller.
+    assert [kept.suffices(2, most, *sizes) for most in (2, 3, 8)] == [False, True, True]
+    assert not kept.suffices(4, 8, *sizes)
+    found._decoding = lambda *_: kept
+    assert generate(found, prompts[:2], Sampling()) == expected
+
+
+def batches(rank: int, world: int, folder: str) -> tuple[int, list[list[int]], str]:
+    """Return the size of the cache, the texts, and the refusal, if memory differs by rank."""
+    found = engine(
+        Path(folder), f"topology.workers={world}", environment=gloo.environment(rank, world)
+    )
+    MemoryNeed.require_fit = lambda *_: 2 + rank
+    texts = generate(found, [tokens(9), tokens(8), tokens(7)], Sampling())
+    size = found._kept.cache.batch
+
+    def refuse(*_) -> int:
+        raise ConfigError("mine")
+
+    if rank:
+        MemoryNeed.require_fit = refuse
+    with pytest.raises(ConfigError) as refused:
+        generate(found, [tokens(9)], Sampling())
+    return size, texts, str(refused.value)
+
+
+def test_workers_of_unequal_memory_divide_prompts_alike(folder):
+    expected = generate(engine(folder), [tokens(9), tokens(8), tokens(7)], Sampling())
+    (size, first, other), (same, second, own) = gloo.run(2, batches, str(folder))
+    assert (size, same) == (2, 2)
+    assert first == second == expected
+    assert "does not fit the memory of another worker" in other
+    assert own == "mine"
 
 
 @pytest.mark.slow
