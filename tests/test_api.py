@@ -92,7 +92,7 @@ def test_attention_and_losses(folder):
         (lambda m: m.generate("", max_new=3), "the prompt is empty"),
         (lambda m: m.generate("a", max_new=0), "max_new=0: must be at least 1"),
         (lambda m: m.generate("a", temperature=-1), "--temperature -1"),
-        (lambda m: m.generate("a", max_new=9999), "--max-new 9,999"),
+        (lambda m: m.generate("a", max_new=9999), "--max-new 9999"),
         (lambda m: m.generate([[1, 5000]]), "the id 5000 at token 2"),
         (lambda m: m.token_losses("a"), "token_losses: 1 token; give at least 2"),
     ],
