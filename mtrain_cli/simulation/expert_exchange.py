@@ -64,7 +64,7 @@ def layer_experts(plan: RunPlan, loads: ExpertLoads) -> LayerExperts:
     degree = dealt_over(plan)
     chunks = expert_chunks(
         own, config.model.hidden_size, config.model.moe, e, config.train.tile_mib << 20,
-        shared=degree > 1, chunks=config.topology.expert_chunks,
+        degree=degree, chunks=config.topology.expert_chunks,
     )  # fmt: skip
     recompute = config.train.activation_checkpoint != "none"
     compiled = config.train.compile != False  # noqa: E712 - auto compiles on GPUs

@@ -57,7 +57,7 @@ class ExpertMemory:
         degree = given if isinstance(given, int) else 1
         chunks = expert_chunks(
             tokens, model.hidden_size, model.moe, e, train.tile_mib << 20,
-            shared=degree > 1, chunks=topology.expert_chunks,
+            degree=degree, chunks=topology.expert_chunks,
         )  # fmt: skip
         return ExpertMemory(
             model, tokens, train.micro_batch, e, degree, chunks,
