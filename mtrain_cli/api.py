@@ -145,8 +145,8 @@ class Model:
             beyond: allow more positions than the model was trained for.
 
         Raises:
-            ConfigError: an argument has a wrong type or is out of range, or a prompt is empty or too
-                long, has an id outside the vocabulary, or does not fit the memory.
+            ConfigError: an argument has a wrong type or is out of range, or a prompt is empty or
+                too long, has an id outside the vocabulary, or does not fit the memory.
         """
         from mtrain_cli.inference.limits import require_prompts
         from mtrain_cli.inference.sampling import Sampling

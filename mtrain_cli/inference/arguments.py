@@ -105,11 +105,12 @@ def token_ids(name: str, value: object) -> list[int]:
     Raises:
         ConfigError: the value is no sequence of whole numbers.
     """
-    ids = [_plain(one) for one in _items(name, value, "a text or token ids")]
-    for at, one in enumerate(ids, 1):
+    ids = []
+    for at, one in enumerate(map(_plain, _items(name, value, "a text or token ids")), 1):
         if isinstance(one, bool) or not isinstance(one, Integral):
             raise ConfigError(f"{name}: token {at} is {reprlib.repr(one)}; ids are whole numbers")
-    return list(map(int, ids))
+        ids.append(int(one))
+    return ids
 
 
 def prompts(name: str, value: object) -> list[str | list[int]]:
