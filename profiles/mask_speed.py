@@ -103,8 +103,10 @@ class Bench:
         self.pool.restart()
         return times
 
-    def predicted(self, layout: str, exchange: str, *more: str) -> Prediction:
-        """Start the prediction of a step."""
+    def predicted(self, layout: str, exchange: str, *more: str) -> Prediction | str:
+        """Start the prediction of a step. The simulator takes a sequence for one document."""
+        if len(self.starts) > 1:
+            return ""
         words = (*self.model, *self.mask, f"seq={self.seq}", *more)
         return Prediction(self.cluster, 2, layout, exchange, *words)
 

@@ -61,11 +61,6 @@ def _expert_parallel(config: Config) -> Iterator[str]:
         allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         yield f"{given}: must divide model.moe.experts={experts}; allowed: auto, {allowed}"
     yield from unsupported(config, given, NEED_ALL_EXPERTS)
-    if config.train.memory == "auto" and degree == "auto":
-        yield (
-            f"{given}: train.memory=auto must know the degree; allowed: a number, or "
-            "train.memory=manual"
-        )
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -304,7 +304,8 @@ def plan_on(
 
     plan = planned(config)
     require_experts_fit(config, plan.dims, plan.dtype_bytes, plan.environment.device)
-    if not config.model.moe.experts or config.topology.expert_parallel != "auto":
+    # train.memory=auto has chosen the degree, too.
+    if not config.model.moe.experts or plan.config.topology.expert_parallel != "auto":
         return plan
     shape = plan.dims, plan.layout, plan.dtype_bytes, plan.environment.workers_per_node
     return planned(config.changed(topology={"expert_parallel": expert_degree(config, *shape)}))

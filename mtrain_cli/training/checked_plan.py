@@ -8,7 +8,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.collectives import share
-from mtrain_cli.training.memory_search import PLAN_FOR_GPUS
+from mtrain_cli.training.memory_remedies import PLAN_FOR_GPUS
 from mtrain_cli.training.resolution import ResolvedRun
 from mtrain_cli.training.run_plan import (
     RunPlan,

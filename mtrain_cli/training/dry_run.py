@@ -31,7 +31,8 @@ from mtrain_cli.training.first_masks import FirstMasks
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 from mtrain_cli.training.layout_choice import layout_advice, make_balancer
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import duration, longest_seq, refusal, search
+from mtrain_cli.training.memory_remedies import longest_seq, refusal
+from mtrain_cli.training.memory_search import duration, search
 from mtrain_cli.training.parallelism_rows import expert_rows, pipeline_rows, tensor_rows
 from mtrain_cli.training.resolution import compiles
 from mtrain_cli.training.run_plan import RunPlan, size

@@ -82,7 +82,8 @@ def expert_degree(
 ) -> int:
     """Return the expert-parallel degree of a run (`require_experts_fit`).
 
-    `auto` takes the degree that moves the fewest bytes, among those that stay in a node.
+    `auto` takes the degree that moves the fewest bytes, among those that stay in a node. A plan
+    with `train.memory=auto` has chosen a number before (`memory_search`).
 
     Args:
         per_node: number of workers of a node.
@@ -115,17 +116,21 @@ def require_experts_fit(config: Config, dims: ParallelDims, dtype_bytes: int, de
 def chosen_traffic(
     config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
 ) -> ExpertTraffic:
-    """Return the traffic of the allowed degree that moves the fewest bytes.
+    """Return the traffic of the degree in a node that moves the fewest bytes."""
+    options = [
+        expert_traffic(config, dims, layout, dtype_bytes, degree)
+        for degree in degrees_in_a_node(config, dims, per_node)
+    ]
+    return min(options, key=lambda option: option.total)
+
+
+def degrees_in_a_node(config: Config, dims: ParallelDims, per_node: int) -> list[int]:
+    """Return the allowed degrees whose groups stay in a node, from which `auto` chooses.
 
     An expert group begins at a multiple of its degree, so it stays in a node if the degree divides
     the workers of the node.
     """
-    options = [
-        expert_traffic(config, dims, layout, dtype_bytes, degree)
-        for degree in allowed_degrees(config, dims)
-        if per_node % degree == 0
-    ]
-    return min(options, key=lambda option: option.total)
+    return [n for n in allowed_degrees(config, dims) if per_node % n == 0]
 
 
 def allowed_degrees(config: Config, dims: ParallelDims) -> list[int]:

@@ -1,11 +1,13 @@
-"""`train.memory=auto`: the fastest memory setting that fits, and remedies if none fits.
+"""`train.memory=auto`: the fastest memory setting that fits.
 
 The search compares settings by an estimated step time. The estimate uses only counts, not
-measurements, so that all ranks choose the same setting. The step time is the sum of:
+measurements, so that all ranks choose the same setting. With `topology.expert_parallel=auto`, the
+search tries every degree with every memory setting. The step time is the sum of:
 
     compute     executed FLOP / (0.56 x peak FLOP/s). If the density of a sparse pattern depends on
                 the data, assume 10 % of the causal pairs.
     weights     transfer of `StateMemory.sent` bytes, which overlaps with compute
+    rows        with expert parallelism, transfer of the rows of tokens, which overlaps, too
     tensors     transfer of the messages of tensor parallelism, which does not overlap
     activations transfer of offloaded activations over the host link. The transfer to the host
                 overlaps with the forward pass of the offloaded layers, a quarter of their compute.
@@ -20,21 +22,18 @@ than the compute, the difference is added.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.expert_checks import NEED_ALL_EXPERTS
 from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
-from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
-from mtrain_cli.config.sizes import format_size
+from mtrain_cli.config.schema import Config
 from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.parallel.exchange_selection import ExchangeChoice
+from mtrain_cli.training.expert_traffic import degrees_in_a_node, expert_traffic
 from mtrain_cli.training.flops import (
     allowed_pairs,
     causal_pairs,
@@ -78,17 +77,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.offload": (False, True),
     "optim.offload_gradients": (False, True),
 }
-# The alternative that needs the least memory, whatever the other keys have. A value of another key
-# may need less device memory and more host memory, or less in only some of the moments of a step.
-LEAST: dict[str, Any] = {
-    "train.checkpoint_keep": 0.25,
-    "train.keep_mlp": False,
-    "train.loss_chunk_mib": 128,
-    "train.shard": "full",
-}
-# Advice on a run that the CPU of a machine refuses.
-PLAN_FOR_GPUS = "topology=h200_1x8 to plan for eight GPUs"
-NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
+DEGREE = "topology.expert_parallel"  # chosen by `auto` together with the memory setting
 # A configuration, and its `MemorySetting.changes`.
 Variant = tuple[Config, dict[str, Any]]
 
@@ -97,7 +86,8 @@ Variant = tuple[Config, dict[str, Any]]
 class MemorySetting:
     """A configuration with its estimated memory and step time.
 
-    changes: new values by key, for the keys of `CHOICES` that the setting changes.
+    changes: new values by key, for the keys of `CHOICES` that the setting changes, and the degree
+        that ``topology.expert_parallel=auto`` takes.
     memory: estimated memory of one worker.
     seconds: estimated duration of an optimizer step.
     fits: whether the worker has room for `memory`.
@@ -112,7 +102,7 @@ class MemorySetting:
     @property
     def overrides(self) -> str:
         """The changes as command-line overrides."""
-        return _overrides(self.changes)
+        return as_overrides(self.changes)
 
 
 @dataclass(frozen=True)
@@ -130,39 +120,60 @@ class MemorySearch:
         """Return a label and the reason of the rejection for settings that were not chosen.
 
         Return only the fastest such setting for each value of train.activation_checkpoint. Leave
-        out settings that fit and, as displayed, take as long as the chosen one.
+        out settings that fit and, as displayed, take as long as the chosen one. Of every other
+        expert-parallel degree, return only the setting that would be chosen for it.
         """
         assert self.chosen is not None
         best = duration(self.chosen.seconds)
         rows: dict[str, tuple[str, str]] = {}
-        for setting in self.settings:
+        by_degree = self._by_degree()
+        for setting in by_degree.pop(_degree(self.chosen.config)):
             kind, memory = setting.config.train.activation_checkpoint, setting.memory
             equal = setting.fits and duration(setting.seconds) == best
             if setting is self.chosen or equal or kind in rows:
                 continue
             reason = f"{duration(setting.seconds)} per step"
             if not setting.fits:
-                reason += f", but needs {_gib(memory.total)}"
+                reason += f", but needs {in_gib(memory.total)}"
                 if memory.host_peak:
-                    reason += f" and {_gib(memory.host_peak)} of host memory"
+                    reason += f" and {in_gib(memory.host_peak)} of host memory"
             rows[kind] = (_label(setting.config, self.chosen.config), reason)
-        return list(rows.values())
+        others = (next((s for s in each if s.fits), each[0]) for each in by_degree.values())
+        return [*rows.values(), *((_label_of_degree(s), _figures(s)) for s in others)]
+
+    def _by_degree(self) -> dict[int | str, list[MemorySetting]]:
+        """Return the settings of each expert-parallel degree, fastest first."""
+        found: dict[int | str, list[MemorySetting]] = {}
+        for setting in self.settings:
+            found.setdefault(_degree(setting.config), []).append(setting)
+        return dict(sorted(found.items()))
 
 
 def search(plan: RunPlan) -> MemorySearch:
     """Estimate memory and time of every setting that `train.memory=auto` may choose for a run."""
     settings = [
-        _priced(plan, *_with_most_products(plan, *_with_fewest_offloaded(plan, *variant)))
-        for variant in _variants(plan)
+        _priced(plan, *_with_most_products(plan, *with_fewest_offloaded(plan, *variant)))
+        for variant in variants_of_plan(plan)
     ]
     # Of equally fast settings, prefer fewer changes, then the order of CHOICES.
     settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
     return MemorySearch(tuple(settings), next((s for s in settings if s.fits), None))
 
 
-def _variants(plan: RunPlan) -> Iterator[Variant]:
-    """Yield every sensible combination of the alternatives in `CHOICES`."""
-    config = plan.config
+def variants_of_plan(plan: RunPlan) -> Iterator[Variant]:
+    """Yield every sensible combination of the alternatives in `CHOICES`, for each degree."""
+    config, dims = plan.config, plan.dims
+    if not config.model.moe.experts or _degree(config) != "auto":
+        yield from _variants_of(plan, config)
+        return
+    for degree in degrees_in_a_node(config, dims, plan.environment.workers_per_node):
+        change = {DEGREE: degree}
+        for variant, changes in _variants_of(plan, with_values(config, change)):
+            yield variant, change | changes
+
+
+def _variants_of(plan: RunPlan, config: Config) -> Iterator[Variant]:
+    """Yield every sensible combination of the alternatives in `CHOICES` for a configuration."""
     current = {key: get_setting(config, key) for key in CHOICES}
     free = {key: values for key, values in CHOICES.items() if current[key] == values[0]}
     topology = config.topology
@@ -184,7 +195,7 @@ def _variants(plan: RunPlan) -> Iterator[Variant]:
             and not (setting["optim.offload"] and plan.micro_batches == 1),
         )
         if not any(pointless):
-            yield _with(config, changes), changes
+            yield with_values(config, changes), changes
 
 
 def _short_of_memory(kind: str, offload: bool | int) -> bool:
@@ -195,7 +206,7 @@ def _short_of_memory(kind: str, offload: bool | int) -> bool:
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
-def _with_fewest_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any]) -> Variant:
+def with_fewest_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any]) -> Variant:
     """Offload the fewest layers with which the run fits the device. If no number fits, offload all.
 
     The fewest layers also take the least host memory.
@@ -207,12 +218,12 @@ def _with_fewest_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any
 
     if key not in changes or plan.environment.device == "cpu" or not holds(config):
         return config, changes
-    # Start at 1 layer: `_variants` yields the setting without offload, too.
+    # Start at 1 layer: `variants_of_plan` yields the setting without offload, too.
     counts = range(1, layers - 1)
-    fewest = 1 + bisect_left(counts, True, key=lambda n: holds(_with(config, {key: n})))
+    fewest = 1 + bisect_left(counts, True, key=lambda n: holds(with_values(config, {key: n})))
     if fewest >= layers - 1:
         return config, changes
-    return _with(config, {key: fewest}), changes | {key: fewest}
+    return with_values(config, {key: fewest}), changes | {key: fewest}
 
 
 def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) -> Variant:
@@ -224,10 +235,12 @@ def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) 
 
     if key not in changes or not too_large(config):
         return config, changes
-    most = bisect_left(range(1, layers), True, key=lambda n: too_large(_with(config, {key: n})))
+    most = bisect_left(
+        range(1, layers), True, key=lambda n: too_large(with_values(config, {key: n}))
+    )
     if most == 0:
-        return _with(config, {key: False}), {k: v for k, v in changes.items() if k != key}
-    return _with(config, {key: most}), changes | {key: most}
+        return with_values(config, {key: False}), {k: v for k, v in changes.items() if k != key}
+    return with_values(config, {key: most}), changes | {key: most}
 
 
 def with_products(plan: RunPlan) -> MemorySetting | None:
@@ -242,7 +255,7 @@ def with_products(plan: RunPlan) -> MemorySetting | None:
     if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
         return None
     change = {"train.keep_mlp": True}
-    setting = _priced(plan, *_with_most_products(plan, _with(plan.config, change), change))
+    setting = _priced(plan, *_with_most_products(plan, with_values(plan.config, change), change))
     return setting if setting.memory != plan.memory else None
 
 
@@ -274,7 +287,8 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
         layers = -(-layers // environment.dims.pp)
     states = largest_states(config, environment.dims.workers, n, e)
     link = NETWORK if environment.nodes > 1 else NODE_LINK
-    seconds = n * compute + _exposed(states.sent() / link, n * compute)
+    transfer = states.sent() / link + _row_bytes(plan, config) / NODE_LINK
+    seconds = n * compute + _exposed(transfer, n * compute)
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
         overlapping = compute * layers_on_host(train.offload_activations, layers) / layers
@@ -293,6 +307,15 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     # The chunks of experts are not priced.
     tiled = layers * (1 - config.model.expert_layers / config.model.num_layers)
     return seconds + n * TILE_SECONDS * (2 * tokens / rows * tiled + logits)
+
+
+def _row_bytes(plan: RunPlan, config: Config) -> float:
+    """Return the bytes of rows of tokens that reach a worker in a step, for its layers' experts."""
+    degree, dims = config.topology.expert_parallel, plan.dims
+    if not config.model.moe.experts or not isinstance(degree, int):
+        return 0.0
+    traffic = expert_traffic(config, dims, plan.layout, BYTES[plan.dtype], degree)
+    return traffic.rows * config.model.expert_layers / dims.pp
 
 
 def density(config: Config) -> float:
@@ -333,178 +356,6 @@ def nearest_to_fitting(plan: RunPlan, settings: Sequence[MemorySetting]) -> Memo
     return min(settings, key=shortfall)
 
 
-def refusal(plan: RunPlan, result: MemorySearch) -> str:
-    """Return one line that says why a run does not fit, and what would fit."""
-    auto, on_gpu = plan.config.train.memory == "auto", plan.environment.device == "cuda"
-    needed = nearest_to_fitting(plan, result.settings).memory if auto else plan.memory
-    needs = f"{'at least' if auto else 'about'} {_gib(plan.device_bytes(needed))}"
-    if needed.host_peak and on_gpu:
-        needs += f" and {_gib(needed.host_peak)} of host memory"
-        if needed.saving:
-            # Only a checkpoint needs host memory, unless activations or the optimizer are there.
-            part = f"{_gib(needed.saving)} of it " if needed.host else ""
-            needs += f" ({part}while a checkpoint is written)"
-    if plan.dims.cp > 1 and on_gpu:
-        needs += f" with topology.exchange={plan.exchange.name}"
-    would = f"only a smaller model {'or more workers ' if on_gpu else ''}would fit"
-    if changes := remedies(plan, result):
-        would = f"fits with {', or '.join(changes)}"
-    if not on_gpu:
-        would += f"; add --dry-run {PLAN_FOR_GPUS}"
-    seq = format_size(plan.config.seq)
-    return f"seq={seq}: a worker needs {needs}, but has {plan.available_memory}; {would}"
-
-
-def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
-    """Return changes as command-line overrides. Each change makes the run fit on its own.
-
-    Return at most one change of each kind: memory settings, exchange, no checkpoints, a shorter
-    sequence, more workers.
-    """
-    changes = []
-    fitting = [setting for setting in result.settings if setting.fits]
-    if fitting:
-        changes.append(min(fitting, key=lambda setting: len(setting.changes)).overrides)
-    if exchange := _other_exchange(plan):
-        changes.append(exchange)
-    without_saving = _with(plan.requested or plan.config, NO_CHECKPOINTS)
-    if plan.memory.saving and _can_fit(plan.replan(without_saving)):
-        changes.append(_overrides(NO_CHECKPOINTS))
-    if seq := longest_seq(plan):
-        changes.append(f"seq={format_size(seq)}")
-    if workers := _fewest_workers(plan):
-        changes.append(f"{workers} GPUs (topology.workers={workers})")
-    return changes
-
-
-def _other_exchange(plan: RunPlan) -> str | None:
-    """Return overrides of `topology` that make the run fit, or None if no such override exists.
-
-    The overrides raise `topology.chunks`, or switch to a ring or an all-gather.
-    """
-    config, cp, exchange = plan.requested or plan.config, plan.dims.cp, plan.exchange
-    if plan.environment.device == "cpu":
-        return None
-    gather, ring = (_exchange_change(config.topology, exchange, gathers=g) for g in (True, False))
-    candidates = [gather, ring]
-    if (exchange.traits.gathers and cp > exchange.heads) or cp == 1:
-        kv_heads = max(1, config.of_worker.model.num_kv_heads // exchange.heads)
-        more = range(exchange.chunks + 1, kv_heads + 1)
-        candidates = [{"chunks": n} for n in more if kv_heads % n == 0]
-        candidates += [ring] if cp > 1 else []
-    elif config.topology.circulates != "auto":
-        candidates.append({"circulates": "auto"})
-    for change in candidates:
-        with contextlib.suppress(ConfigError):
-            if _can_fit(plan.replan(config.changed(topology=change))):
-                return " ".join(f"topology.{key}={value}" for key, value in change.items())
-    return None
-
-
-def _exchange_change(
-    topology: TopologyConfig, exchange: ExchangeChoice, *, gathers: bool
-) -> dict[str, Any]:
-    """Return the new values of `topology` for an all-gather or a ring.
-
-    Reset the key that only the other exchange reads.
-    """
-    name = exchange_name(gathers=gathers, hierarchical=exchange.traits.hierarchical)
-    unused = "circulates" if gathers else "chunks"
-    reset = {unused: "auto"} if getattr(topology, unused) != "auto" else {}
-    return {"exchange": name, **reset}
-
-
-def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
-    """Return the longest sequence that fits, in tokens. Return None if none was found.
-
-    Double `shortest` while the run fits. Then bisect the seven evenly spaced lengths below the
-    first length that does not fit (such as 576k, 640k, ... below 1m). With `train.memory=auto`, a
-    sequence fits if the run fits with any setting. Lengths below one that fits are taken to fit.
-
-    Args:
-        shortest, most: smallest and largest length to try.
-    """
-
-    config = plan.requested or plan.config
-    if plan.exchange.traits.by_mask and plan.exchange.stages == 1:
-        # Do not price stages again for each length.
-        config = config.changed(topology={"stages": 1})
-
-    def fits(seq: int) -> bool:
-        try:
-            other = plan.replan(replace(config, seq=seq))
-        except ConfigError:
-            return False
-        return _can_fit(other)
-
-    # A mask may need more tokens than `shortest`.
-    low = next((seq for seq in (shortest, plan.config.seq) if fits(seq)), None)
-    if low is None:
-        return None
-    known = plan.config.seq if fits(plan.config.seq) else 0
-    while low < most and (2 * low <= known or fits(2 * low)):
-        low *= 2
-    longer = [low + eighth * low // 8 for eighth in range(8)]
-    return longer[bisect_left(longer, True, lo=1, key=lambda seq: not fits(seq)) - 1]
-
-
-def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
-    """Return a larger number of workers with which the run fits.
-
-    Double the planned number until the run fits. Return None if no number up to `most` fits.
-    """
-    config, environment = plan.requested or plan.config, plan.environment
-    if environment.device == "cpu":
-        return None
-    workers = 2 * environment.dims.workers
-    while workers <= most:
-        try:
-            other = plan.replan(config.changed(topology={"workers": workers}))
-        except ConfigError:
-            return None
-        if _can_fit(other):
-            return workers
-        workers *= 2
-    return None
-
-
-def _can_fit(plan: RunPlan) -> bool:
-    """Return whether a run fits as configured or, with `train.memory=auto`, with any setting."""
-    if plan.has_room_for(plan.memory):
-        return True
-    return plan.config.train.memory == "auto" and any(
-        _variant_fits(plan, config, changes)
-        for config, changes in _variants(plan)
-        if is_least(plan.config, config)
-    )
-
-
-def is_least(config: Config, variant: Config) -> bool:
-    """Return whether no other variant of `config` surely needs less memory than `variant`.
-
-    If a run fits with any variant, it fits with one of these.
-    """
-    recomputes_some = variant.train.activation_checkpoint == "sequence_selective"
-    return all(
-        get_setting(variant, key) == least
-        for key, least in LEAST.items()
-        if get_setting(config, key) == CHOICES[key][0]
-        and (recomputes_some or key != "train.checkpoint_keep")
-    )
-
-
-def _variant_fits(plan: RunPlan, config: Config, changes: dict[str, Any]) -> bool:
-    """Return whether a setting fits, if need be with fewer layers offloaded."""
-    memory = plan.estimate(config)
-    if plan.has_room_for(memory):
-        return True
-    if "train.offload_activations" not in changes or not memory.host:
-        return False
-    if not plan.has_room_for(replace(memory, host=0, saving=0)):
-        return False
-    return plan.has_room_for(plan.estimate(_with_fewest_offloaded(plan, config, changes)[0]))
-
-
 def _label(config: Config, chosen: Config) -> str:
     """Return overrides: how a setting keeps activations, and how it differs from the chosen one."""
     values = {key: get_setting(config, key) for key in CHOICES}
@@ -512,9 +363,26 @@ def _label(config: Config, chosen: Config) -> str:
     always = {kind, share} if values[kind] == "sequence_selective" else {kind}
     if values[kind] != "sequence_selective":
         del values[share]  # has no effect
-    return _overrides(
+    return as_overrides(
         {k: v for k, v in values.items() if k in always or v != get_setting(chosen, k)}
     )
+
+
+def _label_of_degree(setting: MemorySetting) -> str:
+    """Return a setting of another expert-parallel degree as overrides."""
+    kind = "train.activation_checkpoint"
+    changes = {DEGREE: _degree(setting.config), kind: get_setting(setting.config, kind)}
+    return as_overrides(changes | setting.changes)
+
+
+def _figures(setting: MemorySetting) -> str:
+    """Return the estimated time and memory of a setting."""
+    word = "and" if setting.fits else "but needs"
+    return f"{duration(setting.seconds)} per step {word} {in_gib(setting.memory.total)}"
+
+
+def _degree(config: Config) -> int | str:
+    return config.topology.expert_parallel
 
 
 def get_setting(config: Config, key: str) -> Any:
@@ -523,7 +391,7 @@ def get_setting(config: Config, key: str) -> Any:
     return getattr(getattr(config, group), name)
 
 
-def _with(config: Config, changes: dict[str, Any]) -> Config:
+def with_values(config: Config, changes: dict[str, Any]) -> Config:
     """Return `config` with other values of keys such as "train.shard"."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
@@ -532,7 +400,7 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config.changed(**groups)
 
 
-def _overrides(changes: dict[str, Any]) -> str:
+def as_overrides(changes: dict[str, Any]) -> str:
     """Return changes as command-line overrides."""
     return " ".join(f"{key}={format_value(value)}" for key, value in changes.items())
 
@@ -542,7 +410,7 @@ def format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _gib(number: int) -> str:
+def in_gib(number: int) -> str:
     return f"{number / GIB:,.1f} GiB"
 
 

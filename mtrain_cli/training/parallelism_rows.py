@@ -54,8 +54,11 @@ def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
         for each in degrees
     ]
     reason = ""
-    if config.topology.expert_parallel == "auto":
+    requested = plan.requested or config
+    if requested.topology.expert_parallel == "auto":
         reason = "; chosen by auto, the fewest bytes"
+        if plan.search is not None:
+            reason = "; chosen by auto together with the memory setting"
     elif best.degree != degree:
         reason = f"; topology.expert_parallel={best.degree} moves the fewest bytes"
     return [("experts", f"{held}, receives {', '.join(costs)}{reason}")]

@@ -25,9 +25,9 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.sparsity.pattern_registry import make_pattern
-from mtrain_cli.training import memory_search, resolution
+from mtrain_cli.training import memory_remedies, memory_search, resolution
 from mtrain_cli.training.attention_memory import AttentionMemory
-from mtrain_cli.training.expert_traffic import require_experts_fit
+from mtrain_cli.training.expert_traffic import expert_degree, require_experts_fit
 from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
     FlopsPerToken,
@@ -169,7 +169,7 @@ class RunPlan:
     def received(self) -> ReceivedBytes:
         """How many bytes reach one worker."""
         return received_bytes(
-            self.config,
+            self._dealt(self.config),
             layout=self.layout,
             exchange=self.exchange,
             kernel=self.kernel,
@@ -223,7 +223,7 @@ class RunPlan:
         config: the plan's configuration with other memory settings.
         """
         return estimate_memory(
-            config,
+            self._dealt(config),
             workers=self.dims.workers,
             layout=self.layout,
             exchange=self.exchange,
@@ -232,6 +232,14 @@ class RunPlan:
             cuda=self.environment.device == "cuda",
             attention=self._attention,
         )
+
+    def _dealt(self, config: Config) -> Config:
+        """Return a configuration with the number that `topology.expert_parallel=auto` takes."""
+        if config.topology.expert_parallel != "auto":
+            return config
+        per_node = self.environment.workers_per_node
+        degree = expert_degree(config, self.dims, self.layout, self.dtype_bytes, per_node)
+        return config.changed(topology={"expert_parallel": degree})
 
     @functools.cached_property
     def _attention(self) -> AttentionMemory:
@@ -563,9 +571,9 @@ def require_fit(plan: RunPlan) -> None:
         ConfigError: the run does not fit. The message is one line that says what would fit.
     """
     if plan.search is not None and plan.search.chosen is None:
-        raise ConfigError(memory_search.refusal(plan, plan.search))
+        raise ConfigError(memory_remedies.refusal(plan, plan.search))
     if plan.environment.device == "cuda" and not plan.has_room_for(plan.memory, CERTAIN):
-        raise ConfigError(memory_search.refusal(plan, memory_search.search(plan)))
+        raise ConfigError(memory_remedies.refusal(plan, memory_search.search(plan)))
 
 
 def size(number: int) -> str:

@@ -58,9 +58,8 @@ def test_the_first_layers_may_be_dense():
     assert model.expert_layers == 3
 
 
-def test_automatic_memory_needs_a_degree():
-    words = ["model=tiny_moe", "train.memory=auto", "topology.expert_parallel=auto"]
-    with pytest.raises(ConfigError, match=r"expert_parallel=auto: train.memory=auto must know"):
-        compose(words)
-    compose([*words, "train.memory=manual"])
-    compose([*words, "topology.expert_parallel=2"])
+@pytest.mark.parametrize("memory", ["auto", "manual"])
+@pytest.mark.parametrize("degree", ["auto", "2"])
+def test_degree_and_memory_may_both_be_automatic(memory, degree):
+    words = [f"train.memory={memory}", f"topology.expert_parallel={degree}"]
+    assert compose(["model=tiny_moe", *words]).train.memory == memory

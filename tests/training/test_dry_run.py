@@ -26,7 +26,8 @@ from mtrain_cli.training import dry_run as module
 from mtrain_cli.training.dry_run import GPU_MEMORY, dry_run, flop
 from mtrain_cli.training.layout_choice import make_balancer
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import duration, longest_seq
+from mtrain_cli.training.memory_remedies import longest_seq
+from mtrain_cli.training.memory_search import duration
 from mtrain_cli.training.run_plan import make_plan, size
 
 

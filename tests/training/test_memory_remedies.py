@@ -12,7 +12,7 @@ from test_memory_search import planned
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
-from mtrain_cli.training import memory_search, run_plan
+from mtrain_cli.training import memory_remedies, run_plan
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import require_fit
 
@@ -97,32 +97,32 @@ def test_a_different_exchange_is_a_remedy_if_keys_take_too_much():
     assert "; fits with topology.chunks=4, or seq=" in str(c.value)
     # As few parts as necessary, and nothing that does not help.
     for gib, chunks in ((70, 2), (63.5, 4), (52, 8)):
-        assert memory_search._other_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
+        assert memory_remedies._other_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
         assert limited(gib, "topology.exchange=all_gather", f"topology.chunks={chunks}").fits
         assert not limited(
             gib, "topology.exchange=all_gather", f"topology.chunks={chunks // 2}"
         ).fits
-    assert memory_search._other_exchange(limited(48, *whole)) is None
+    assert memory_remedies._other_exchange(limited(48, *whole)) is None
     assert (
-        memory_search._other_exchange(limited(52, "topology.exchange=ring"))
+        memory_remedies._other_exchange(limited(52, "topology.exchange=ring"))
         == "topology.exchange=all_gather"
     )
-    assert memory_search._other_exchange(limited(48, "topology.exchange=ring")) is None
+    assert memory_remedies._other_exchange(limited(48, "topology.exchange=ring")) is None
     # Settings of one kind of exchange are reset with it.
     queries = "topology.exchange=ring", "topology.circulates=queries"
     assert (
-        memory_search._other_exchange(limited(70, *queries))
+        memory_remedies._other_exchange(limited(70, *queries))
         == "topology.exchange=all_gather topology.circulates=auto"
     )
     assert limited(70, "topology.exchange=all_gather").fits
     assert (
-        memory_search._other_exchange(limited(52, "topology.exchange=ulysses"))
+        memory_remedies._other_exchange(limited(52, "topology.exchange=ulysses"))
         == "topology.exchange=all_gather"
     )
     nodes = "topology.gpus_per_node=4"
     hierarchical = limited(54, nodes, "topology.exchange=hierarchical_ring")
     assert (
-        memory_search._other_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
+        memory_remedies._other_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
     )
     few = [
         "model.num_heads=8",
@@ -133,7 +133,7 @@ def test_a_different_exchange_is_a_remedy_if_keys_take_too_much():
         "topology.gpu_memory_gib=40",
     ]
     assert (
-        memory_search._other_exchange(planned(*few, *whole[:1], "topology.chunks=2"))
+        memory_remedies._other_exchange(planned(*few, *whole[:1], "topology.chunks=2"))
         == "topology.exchange=ring topology.chunks=auto"
     )
     assert planned(*few, "topology.exchange=ring").fits
@@ -146,7 +146,7 @@ def test_a_different_exchange_is_a_remedy_if_keys_take_too_much():
     assert sizes[0] > 1.1 * sizes[1]
     between = f"topology.gpu_memory_gib={sum(sizes) / 2 / 0.95}"
     assert (
-        memory_search._other_exchange(planned(*one, between, "topology.exchange=all_gather"))
+        memory_remedies._other_exchange(planned(*one, between, "topology.exchange=all_gather"))
         == "topology.exchange=ring"
     )
 

@@ -17,7 +17,7 @@ from mtrain_cli.config import keys
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.training import memory_search, run_plan
+from mtrain_cli.training import memory_remedies, memory_search, run_plan
 from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB, MemoryEstimate
 from mtrain_cli.training.run_plan import make_plan, require_fit
@@ -291,20 +291,25 @@ def test_rejected_settings_are_overrides_and_none_equals_the_chosen_one():
         compose([*RUN, *words])
 
 
-def decided(rank: int, world: int) -> tuple[dict[str, object], float]:
-    trainer = make(rank, world, world, ("train.memory=auto",))
+def decided(rank: int, world: int, *words: str) -> tuple[dict[str, object], float]:
+    trainer = make(rank, world, world, ("train.memory=auto", *words))
     assert trainer.plan.search is not None
     return keys.values(trainer.config), trainer.train_step(False).loss
 
 
-def test_all_ranks_of_a_run_decide_alike_and_train():
-    (first, loss), (second, same) = gloo.run(2, decided)
+@pytest.mark.parametrize(
+    ("words", "degree"),
+    [((), 1), (("model=tiny_moe", "topology.expert_parallel=auto", "model.moe.experts=64"), 2)],
+)
+def test_all_ranks_of_a_run_decide_alike_and_train(words, degree):
+    (first, loss), (second, same) = gloo.run(2, decided, *words)
     assert first == second
+    assert first["topology.expert_parallel"] == degree
     assert loss == same == pytest.approx(5.6, abs=0.5)
 
 
 def tried(*words: str) -> list[dict[str, object]]:
-    variants = list(memory_search._variants(planned(*words)))
+    variants = list(memory_search.variants_of_plan(planned(*words)))
     chosen_plan = [
         {key: memory_search.get_setting(config, key) for key in memory_search.CHOICES}
         for config, _ in variants
@@ -404,29 +409,29 @@ def test_the_fewest_layers_are_offloaded_and_the_most_products_kept(monkeypatch)
     # At most all layers but one are offloaded; if that does not fit, no number is tried.
     expected = {0: True, 1: True, 2: layers - 2, 3: layers - 3, layers - 1: 1, layers: 1}
     for limit, number in expected.items():
-        config, changes = memory_search._with_fewest_offloaded(
-            Counted(limit), memory_search._with(base, away), away
+        config, changes = memory_search.with_fewest_offloaded(
+            Counted(limit), memory_search.with_values(base, away), away
         )
         # 1 and True are equal, and mean one layer and all.
         assert repr(
             [changes["train.offload_activations"], config.train.offload_activations]
         ) == repr([number, number]), limit
     assert repr(
-        memory_search._with_fewest_offloaded(
-            Counted(layers, "cpu"), memory_search._with(base, away), away
+        memory_search.with_fewest_offloaded(
+            Counted(layers, "cpu"), memory_search.with_values(base, away), away
         )[1]
     ) == repr(away)
     # A key that is not among the changes was set by the user.
-    given = memory_search._with(base, away)
-    assert memory_search._with_fewest_offloaded(Counted(2), given, {}) == (given, {})
+    given = memory_search.with_values(base, away)
+    assert memory_search.with_fewest_offloaded(Counted(2), given, {}) == (given, {})
     monkeypatch.setattr(Counted, "estimate", products, raising=False)
     for limit, number in {0: False, 1: 1, 2: 2, layers - 1: layers - 1, layers: True}.items():
         config, changes = memory_search._with_most_products(
-            Counted(limit), memory_search._with(base, kept), kept | {"train.shard": "full"}
+            Counted(limit), memory_search.with_values(base, kept), kept | {"train.shard": "full"}
         )
         assert repr(config.train.keep_mlp) == repr(number), limit
         assert changes == {"train.shard": "full"} | ({"train.keep_mlp": number} if number else {})
-    given = memory_search._with(base, kept)
+    given = memory_search.with_values(base, kept)
     assert memory_search._with_most_products(Counted(2), given, {}) == (given, {})
 
 
@@ -472,10 +477,10 @@ def test_a_least_variant_needs_no_more_memory_than_the_others(words):
     """So a search for anything that fits may leave the others out."""
     plan = planned("train.memory=auto", *words)
     config = plan.requested or plan.config
-    variants = [variant for variant, _ in memory_search._variants(plan.replan(config))]
-    least = [variant for variant in variants if memory_search.is_least(config, variant)]
+    variants = [variant for variant, _ in memory_search.variants_of_plan(plan.replan(config))]
+    least = [variant for variant in variants if memory_remedies.is_least(config, variant)]
     assert 0 < 5 * len(least) < len(variants)
-    others = [key for key in memory_search.CHOICES if key not in memory_search.LEAST]
+    others = [key for key in memory_search.CHOICES if key not in memory_remedies.LEAST]
     by_others = {tuple(memory_search.get_setting(v, key) for key in others): v for v in least}
     assert len(by_others) == len(least)
     for variant in variants:
@@ -500,7 +505,7 @@ def test_the_longest_sequence_is_found_with_few_plans(monkeypatch):
         run_plan, "AttentionMemory", lambda *args: counted.append(1) or attention(*args)
     )
     plan = dataclasses.replace(plan, config=plan.config.changed(train={"memory": "auto"}))
-    longest = memory_search.longest_seq(plan)
+    longest = memory_remedies.longest_seq(plan)
     assert longest > plan.config.seq
     first_too_long = 1 << longest.bit_length()
     assert [seq for seq in tried if seq < plan.config.seq] == [1024]
@@ -511,7 +516,7 @@ def test_the_longest_sequence_is_found_with_few_plans(monkeypatch):
     eighth = first_too_long // 16
     for seq, fits in ((longest, True), (longest + eighth, False)):
         other = plan.replan(dataclasses.replace(plan.config, seq=seq))
-        assert memory_search._can_fit(other) == fits
+        assert memory_remedies._can_fit(other) == fits
 
 
 def test_layers_with_experts_are_not_asked_to_keep_their_products():
@@ -520,3 +525,67 @@ def test_layers_with_experts_are_not_asked_to_keep_their_products():
     assert plan.search is not None
     assert all("train.keep_mlp" not in setting.changes for setting in plan.search.settings)
     assert memory_search.with_products(plan) is None
+
+
+EXPERTS = ["model=qwen3_30b_a3b", "topology=h200_1x8", "topology.device=cuda", "train.memory=auto"]
+# Keys that differ from their default stay, so fewer settings are tried.
+EXPERTS += ["train.loss_chunk_mib=512", "train.tile_mib=1024"]
+DEALT = "topology.expert_parallel=auto"
+
+
+def setting_of(*words: str) -> memory_search.MemorySetting:
+    found = make_plan(compose([*EXPERTS, *words])).search
+    assert found is not None
+    assert found.chosen is not None
+    return found.chosen
+
+
+@pytest.mark.parametrize(("seq", "degree"), [("8k", 8), ("1m", 1)])
+def test_degree_and_memory_setting_are_chosen_together(seq, degree):
+    plan = make_plan(compose([*EXPERTS, f"seq={seq}", DEALT]))
+    assert plan.search is not None
+    chosen = plan.search.chosen
+    assert chosen is not None
+    alone = [setting_of(f"seq={seq}", f"topology.expert_parallel={n}") for n in (1, 2, 4, 8)]
+    fastest = min(alone, key=lambda setting: setting.seconds)
+    assert (chosen.seconds, chosen.memory) == (fastest.seconds, fastest.memory)
+    assert plan.config.topology.expert_parallel == degree == chosen.changes[memory_search.DEGREE]
+    # A run with these words has the same plan, so all ranks and later runs do the same.
+    again = make_plan(compose([*EXPERTS, f"seq={seq}", *chosen.overrides.split()]))
+    assert again.memory == plan.memory
+    others = [text for text in plan.search.rejected() if memory_search.DEGREE in text[0]]
+    assert len(others) == 3, "every other degree, with its time and memory"
+    for label, figures in others:
+        assert re.fullmatch(r"[\d.]+ (s|min) per step (and|but needs) \d+\.\d GiB", figures)
+        compose([*EXPERTS, *label.split()])
+
+
+def test_the_dry_run_shows_bytes_time_and_memory_of_degrees():
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(dry_run(compose([*EXPERTS, "seq=64k", DEALT])))
+    flat = " ".join(console.file.getvalue().split())
+    assert "chosen by auto together with the memory setting" in flat
+    assert re.search(r"GiB per layer and step with degree 8, [\d.]+ GiB .* with degree 1", flat)
+    assert "train.memory=auto takes topology.expert_parallel=8" in flat
+    assert re.search(
+        r"topology\.expert_parallel=1 \S+.*? per step (and|but needs) [\d.]+ GiB", flat
+    )
+
+
+@pytest.mark.parametrize("seq", ["8k", "1m"])
+def test_without_automatic_memory_the_estimate_is_that_of_the_chosen_degree(seq):
+    words = [*EXPERTS, f"seq={seq}", "train.memory=manual"]
+    found = make_plan(compose([*words, DEALT]))
+    number = {"8k": 8, "1m": 1}[seq]
+    alone = make_plan(compose([*words, f"topology.expert_parallel={number}"]))
+    assert (found.memory, found.received) == (alone.memory, alone.received)
+
+
+def test_offloaded_optimizers_are_tried_only_with_all_experts_on_each_worker():
+    plan = make_plan(compose([*EXPERTS, "seq=8k", DEALT, "train.memory=manual"]))
+    degrees = {
+        config.topology.expert_parallel
+        for config, _ in memory_search.variants_of_plan(plan)
+        if config.optim.offload
+    }
+    assert degrees == {1}
