@@ -205,16 +205,32 @@ def _describe(error: Any) -> str:
         if ctx is not None and ctx.command.name == "generate":
             return f"No such option: {option}. The text goes to stdout."
         return f"No such option: {option}. run.dir=DIR sets the folder of the results."
-    # `--task` more likely means --tasks than a setting of a similar name.
-    abbreviates = bool(option) and str(option) in message.partition("Possible options")[2]
-    if option and takes_overrides and not abbreviates:
-        from mtrain_cli.config.keys import all_keys
+    similar = message.partition("Possible options")[2]
+    # `--task` more likely means --tasks than a setting of a similar name. A command with a trained
+    # model takes few settings.
+    is_option = (bool(option) and str(option) in similar) or (bool(similar) and _has_model(ctx))
+    if option and takes_overrides and not is_option:
         from mtrain_cli.config.suggest import nearest
 
-        key = nearest(option.lstrip("-").replace("-", "_"), all_keys())
+        key = nearest(option.lstrip("-").replace("-", "_"), _keys_of(ctx))
         if key:
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."
+
+
+def _keys_of(context: Any) -> list[str]:
+    """Return the keys that a command takes: those of a trained model are a few."""
+    from mtrain_cli.config.keys import all_keys
+
+    if not _has_model(context):
+        return list(all_keys())
+    from mtrain_cli.inference.model_source import is_settable
+
+    return list(filter(is_settable, all_keys()))
+
+
+def _has_model(context: Any) -> bool:
+    return any(parameter.name == "model" for parameter in context.command.params)
 
 
 def _has_out(context: Any) -> bool:

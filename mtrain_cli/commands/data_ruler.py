@@ -112,8 +112,8 @@ def token_lengths(text: str) -> list[int]:
             tokens = parse_size(item)
         except ValueError:
             raise ConfigError(f"--length {text}: {item!r} is not {EXPECTED}") from None
-        if not 0 < tokens <= MOST_TOKENS:
-            raise ConfigError(f"--length {text}: must be from 1 to {MOST_TOKENS:,} tokens")
+        if not 2 <= tokens <= MOST_TOKENS:
+            raise ConfigError(f"--length {text}: must be from 2 to {MOST_TOKENS:,} tokens")
         lengths.append(tokens)
     return list(dict.fromkeys(lengths))
 

@@ -21,6 +21,7 @@ from mtrain_cli.commands.options import (
     flag,
     name_list,
     option,
+    warn,
     warn_of_unused_settings,
     with_options,
     writing,
@@ -30,7 +31,7 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
     from mtrain_cli.evaluation.harness_tasks import HarnessTasks
-    from mtrain_cli.evaluation.request import EvaluationRequest, Weights
+    from mtrain_cli.evaluation.request import EvaluationRequest, RulerOptions, Weights
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.launch.environment import Environment
 
@@ -90,7 +91,7 @@ def perplexity(
     overrides: Words = None,
     text: Annotated[str | None, option("PATH")] = None,
     text_key: Annotated[str, option("NAME")] = "text",
-    samples: Annotated[int, bounded(1, MOST_SAMPLES)] = 8,
+    samples: Annotated[int | None, bounded(1, MOST_SAMPLES)] = None,
     short: Annotated[str | None, option("N")] = None,
     keys_from: Annotated[Path | None, option("DIR")] = None,
 ) -> None:
@@ -109,18 +110,25 @@ def perplexity(
         text: File or folder of text (.txt, .md, .py, .jsonl, .parquet). Each sequence is whole and
             comes from one document. By default, what the run held out.
         text_key: Key or column that holds the text.
-        samples: Most sequences of each length.
+        samples: Most sequences of each length; by default 8.
         short: Also measure the key tokens: those whose log-probability rises by more than 2 nats
-            over this much context, and is above -2 (LongPPL). The first attention chooses them.
+            over this much context, and is above -2 (LongPPL). The newest of the checkpoints and the
+            first attention choose them.
         keys_from: Take the key tokens from this folder of results, so that all models are measured
             on the same tokens.
     """
+    from mtrain_cli.commands.evaluate_checks import require_short
     from mtrain_cli.evaluation.request import PERPLEXITY, PerplexityOptions
 
     if keys_from is not None and short is None:
         raise ConfigError(f"--keys-from {keys_from}: needs --short N, with which it was measured")
-    options = PerplexityOptions(text, text_key, _one_length("--short", short), _text(keys_from))
-    run_evaluation(PERPLEXITY, common, model, overrides, samples, perplexity=options)
+    tokens = _one_length("--short", short)
+    if tokens is not None:
+        require_short(tokens, common.length)
+    if text is None and text_key != "text":
+        warn([f"--text-key {text_key}: has no effect without --text"])
+    options = PerplexityOptions(text, text_key, tokens, _text(keys_from))
+    run_evaluation(PERPLEXITY, common, model, overrides, samples or 8, perplexity=options)
 
 
 @app.command()
@@ -216,11 +224,14 @@ def ruler(
         words: RULER's english_words.json, for cwe at lengths that need more than 8,166 words.
     """
     from mtrain_cli.commands.data_ruler import require_files, ruler_tasks
+    from mtrain_cli.commands.evaluate_checks import unused_files
     from mtrain_cli.evaluation.request import RULER, RulerOptions
     from mtrain_cli.evaluation.sources import Sources
 
     names = ruler_tasks(tasks) if tasks or not file else []
-    require_files(names, Sources(essays, squad, hotpotqa, words))
+    sources = Sources(essays, squad, hotpotqa, words)
+    require_files(names, sources)
+    warn(unused_files(names, sources))
     options = RulerOptions(
         tuple(names),
         essays=_text(essays),
@@ -243,18 +254,29 @@ def run_evaluation(
 ) -> None:
     """Check everything, evaluate, and show the results."""
     from mtrain_cli.commands.data_ruler import token_lengths
+    from mtrain_cli.commands.evaluate_checks import (
+        check_samples,
+        checked_tasks,
+        require_positions,
+    )
+    from mtrain_cli.config.unused_settings import unused_by_model
+    from mtrain_cli.inference.limits import longer_than_trained
 
     words = list(overrides or ())
     warn_of_unused_settings(words)
-    lengths = token_lengths(common.length) if kind != "lm-eval" else [0]
+    # lm-eval and files of samples have lengths of their own.
+    has_length = kind != "lm-eval" and not _has_only_files(options.get("ruler"))
+    lengths = token_lengths(common.length) if has_length else [0]
     sources = _sources(model, words, common.attention)
     first = next(iter(sources.values()))
-    _require_positions(first, common.length, lengths, beyond=common.beyond)
+    require_positions(first, common.length, lengths, beyond=common.beyond)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.evaluation.request import EvaluationRequest
     from mtrain_cli.evaluation.results import model_name, require_own
 
     weights = _weights(first, common.checkpoints)
+    if (perplexity := options.get("perplexity")) is not None and perplexity.short is not None:
+        weights = weights[::-1]  # the newest checkpoint chooses the key tokens of all
     root, out = _places(first, common.out)
     require_own(out, model_name(root, out))
     request = EvaluationRequest(
@@ -273,10 +295,14 @@ def run_evaluation(
 
     environment = resolve_environment(first.config)
     tasks = None
+    lines = unused_by_model(words, configs)
+    if line := longer_than_trained(first, max(lengths)):
+        lines.append(f"--length {common.length}: {line}")
     if kind == "lm-eval":
-        tasks = _check_tasks(request, first, beyond=common.beyond)
+        tasks = checked_tasks(request, first, beyond=common.beyond)
     else:
-        _check_samples(request, first, beyond=common.beyond)
+        lines += check_samples(request, first, beyond=common.beyond)
+    warn(lines)
     with _locked(out):
         code = _evaluate(request, configs, environment, words, tasks)
     if code:
@@ -317,22 +343,8 @@ def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[s
     }
 
 
-def _require_positions(
-    source: ModelSource, option: str, lengths: Sequence[int], *, beyond: bool
-) -> None:
-    """Raise ConfigError if a length exceeds the positions of the model."""
-    from mtrain_cli.config.sizes import format_size
-
-    most = source.max_position
-    if not beyond and max(lengths) > most:
-        raise ConfigError(
-            f"--length {option}: the model has {most:,} positions; give at most "
-            f"{format_size(most)}, or add --beyond to go on anyway"
-        )
-
-
 def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
-    """Return the weights to evaluate, newest first.
+    """Return the weights to evaluate, by their steps.
 
     Raises:
         ConfigError: there is no such checkpoint, or the checkpoint is damaged.
@@ -348,7 +360,7 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
     found = checkpoints_of(source.path)
     if checkpoints == "newest":
         return (Weights.of_checkpoint(found[0]),)
-    every = [Weights.of_checkpoint(path) for path in found]
+    every = [Weights.of_checkpoint(path) for path in reversed(found)]
     if checkpoints == "all":
         return tuple(every)
     steps = parse_items("--checkpoints", checkpoints, parse_whole_number, "100,200")
@@ -360,7 +372,11 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
                 f"--checkpoints {checkpoints}: {source.path} has no checkpoint of step {step}; it "
                 f"has {held}"
             )
-    return tuple(by_step[step] for step in sorted(set(steps), reverse=True))
+    return tuple(by_step[step] for step in sorted(set(steps)))
+
+
+def _has_only_files(ruler: RulerOptions | None) -> bool:
+    return ruler is not None and not ruler.tasks
 
 
 def _places(source: ModelSource, out: Path | None) -> tuple[Path, Path]:
@@ -373,84 +389,6 @@ def _places(source: ModelSource, out: Path | None) -> tuple[Path, Path]:
         return root, out or Path("measurements", f"eval-{root.name}")
     root = run_of(source.path)
     return root, out or root / FOLDER
-
-
-def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> None:
-    """Make the first samples, so that mistakes are reported before any work.
-
-    Raises:
-        ConfigError: there is no tokenizer, or it is that of another model, a text or file is
-            missing, or a length is too short.
-    """
-    from mtrain_cli.evaluation.generated import Generated
-    from mtrain_cli.evaluation.perplexity import Perplexity
-    from mtrain_cli.evaluation.request import open_measurement
-    from mtrain_cli.evaluation.runner import name_of, tokenizer_text
-    from mtrain_cli.inference.limits import (
-        require_hidden_labels,
-        require_known_ids,
-        require_prompts,
-    )
-    from mtrain_cli.inference.text import open_codec
-
-    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
-    measurement = open_measurement(request, source, codec)
-    if not isinstance(measurement, Generated):
-        require_hidden_labels(source.config, "this evaluation")
-    shortest = min(request.lengths)
-    vocabulary, tokenizer = source.config.model.vocab_size, tokenizer_text(request, source)
-    for cell in measurement.cells():
-        prompts = []
-        if cell.length == shortest:
-            prompts = [next(measurement.items(cell))["ids"]]
-        elif not cell.length:
-            prompts = [item["ids"] for item in measurement.items(cell)]
-        if isinstance(measurement, Perplexity):
-            prompts += [sequence.ids for sequence in measurement.sequences[cell.length]]
-        for ids in prompts:
-            require_known_ids(ids, vocabulary, name_of(cell), tokenizer)
-        if isinstance(measurement, Generated):
-            most = measurement.answer_tokens(cell)
-            if not cell.length:
-                require_prompts(source, prompts, most, beyond=beyond)
-            else:
-                require_prompts(source, [[0]], cell.length - 1, beyond=True)
-                if not beyond:
-                    _require_room(source, cell.length, measurement.special_tokens)
-
-
-def _require_room(source: ModelSource, length: int, special: int) -> None:
-    """Raise ConfigError if a sample of RULER with special tokens exceeds the model's positions.
-
-    The last token of an answer takes no position, so one special token always has room.
-    """
-    used, most = length + special - 1, source.max_position
-    if special and used > most:
-        raise ConfigError(
-            f"--length {length}: the tokenizer adds {special} tokens to a prompt, so a sample "
-            f"needs {used:,} positions; the model has {most:,}. Give at most {most + 1 - special}, "
-            "or add --beyond to go on anyway"
-        )
-
-
-def _check_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> HarnessTasks:
-    """Load the tasks of lm-eval and check their requests, so that mistakes are reported first.
-
-    Raises:
-        ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
-    """
-    from mtrain_cli.evaluation.harness_requests import Plan
-    from mtrain_cli.evaluation.harness_runner import load_tasks
-    from mtrain_cli.evaluation.request import require_tokenizer
-    from mtrain_cli.inference.limits import require_hidden_labels
-    from mtrain_cli.inference.text import open_codec
-
-    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
-    require_tokenizer(codec)
-    require_hidden_labels(source.config, "this evaluation")
-    tasks = load_tasks(request)
-    tasks.plan(codec, Plan.of(source, beyond=beyond))
-    return tasks
 
 
 @contextlib.contextmanager
@@ -523,7 +461,7 @@ def _show(request: EvaluationRequest, *, as_json: bool) -> None:
         and result.step in steps
     ]
     if as_json:
-        for result in results:
+        for result in sorted(results, key=lambda result: result.step or 0):
             typer.echo(json.dumps(asdict(result)))
         return
     from mtrain_cli.reporting.evaluation_tables import show_evaluations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from mtrain_cli.commands.options import (
     bounded,
     flag,
     option,
+    warn,
     warn_of_unused_settings,
 )
 from mtrain_cli.config.schema import ConfigError
@@ -94,12 +96,19 @@ def generate(
 
     environment = resolve_environment(source.config)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.inference.limits import require_prompts
+    from mtrain_cli.config.unused_settings import unused_by_model
+    from mtrain_cli.inference.limits import longer_than_trained, require_prompts
     from mtrain_cli.inference.text import open_codec
     from mtrain_cli.inference.worker import GenerateRequest, answer
 
-    ids = _encode(given, open_codec(source, tokenizer))
-    require_prompts(source, ids, max_new, beyond=beyond)
+    codec = open_codec(source, tokenizer)
+    ids = [one.encode(codec) for one in given]
+    require_prompts(source, ids, max_new, beyond=beyond, names=[one.name for one in given])
+    tokens = max(map(len, ids)) + max_new
+    lines = [sampling.without_effect(), *unused_by_model(words, [source.config])]
+    if line := longer_than_trained(source, tokens):
+        lines.append(f"prompt and --max-new have up to {tokens:,} tokens; {line}")
+    warn([*filter(None, lines)])
     request = GenerateRequest(
         path=str(source.path.absolute()),
         is_folder=source.is_folder,
@@ -141,8 +150,21 @@ def launch_workers(
         return launch(run, environment, resume=False, target=target, config=config)
 
 
-def _prompts(texts: list[str] | None, file: str | None) -> list[str | list[int]]:
-    """Return the prompts, as text or as token ids.
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt as text or as token ids. name: where it comes from, for messages."""
+
+    name: str
+    content: str | list[int]
+
+    def encode(self, codec: TextCodec) -> list[int]:
+        if isinstance(self.content, str):
+            return codec.encode(self.content, self.name)
+        return self.content
+
+
+def _prompts(texts: list[str] | None, file: str | None) -> list[_Prompt]:
+    """Return the prompts.
 
     Raises:
         ConfigError: there is no prompt, or the file cannot be read.
@@ -150,27 +172,30 @@ def _prompts(texts: list[str] | None, file: str | None) -> list[str | list[int]]
     if texts and file is not None:
         raise ConfigError(f"--prompt-file {file}: --prompt already gives a prompt; give only one")
     if texts:
-        return list(texts)
+        numbers = range(1, len(texts) + 1)
+        names = [f"--prompt number {n}" for n in numbers] if len(texts) > 1 else ["the prompt"]
+        return list(map(_Prompt, names, texts))
     if file is None:
-        raise ConfigError('no prompt: give --prompt TEXT, --prompt-file FILE, or "-" for stdin')
+        raise ConfigError(
+            "no prompt: give --prompt TEXT, --prompt-file FILE, or --prompt-file - for stdin"
+        )
     from mtrain_cli.data.checked_files import explain_read_errors
 
+    name = f"--prompt-file {file}"
     try:
         if file == STDIN:
-            return [sys.stdin.buffer.read().decode("utf-8")]
+            return [_Prompt(name, sys.stdin.buffer.read().decode("utf-8"))]
         path = Path(file).expanduser()
-        with explain_read_errors(f"--prompt-file {file}:", f"--prompt-file {file}: no such file"):
+        with explain_read_errors(f"{name}:", f"{name}: no such file"):
             text = path.read_bytes().decode("utf-8-sig" if path.suffix == JSONL else "utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--prompt-file {file}: is not UTF-8 text (byte {error.start:,})"
-        ) from None
-    return _json_lines(file, text) if path.suffix == JSONL else [text]
+        raise ConfigError(f"{name}: is not UTF-8 text (byte {error.start:,})") from None
+    return _json_lines(name, text) if path.suffix == JSONL else [_Prompt(name, text)]
 
 
-def _json_lines(file: str, text: str) -> list[str | list[int]]:
+def _json_lines(name: str, text: str) -> list[_Prompt]:
     """Return the prompt of each line of a JSON lines file. Empty lines do not count."""
-    prompts: list[str | list[int]] = []
+    prompts = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -182,12 +207,12 @@ def _json_lines(file: str, text: str) -> list[str | list[int]]:
         found = _prompt_or_ids(*given)
         if found is None:
             raise ConfigError(
-                f"--prompt-file {file}: line {number} is not a JSON object with "
+                f"{name}: line {number} is not a JSON object with "
                 'either "prompt": "text" or "ids": [1, 2]'
             )
-        prompts.append(found)
+        prompts.append(_Prompt(f"{name}: line {number}", found))
     if not prompts:
-        raise ConfigError(f"--prompt-file {file}: has no prompt")
+        raise ConfigError(f"{name}: has no prompt")
     return prompts
 
 
@@ -197,7 +222,3 @@ def _prompt_or_ids(prompt: Any, ids: Any) -> str | list[int] | None:
         return prompt
     is_ids = isinstance(ids, list) and all(type(one) is int for one in ids)
     return ids if is_ids and prompt is None else None
-
-
-def _encode(prompts: list[str | list[int]], codec: TextCodec) -> list[list[int]]:
-    return [codec.encode(one) if isinstance(one, str) else one for one in prompts]

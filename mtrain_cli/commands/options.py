@@ -262,7 +262,14 @@ def warn_of_unused_settings(
         lines += unused_keys(
             words, config, config_dir, exchange=exchange, device=device, layout=layout
         )
-    for line in lines:
+    warn(lines)
+
+
+def warn(lines: Sequence[str]) -> None:
+    """Print warnings on stderr, in the first process of a job."""
+    from mtrain_cli.launch.job import job_rank
+
+    for line in () if job_rank() else lines:
         print(f"mtrain: warning: {line}", file=sys.stderr)
 
 

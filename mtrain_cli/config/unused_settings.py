@@ -69,6 +69,32 @@ def unused_keys(
     ]
 
 
+def unused_by_model(words: Sequence[str], configs: Sequence[Config]) -> list[str]:
+    """Return a line for each key that has no effect when a trained model generates or is measured.
+
+    Args:
+        configs: configurations of a model under several patterns. A line counts if it holds for
+            all.
+    """
+    found = [_unused_by_model(words, config) for config in configs]
+    return [line for line in found[0] if all(line in others for others in found)]
+
+
+def _unused_by_model(words: Sequence[str], config: Config) -> list[str]:
+    # The memory of the host limits the prompts on a CPU.
+    lines = [line for line in unused_keys(words, config) if "_memory_gib=" not in line]
+    topology = config.topology
+    if topology.context_workers != 1:
+        return lines
+    given = parse(words, open_groups()).values
+    return lines + [
+        f"{name}={keys.show(given[name])}: has no effect, one worker computes each whole prompt; "
+        "give topology.workers=2 or more"
+        for name in ("topology.layout", "topology.exchange")
+        if name in given
+    ]
+
+
 def unused_after_auto(
     words: Sequence[str], config: Config, exchange: str, layout: str
 ) -> list[str]:

@@ -57,7 +57,7 @@ class Generated:
         assert self.codec.tokenizer is not None
         common = {"tokenizer": self.codec.tokenizer.identity}
         if cell.task.startswith(FILE):
-            content = self._content(self._file(cell))
+            content = self._content(self.file_of(cell))
             return {**common, "file": content, "max_new": self.max_new}
         task = cell.task.removeprefix(PREFIX)
         source = ruler.find_task(task).source
@@ -68,9 +68,18 @@ class Generated:
         words = identity() if ruler.needs_words(task) else ""
         return {**common, "files": contents, "words": words, "seed": ruler.SEED}
 
+    def labels(self, cell: Cell) -> tuple[str, ...]:
+        if cell.task.startswith(FILE):
+            return (self.file_of(cell).name, f"max-new {self.max_new}")
+        task = cell.task.removeprefix(PREFIX)
+        source = ruler.find_task(task).source
+        used = [getattr(self.sources, source)] if source and "@" not in task else []
+        used += [self.sources.words] if task == "cwe" else []
+        return tuple(path.name for path in used if path is not None)
+
     def items(self, cell: Cell) -> Iterator[Item]:
         if cell.task.startswith(FILE):
-            made = read_samples(self._file(cell))
+            made = read_samples(self.file_of(cell))
         else:
             assert self.codec.tokenizer is not None
             made = ruler.generate(
@@ -99,7 +108,7 @@ class Generated:
 
     def count(self, cell: Cell, wanted: int) -> int:
         if cell.task.startswith(FILE):
-            return min(wanted, sum(1 for _ in read_samples(self._file(cell))))
+            return min(wanted, sum(1 for _ in read_samples(self.file_of(cell))))
         return wanted
 
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
@@ -134,7 +143,8 @@ class Generated:
             self._hashes[path] = hashlib.sha256(path.read_bytes()).hexdigest()
         return self._hashes[path]
 
-    def _file(self, cell: Cell) -> Path:
+    def file_of(self, cell: Cell) -> Path:
+        """Return the file of samples of a cell."""
         return next(path for path in self.files if f"{FILE}{path.stem}" == cell.task)
 
 

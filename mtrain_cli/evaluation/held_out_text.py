@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.config.sizes import format_size
+from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.dataset import Sample
+from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
@@ -112,11 +113,22 @@ def sequences_of_run(config: Config, length: int, count: int) -> list[Sequence]:
     ]
     if not found:
         raise ConfigError(
-            f"--length {format_size(length)}: the run held out data.eval_sequences="
-            f"{data.eval_sequences} sequences of {config.seq:,} tokens. Give a smaller --length or "
-            "--text FILE"
+            f"--length {format_size(length)}: the run held out "
+            f"{with_count(data.eval_sequences, 'sequence')} of at most {config.seq:,} tokens "
+            "(data.eval_sequences). Give a smaller --length or --text FILE"
         )
     return found[:count]
+
+
+def held_out_count(config: Config, length: int) -> int:
+    """Return how many sequences of ``length`` tokens a run held out, if all of its are full.
+
+    A sequence at the end of a corpus may have fewer tokens.
+    """
+    data, seq = config.data, config.seq
+    weights = [1.0] if data.mix is None else parse_mix(data.mix).values()
+    held_out = sum(max(1, round(data.eval_sequences * weight)) for weight in weights)
+    return held_out * (seq // length) if length <= seq else held_out * seq // length
 
 
 def _joined(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:

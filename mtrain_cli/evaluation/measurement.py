@@ -41,6 +41,10 @@ class Measurement(Protocol):
         """Return what determines the samples of a cell, apart from the model and their number."""
         ...
 
+    def labels(self, cell: Cell) -> tuple[str, ...]:
+        """Return the settings, for the user. Reports show those in which results differ."""
+        ...
+
     def items(self, cell: Cell) -> Iterator[Item]:
         """Yield the samples of a cell. Only the first worker calls this.
 

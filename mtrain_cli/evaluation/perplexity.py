@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.held_out_text import Sequence as TextSequence
 from mtrain_cli.evaluation.measurement import Cell, Item, Row
 from mtrain_cli.evaluation.results import NATS, Part, Result, weighted_mean_and_error
@@ -24,6 +26,7 @@ from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.training.evaluation import bucket_edges
 
 TASK = "perplexity"
+HELD_OUT = "held out"
 LEAST_GAIN = 2.0  # nats, alpha of LongPPL
 LEAST_LOG_P = -2.0  # beta of LongPPL
 STRIDES = 4  # a short context has 1 to 1 + 1 / STRIDES times its length, as in LongPPL
@@ -36,11 +39,13 @@ class Perplexity:
     """Perplexity of sequences of several lengths.
 
     sequences: sequences by length.
-    origin: path of the text, or `held out`.
+    origin: path of the text, or `HELD_OUT`.
     short: tokens of the short context that key tokens are compared with; None for no key tokens.
     keys: places of the key tokens by the hash of a sequence, from other results; None to find them.
     key_origin: hash that identifies the source of ``keys``.
     key_label: name of the source of ``keys``, for the user.
+    keys_from: folder of ``keys``; "" if they come from a model of this evaluation.
+    remarks: why a length has fewer sequences than the run held out, by length.
     """
 
     sequences: Mapping[int, Sequence[TextSequence]]
@@ -49,6 +54,8 @@ class Perplexity:
     keys: KeyPlaces | None = None
     key_origin: str = ""
     key_label: str = ""
+    keys_from: str = ""
+    remarks: Mapping[int, str] = field(default_factory=dict)
     together: int = 1
 
     def cells(self) -> list[Cell]:
@@ -58,6 +65,14 @@ class Perplexity:
         # The first sequence, not all: more samples continue an evaluation.
         text = text_hash(self.sequences[cell.length][0].ids)
         return {"origin": self.origin, "text": text, "short": self.short, "keys": self.key_origin}
+
+    def labels(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002 - the same for all lengths
+        text = "held-out text" if self.origin == HELD_OUT else f"text {Path(self.origin).name}"
+        labels = [text]
+        if self.short is not None:
+            labels.append(f"short {format_size(self.short)}")
+            labels += [f"keys from {self.keys_from}"] if self.keys_from else []
+        return tuple(labels)
 
     def items(self, cell: Cell) -> Iterator[Item]:
         for sequence in self.sequences[cell.length]:
@@ -128,7 +143,7 @@ class Perplexity:
         score, error = weighted_mean_and_error(
             [_number(row["score"]) for row in rows], [row["tokens"] for row in rows]
         )
-        note = ""
+        notes = [self.remarks[result.length]] if result.length in self.remarks else []
         key_tokens = None
         if self.short is not None:
             with_keys = [row for row in rows if row["keys"]]
@@ -139,10 +154,10 @@ class Perplexity:
             count = sum(len(row["keys"]) for row in rows)
             key_tokens = Part(self.short, result.length, count, loss, key_error)
             if self.keys is not None:
-                note = f"key tokens from {self.key_label}"
+                notes.append(f"key tokens from {self.key_label}")
         return replace(
             result, score=score, error=error, unit=NATS, parts=_parts(rows),
-            key_tokens=key_tokens, note=note,
+            key_tokens=key_tokens, note="; ".join(notes),
         )  # fmt: skip
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, SENTENCES, Config, ConfigError
-from mtrain_cli.config.sizes import format_size
+from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.corpora import Corpus, stdlib_corpus
 from mtrain_cli.data.needles import NeedleSettings, needle_documents
 from mtrain_cli.data.text_files import text_corpus
@@ -19,9 +19,13 @@ from mtrain_cli.data.tokenizers import Tokenizer
 from mtrain_cli.evaluation import generated, retrieval
 from mtrain_cli.evaluation.depth_grid import DepthGrid
 from mtrain_cli.evaluation.generated import Generated
-from mtrain_cli.evaluation.held_out_text import sequences_of_files, sequences_of_run
+from mtrain_cli.evaluation.held_out_text import (
+    held_out_count,
+    sequences_of_files,
+    sequences_of_run,
+)
 from mtrain_cli.evaluation.measurement import Item, Measurement
-from mtrain_cli.evaluation.perplexity import Perplexity
+from mtrain_cli.evaluation.perplexity import HELD_OUT, Perplexity
 from mtrain_cli.evaluation.results import key_of, read_results, read_sample_rows
 from mtrain_cli.evaluation.retrieval import Retrieval
 from mtrain_cli.evaluation.sources import Sources
@@ -132,7 +136,7 @@ class EvaluationRequest:
     kind: `PERPLEXITY`, `NIAH`, `RULER` or `LM_EVAL`.
     out: folder of the results.
     model: name of the model in the results (`results.model_name`).
-    weights: newest first.
+    weights: in the order in which to evaluate them. The first finds the key tokens.
     attentions: names of the patterns.
     lengths: tokens of a sample.
     samples: number of samples for each result. 0 with lm-eval means all samples of a task.
@@ -212,16 +216,33 @@ def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCode
     elif source.is_folder:
         raise ConfigError("no text: give --text FILE with text that the model was not trained on")
     else:
-        read = partial(sequences_of_run, resolved_file.load(run_of(source.path) / RESOLVED))
-        origin = "held out"
+        run = resolved_file.load(run_of(source.path) / RESOLVED)
+        read = partial(sequences_of_run, run)
+        origin = HELD_OUT
     sequences = {length: read(length, request.samples) for length in request.lengths}
     measurement = Perplexity(sequences, origin, options.short)
+    if origin == HELD_OUT and request.samples:
+        measurement.remarks = dict(_remarks(run, request.samples, sequences))
     if options.keys_from is not None:
         folder = Path(options.keys_from)
         measurement.keys = _keys(folder, options.short)
         measurement.key_origin = key_of({"keys": measurement.keys})
-        measurement.key_label = str(folder)
+        measurement.key_label = measurement.keys_from = str(folder)
     return measurement
+
+
+def _remarks(
+    run: Config, wanted: int, sequences: Mapping[int, Sequence[object]]
+) -> Iterator[tuple[int, str]]:
+    """Yield each length with fewer sequences than the run held out and the user wants, and why."""
+    for length, found in sequences.items():
+        held_out = held_out_count(run, length)
+        if len(found) < min(wanted, held_out):
+            yield (
+                length,
+                f"{len(found)} of {with_count(held_out, 'held-out sequence')} of "
+                f"{format_size(length)}: where a corpus ends, a sequence has fewer tokens",
+            )
 
 
 def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:

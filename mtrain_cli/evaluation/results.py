@@ -61,6 +61,7 @@ class Result:
     parts: scores by context or by depth.
     key_tokens: number of key tokens, with their loss in nats; None if it was not asked for.
     note: what a reader must know to compare the score.
+    settings: settings of the samples, for the user. Reports show those in which results differ.
     """
 
     key: str
@@ -77,6 +78,7 @@ class Result:
     parts: tuple[Part, ...] = ()
     key_tokens: Part | None = None
     note: str = ""
+    settings: tuple[str, ...] = ()
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:

@@ -47,6 +47,11 @@ class Retrieval:
     def settings(self, cell: Cell) -> Mapping[str, Any]:  # noqa: ARG002 - the same for all lengths
         return self.origin
 
+    def labels(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002 - the same for all lengths
+        shown = {name: self.origin.get(name) for name in ("haystack", "needles", "chains", "seed")}
+        form = str(self.origin.get("form", ""))
+        return (form, *(f"{name} {value}" for name, value in shown.items()))
+
     def items(self, cell: Cell) -> Iterator[Item]:
         return self.make(cell.length)
 

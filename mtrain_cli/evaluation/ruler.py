@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.data.tokenizers import Tokenizer
 from mtrain_cli.evaluation.fitting import (
@@ -103,10 +104,10 @@ def find_task(name: str) -> Task:
     """
     base, at, file = name.partition("@")
     if base not in TASKS:
-        raise ConfigError(f"RULER: {name}: {no_such('task', base, TASKS)}")
+        raise ConfigError(f"--tasks {name}: {no_such('task', base, TASKS)}")
     if at and (TASKS[base].source != "essays" or not file):
         names = ", ".join(task for task, found in TASKS.items() if found.source == "essays")
-        raise ConfigError(f"RULER: {name}: only the tasks with essays take @FILE: {names}")
+        raise ConfigError(f"--tasks {name}: only the tasks with essays take @FILE: {names}")
     return TASKS[base]
 
 
@@ -210,8 +211,8 @@ def _fitted(
         content = read_squad(path) if task.source == "squad" else read_hotpotqa(path)
         if count > len(content.questions):
             raise ConfigError(
-                f"RULER: {name}: {path} holds {len(content.questions):,} questions, fewer than "
-                f"{count:,} samples"
+                f"--{task.source} {path}: has {with_count(len(content.questions), 'question')} for "
+                f"{name}, fewer than the {with_count(count, 'sample')}; give fewer --samples"
             )
         prompts = QuestionPrompts(content, seed)
     size = find_size(prompts, stream, length, counter)
@@ -228,7 +229,7 @@ def _source(name: str, task: Task, sources: Sources) -> Path:
     path = Path(file).expanduser() if file else getattr(sources, task.source)
     if path is None:
         other = f", or name the task {name}@FILE for another text" if task.needles else ""
-        raise ConfigError(f"RULER: {name}: needs a file of {task.source}; give one{other}")
+        raise ConfigError(f"--tasks {name}: needs a file of {task.source}; give one{other}")
     return path
 
 
@@ -253,4 +254,4 @@ def _samples(
 
 def _too_short(task: str, length: int, error: TooShortError) -> ConfigError:
     needs = f"; the shortest that was drawn has {error.shortest:,}" if error.shortest else ""
-    return ConfigError(f"RULER: {task}: {length:,} tokens are too few for a sample{needs}")
+    return ConfigError(f"--length {length}: too few tokens for a sample of {task}{needs}")

@@ -100,7 +100,7 @@ def tracking_prompts(length: int, stream: Stream, counter: TokenCounter) -> Trac
         (fitted,) = Fitting(solved, stream, size, _EXAMPLE_TOKENS, counter).samples(1)
     except TooShortError as error:
         raise ConfigError(
-            f"RULER: vt: the solved example has {error.shortest:,} tokens of {counter.name} and "
+            f"--tasks vt: the solved example has {error.shortest:,} tokens of {counter.name} and "
             f"may have {_EXAMPLE_TOKENS}; use a tokenizer with longer tokens"
         ) from None
     example = f"{fitted.draft.prompt} {' '.join(fitted.draft.outputs)}\n"

@@ -69,7 +69,7 @@ class CommonWordPrompts:
         words = self._words if size <= len(self._words) else self._more_words
         if words is None or size > len(words):
             raise ConfigError(
-                f"RULER: cwe: tries lists of {size:,} words at this length, and there are only "
+                f"--tasks cwe: tries lists of {size:,} words at this length, and there are only "
                 f"{len(words or self._words):,}; give a smaller length, or RULER's "
                 "english_words.json"
             )

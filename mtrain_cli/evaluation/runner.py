@@ -311,6 +311,7 @@ class Runner:
             error=None,
             unit="",
             seconds=seconds + (before.seconds if before is not None else 0.0),
+            settings=(*self._measurement.labels(cell), *self._common_labels(setting)),
         )
         result = self._measurement.result(chosen, known)
         if result == before:
@@ -318,6 +319,13 @@ class Runner:
         self._write(partial(folder.add_result, result))
         say = progress.say if self._training is None else self._training.say
         say(f"{name_of(cell)} {setting.label}: {score_text(result)}")
+
+    def _common_labels(self, setting: Setting) -> tuple[str, ...]:
+        tokenizer = self._request.tokenizer
+        own = () if tokenizer is None else (f"tokenizer {Path(tokenizer).name}",)
+        pattern = asdict(setting.config.sparsity).items()
+        keys = (f"{key} {value}" for key, value in pattern if value is not None)
+        return (*own, *keys, f"dtype {setting.config.train.dtype}")
 
     def _key(self, folder: ResultsFolder, setting: Setting, cell: Cell) -> str:
         """Return the key of a result: that from training if the run measured it then."""

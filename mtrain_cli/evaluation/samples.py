@@ -70,28 +70,30 @@ def read_samples(path: Path) -> Iterator[Sample]:
     Raises:
         ConfigError: the file cannot be read, has no samples, or a line is not a sample.
     """
-    missing = f"{path}: no such file. Give a .jsonl file of samples."
-    with explain_read_errors(f"{path}:", missing), path.open("rb") as file:
+    missing = f"--file {path}: no such file. Give a .jsonl file of samples."
+    with explain_read_errors(f"--file {path}:", missing), path.open("rb") as file:
         empty = True
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _parse(line, f"{path} line {number}", number - 1)
+                yield _parse(line, f"--file {path}: line {number}", number - 1)
                 empty = False
         if empty:
-            raise ConfigError(f"{path}: has no samples; give lines with the keys input and outputs")
+            raise ConfigError(
+                f"--file {path}: has no samples; give lines with the keys input and outputs"
+            )
 
 
 def _parse(line: bytes, location: str, index: int) -> Sample:
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{location}: not JSON ({documents.reason(error)})") from None
+        raise ConfigError(f"{location} is not JSON ({documents.reason(error)})") from None
     if not isinstance(record, dict):
-        raise ConfigError(f"{location}: not a JSON object with the keys input and outputs")
+        raise ConfigError(f"{location} is not a JSON object with the keys input and outputs")
     for key in ("input", "outputs"):
         if key not in record:
             names = ", ".join(list(record)[:12]) or "none"
-            raise ConfigError(f"{location}: has no key {key}. Its keys: {names}")
+            raise ConfigError(f"{location} has no key {key}. Its keys: {names}")
     outputs = record["outputs"]
     if not _is_answers(outputs):
         raise ConfigError(f"{location}: outputs must be a list of one or more texts")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.inference.engine import Completion, Engine
 from mtrain_cli.inference.text import TextCodec, TextStream
 from mtrain_cli.launch import guarded_streams
@@ -53,7 +54,7 @@ class AnswerPrinter:
         prompt_tokens = sum(each.prompt_tokens for each in self._done)
         prefill = sum(each.prefill_seconds for each in self._done)
         line = (
-            f"{prompt_tokens:,} prompt tokens in {prefill:.2f} s "
+            f"{with_count(prompt_tokens, 'prompt token')} in {prefill:.2f} s "
             f"({prompt_tokens / max(prefill, 1e-9):,.0f} tokens/s)"
         )
         longest = max(self._done, key=lambda each: len(each.ids))

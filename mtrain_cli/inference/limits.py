@@ -11,7 +11,7 @@ import numpy as np
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.config.sizes import format_bytes
+from mtrain_cli.config.sizes import format_bytes, with_count
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.environment import Environment, host_memory
 
@@ -27,7 +27,12 @@ _SCORE_BYTES = 8  # of a logit, in float64
 
 
 def require_prompts(
-    source: ModelSource, prompts: Sequence[Sequence[int]], max_new: int, *, beyond: bool = False
+    source: ModelSource,
+    prompts: Sequence[Sequence[int]],
+    max_new: int,
+    *,
+    beyond: bool = False,
+    names: Sequence[str] = (),
 ) -> None:
     """Check the ids and the lengths of prompts.
 
@@ -35,6 +40,7 @@ def require_prompts(
         prompts: token ids.
         max_new: most tokens to generate for a prompt. 0 if the prompts are only scored.
         beyond: allow positions for which the model was not trained.
+        names: name of each prompt, for messages; by default its number.
 
     Raises:
         ConfigError: a prompt is empty, has an id outside the vocabulary or is too long, or new
@@ -42,8 +48,7 @@ def require_prompts(
     """
     vocabulary, most = source.config.model.vocab_size, source.max_position
     problems = []
-    for number, ids in enumerate(prompts, 1):
-        name = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+    for name, ids in zip(names or _numbered(len(prompts)), prompts, strict=True):
         outside = next(((at, one) for at, one in enumerate(ids) if not 0 <= one < vocabulary), None)
         if not ids:
             problems.append(f"{name} is empty; give at least one token")
@@ -55,15 +60,31 @@ def require_prompts(
         elif len(ids) + max_new > most and not beyond:
             fits = most - len(ids)
             advice = f"--max-new {fits}" if fits > 0 else "a shorter prompt"
-            new = f"; with --max-new {max_new:,} it exceeds" if max_new else ", more than"
+            new = f"; with --max-new {max_new} it exceeds" if max_new else ", more than"
             problems.append(
-                f"{name} has {len(ids):,} tokens{new} the {most:,} positions of the model. Give "
-                f"{advice}, or add --beyond to go on anyway"
+                f"{name} has {with_count(len(ids), 'token')}{new} the {most:,} positions of the "
+                f"model. Give {advice}, or add --beyond to go on anyway"
             )
     if problems:
         raise ConfigError(*problems)
     if max_new:
         require_whole_cache(source.config.mask, max(len(ids) for ids in prompts) + max_new)
+
+
+def longer_than_trained(source: ModelSource, tokens: int) -> str:
+    """Return a warning if a run trained only on shorter sequences, or ""."""
+    trained = source.config.seq
+    if source.is_folder or tokens <= trained:
+        return ""
+    return (
+        f"the run trained only on sequences of {trained:,} tokens (seq={trained}); longer ones may "
+        "score worse"
+    )
+
+
+def _numbered(prompts: int) -> list[str]:
+    """Return names of prompts in the order in which the user gave them."""
+    return ["the prompt"] if prompts == 1 else [f"prompt {n}" for n in range(1, prompts + 1)]
 
 
 def require_known_ids(
@@ -220,20 +241,38 @@ class MemoryNeed:
             ConfigError: not even one prompt fits.
         """
         if not self.fits(prompt, max_new):
-            longest, most_new = self.longest(max_new), self.most_new(prompt)
-            says = f"the longest that fits has {longest:,} tokens"
-            if not longest:
-                says = "no prompt fits"
-            if most_new:
-                says += f"; this one fits with --max-new {most_new}"
             where = "of GPU memory" if device == "cuda" else "of memory"
             raise ConfigError(
-                f"a prompt of {prompt:,} tokens with --max-new {max_new:,} needs "
+                f"a prompt of {with_count(prompt, 'token')} with --max-new {max_new} needs "
                 f"{format_bytes(self.bytes(prompt, max_new))} per worker for weights, keys and "
-                f"values; a worker has {format_bytes(_USABLE * self.capacity)} {where}, and "
-                f"{says}. Give a shorter prompt, a smaller --max-new or more topology.workers"
+                f"values; a worker has {format_bytes(_USABLE * self.capacity)} {where}"
+                f"{self._what_fits(prompt, max_new)}"
             )
         return max(n for n in range(1, MOST_TOGETHER + 1) if self.fits(prompt, max_new, n))
+
+    def _what_fits(self, prompt: int, max_new: int) -> str:
+        """Return the end of a sentence on a prompt that does not fit, with advice."""
+        longest, most_new = self.longest(max_new), self.most_new(prompt)
+        if longest:
+            this = f"; this one fits with --max-new {most_new}" if most_new else ""
+            return (
+                f", and the longest that fits has {with_count(longest, 'token')}{this}. Give a "
+                "shorter prompt, a smaller --max-new or more topology.workers"
+            )
+        if most_new:
+            return (
+                f", so no prompt fits with this --max-new. Give --max-new {most_new} or less, or "
+                "more topology.workers"
+            )
+        if with_one := self.longest(1):
+            return (
+                ", so no prompt fits with this --max-new; with --max-new 1, the longest that fits "
+                f"has {with_count(with_one, 'token')}. Give both smaller, or more topology.workers"
+            )
+        return (
+            f", and the weights and logits alone take {format_bytes(self.fixed)}. Give "
+            "topology.tensor_parallel=N, by which N workers share the weights"
+        )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -6,8 +6,9 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from mtrain_cli.config.mask_settings import CAUSAL
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
+from mtrain_cli.config.suggest import no_such
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.training.checkpoint_source import RESOLVED, find_source, run_of
@@ -83,7 +85,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
             raise ConfigError(f"{word}: all workers share each prompt; leave this setting out")
         if key in ("topology.expert_parallel", "topology.expert_chunks"):
             raise ConfigError(f"{word}: each worker holds all experts; leave this setting out")
-        if key not in _SETTABLE and not key.startswith(("sparsity.", "topology.")):
+        _require_servable(word)
+        if not is_settable(key):
             raise ConfigError(
                 f"{word}: the model gives this setting; allowed: sparsity=, topology=, their keys, "
                 "train.kernel=, train.dtype= and train.compile="
@@ -92,20 +95,49 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
     if is_folder:
         model, seq = huggingface_config.read_config(path)
         mask = huggingface_config.read_mask(path) or CAUSAL
-        config = compose.compose([*_defaults(), *_sizes(model), *overrides])
+        words = [*_defaults(), *_sizes(model), f"seq={seq}", *overrides]
+        with _without_longer_seq():
+            config = compose.compose(words)
         config = dataclasses.replace(config, seq=seq, model=model, mask=mask)
         config = config.changed(data={"document_mask": False})  # a prompt is one document
     else:
         path = _find_run(path)
-        config = _config_of_run(run_of(path), overrides)
+        with _without_longer_seq():
+            config = _config_of_run(run_of(path), overrides)
     require_whole_model(config, "mtrain generate` or `mtrain eval")
     if PATTERNS[config.sparsity.pattern].synthetic:
-        others = ", ".join(name for name, found in PATTERNS.items() if not found.synthetic)
         raise ConfigError(
             f"sparsity={config.sparsity.pattern}: chooses keys without regard to the prompt, so "
-            f"the model would read another text; allowed: {others}"
+            f"the model would read another text; allowed: {', '.join(_servable())}"
         )
     return ModelSource(path, is_folder, config)
+
+
+def is_settable(key: str) -> bool:
+    """Return whether a key does not belong to the model."""
+    return key in _SETTABLE or key.startswith(("sparsity.", "topology."))
+
+
+def _require_servable(word: str) -> None:
+    """Refuse an unknown pattern with a list of those that can serve."""
+    key, _, value = word.partition("=")
+    if key in ("sparsity", "sparsity.pattern") and value not in PATTERNS:
+        raise ConfigError(f"{word}: {no_such('sparsity', value, _servable())}")
+
+
+@contextlib.contextmanager
+def _without_longer_seq() -> Iterator[None]:
+    """Take the advice to give a longer seq out of a ConfigError: the model gives it."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = (line.replace(", or a longer seq", "") for line in error.problems)
+        raise ConfigError(*(line.replace(", a longer seq or", " or") for line in lines)) from None
+
+
+def _servable() -> list[str]:
+    """Return the names of the patterns that look at their input."""
+    return [name for name, found in PATTERNS.items() if not found.synthetic]
 
 
 def _defaults() -> list[str]:

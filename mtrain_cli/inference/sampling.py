@@ -47,6 +47,22 @@ class Sampling:
         if problems:
             raise ConfigError(*problems)
 
+    def without_effect(self) -> str:
+        """Return a line on the options that temperature 0 ignores, or "" if there are none."""
+        given = [
+            (f"--top-k {self.top_k}", self.top_k != 0),
+            (f"--top-p {self.top_p:g}", self.top_p != 1),
+            (f"--seed {self.seed}", self.seed != 0),
+        ]
+        names = [name for name, is_set in given if is_set]
+        if self.temperature or not names:
+            return ""
+        verb = "has" if len(names) == 1 else "have"
+        return (
+            f"{', '.join(names)}: {verb} no effect, --temperature 0 takes the most likely token; "
+            "give --temperature 1 to sample"
+        )
+
     def uniforms(self, prompt: int, tokens: int) -> np.ndarray:
         """Return a random number in [0, 1) for each token of a prompt, float64 [tokens]."""
         return np.random.default_rng([self.seed, prompt]).random(tokens)

@@ -41,8 +41,11 @@ class TextCodec:
     missing: str = ""
     first: int | None = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, name: str = "the prompt") -> list[int]:
         """Return the ids of a prompt.
+
+        Args:
+            name: name of the prompt, for messages.
 
         Raises:
             ConfigError: the model has no tokenizer, or the prompt is not Unicode text.
@@ -53,7 +56,7 @@ class TextCodec:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"the prompt is not Unicode text: character {error.start + 1} is half of a "
+                f"{name} is not Unicode text: character {error.start + 1} is half of a "
                 "surrogate pair, or a byte that is not UTF-8"
             ) from None
         return self.tokenizer.encode_prompt(text).tolist()
@@ -89,7 +92,10 @@ def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "no such folder"
             raise ConfigError(f"--tokenizer {folder}: {reason}; give a folder with tokenizer.json")
-        return codec_of_files(of_folder(folder))
+        try:
+            return codec_of_files(of_folder(folder))
+        except ConfigError as error:
+            raise ConfigError(*(f"--tokenizer {problem}" for problem in error.problems)) from None
     if source.is_folder:
         try:
             return codec_of_files(of_folder(source.path))

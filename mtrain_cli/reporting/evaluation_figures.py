@@ -8,6 +8,7 @@ from html import escape
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.results import NATS, Result
 from mtrain_cli.reporting import plots
+from mtrain_cli.reporting.evaluation_names import distinguished
 from mtrain_cli.reporting.plots import Figure, FigureView
 
 Named = Sequence[tuple[str, Sequence[Result]]]  # (run, its results)
@@ -15,6 +16,7 @@ Named = Sequence[tuple[str, Sequence[Result]]]  # (run, its results)
 
 def evaluation_figures(sources: Named) -> list[Figure]:
     """Return the figures of the results of all runs. A figure without results has no views."""
+    sources = [(run, distinguished(results)) for run, results in sources]
     return [_depth_maps(sources), _by_context(sources), _over_steps(sources)]
 
 

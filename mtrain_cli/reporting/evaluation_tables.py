@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
+from mtrain_cli.reporting.evaluation_names import distinguished
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 
 RULER, LM_EVAL = "ruler:", "lm-eval:"
@@ -38,9 +39,10 @@ def score(value: float | None, error: float | None, unit: str) -> str:
 
 
 def evaluation_tables(results: Sequence[Result]) -> list[EvaluationTable]:
-    """Return the tables of results, those of the newest checkpoint first."""
+    """Return the tables of results, by the steps of the checkpoints."""
     tables: list[EvaluationTable] = []
-    steps = sorted({result.step for result in results}, key=lambda step: -(step or 0))
+    results = distinguished(results)
+    steps = sorted({result.step for result in results}, key=lambda step: step or 0)
     for step in steps:
         own = [result for result in results if result.step == step]
         suffix = "" if len(steps) == 1 else f", step {step}"

@@ -46,7 +46,14 @@ def find_source(source: Path) -> Path:
     """
     if not source.exists() and (run_dir.RUNS / source).is_dir():
         source = run_dir.RUNS / source
-    run_of(source)
+    run = run_of(source)
+    in_run = source.resolve() in (run, run / "checkpoints")
+    if not source.exists() or not (in_run or source.resolve().name.startswith("step-")):
+        names = [f"step-{step}" for step in reversed(committed_steps(run / "checkpoints"))]
+        held = (
+            f"the checkpoints of this run are {', '.join(names)}" if names else "the run has none"
+        )
+        raise NoCheckpointError(f"{source}: no such checkpoint; {held}")
     checkpoints_of(source)
     return source
 

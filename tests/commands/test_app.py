@@ -133,6 +133,11 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
             ["eval", "ruler", "x", "--task", "vt"],
             "No such option: --task (Possible options: --tasks). See `mtrain eval ruler --help`.",
         ),
+        (
+            ["generate", "x", "--max-tokens", "3"],
+            "No such option: --max-tokens (Possible options: --max-new, --tokenizer). See",
+        ),
+        (["generate", "x", "--layout", "3"], "are written key=value: topology.layout=..."),
         (["train", "--lr", "3"], "settings are written key=value: optim.lr=..."),
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
         (

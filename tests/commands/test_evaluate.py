@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from command import mtrain
@@ -15,8 +14,6 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_attentions
-from mtrain_cli.commands.evaluate import _require_room
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
 
@@ -98,7 +95,7 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
     ("words", "message"),
     [
         (("niah", "run", "--length", "64k"), "--length 64k: the model has 4,096 positions"),
-        (("niah", "run", "--length", "300"), "300 tokens are too few for 10 needles"),
+        (("niah", "run", "--length", "300"), "--length 300: too few tokens for 10 needles"),
         (("niah", "run", "--length", "x"), "--length x: 'x' is not a number of tokens"),
         (("niah", "run", "--attention", "dens"), "no such attention (did you mean dense?)"),
         (("niah", "run", "--attention", "fixed"), "allowed: dense, vertical_slash"),
@@ -119,16 +116,42 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (("niah", "run", "--haystack", "none.txt"), "--haystack=none.txt: no such file"),
         (("ruler", "run", "--tasks", "vtt"), "no such task (did you mean vt?); allowed: niah_"),
         (("ruler", "run", "--tasks", "qa_1"), "give --squad FILE"),
-        (("ruler", "run", "--tasks", "niah_single_1", "--length", "64"), "64 tokens are too few"),
+        (
+            ("ruler", "run", "--tasks", "niah_single_1", "--length", "64"),
+            "--length 64: too few tokens",
+        ),
         (("perplexity", "run", "--length", "512"), "the run held out no text"),
         (("perplexity", "run", "--text", "none.txt"), "--text=none.txt: no such file"),
         (("perplexity", "run", "--short", "1"), "--short 1: must be from 2"),
+        (("perplexity", "run", "--length", "1"), "--length 1: must be from 2"),
+        (
+            ("perplexity", "run", "--length", "1k,512", "--short", "512"),
+            "--short 512: no token of a sequence of 512 tokens has more context than that",
+        ),
+        (
+            ("niah", "run", "--form", "python", "--length", "300"),
+            "--needles 10: 300 tokens of bytes have no room for them",
+        ),
+        (
+            ("niah", "run/checkpoints/step-9"),
+            "no such checkpoint; the checkpoints of this run are s",
+        ),
+        (("niah", "run", "sparsity=x"), "no such sparsity; allowed: dense, vertical_slash, xatt"),
         (("perplexity", "run", "--keys-from", "run"), "needs --short N"),
         (("perplexity", "run", "seq=512"), "seq=512: the model gives this setting"),
     ],
 )
 def test_mistakes_get_one_line(words, message):
     assert message in refused(*words)
+
+
+def test_seeds_have_headings_of_their_own(tmp_path):
+    words = ("niah", "run", "--length", "512", "--needles", "2", "--samples", "1")
+    out = ("--out", str(tmp_path / "out"))
+    for seed in ("1", "2"):
+        done = evaluate(*words, "--seed", seed, *out)
+    assert "dense, seed 1" in done.stdout
+    assert "dense, seed 2" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -149,14 +172,6 @@ def test_the_tokenizer_of_another_model_is_refused(words, tmp_path):
     assert not out.exists()
 
 
-def test_several_special_tokens_need_room():
-    model = SimpleNamespace(max_position=2048)
-    for length, special in ((2048, 0), (2048, 1), (2047, 2)):
-        _require_room(model, length, special)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"--length 2048: .* adds 2 tokens .* at most 2047"):
-        _require_room(model, 2048, 2)  # type: ignore[arg-type]
-
-
 def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):
     write_run(tmp_path / "run", "mask=prefix_lm", "mask.prefix=48")
     line = refused("niah", str(tmp_path / "run"), "--length", "400")
@@ -166,9 +181,13 @@ def test_a_model_that_sees_later_tokens_has_no_losses(tmp_path):
 def test_samples_without_outputs_and_too_long_ones_are_refused():
     Path("bad.jsonl").write_text('{"input": "a"}\n')
     words = ("ruler", "run", "--tasks", "", "--file", "bad.jsonl")
-    assert "bad.jsonl line 1: has no key outputs" in refused(*words)
+    assert "/bad.jsonl: line 1 has no key outputs" in refused(*words)
+    row = {"input": "a", "outputs": ["b"]}
+    Path("bad.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "input": ""}))
+    assert "bad.jsonl: sample 2 is empty" in refused(*words)
     Path("bad.jsonl").write_text(json.dumps({"input": "a" * 5000, "outputs": ["b"]}) + "\n")
-    assert "exceeds the 4,096 positions" in refused(*words)
+    # Files have lengths of their own, so --length does not count.
+    assert "exceeds the 4,096 positions" in refused(*words, "--length", "64k")
 
 
 def test_results_of_another_model_are_refused(tmp_path, run):
@@ -207,7 +226,7 @@ def test_several_checkpoints_have_a_line_per_attention_in_the_report(tmp_path, m
     done = evaluate(*words, "--checkpoints", "60,20", "--json", *SPARSE)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(one["step"], one["attention"]) for one in results] == [
-        (step, name) for step in (60, 20) for name in ("dense", "vertical_slash")
+        (step, name) for step in (20, 60) for name in ("dense", "vertical_slash")
     ]
     assert len({one["score"] for one in results}) == 4
     shown = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["report", "run", "--out", "page"])

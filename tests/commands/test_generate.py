@@ -22,12 +22,14 @@ def folder(tmp_path_factory) -> Path:
     write_hf(folder / "hf")
     (folder / "ids.jsonl").write_text('{"ids": [1, 2, 3]}\n\n{"ids": [5]}\n')
     (folder / "texts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    (folder / "long.txt").write_text("x" * 3000)
+    (folder / "long.txt").write_text("x" * 300)
     (folder / "latin1.txt").write_bytes(b"caf\xe9")
     (folder / "wrong.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
     (folder / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1, 2, 3]}\r\n{"ids": [5]}\r\n')
     (folder / "outside.jsonl").write_text('{"ids": [1, 97]}\n')
     (folder / "empty.jsonl").write_text("\n")
+    (folder / "none.txt").touch()
+    (folder / "row.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": ""}\n')
     (folder / "both.jsonl").write_text('{"prompt": "one", "ids": [1]}\n')
     (folder / "runs").mkdir()
     (folder / "runs/mine").mkdir()
@@ -85,12 +87,41 @@ def test_samples_follow_the_options():
 
 
 @pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize(
+    ("typed", "warning"),
+    [
+        ("--prompt a --top-k 3", "--top-k 3: has no effect, --temperature 0 takes the most likely"),
+        (
+            "--prompt a topology.layout=striped",
+            "topology.layout=striped: has no effect, one worker",
+        ),
+        (
+            "--prompt-file long.txt --max-new 213",
+            "prompt and --max-new have up to 513 tokens; the run trained only on sequences of 512",
+        ),
+        ("--prompt-file long.txt --max-new 212 --temperature 1 --top-k 3", None),
+        ("--prompt a topology.host_memory_gib=1", None),
+    ],
+)
+def test_what_has_no_effect_or_was_not_trained_gets_a_warning(typed, warning):
+    result = run(f"generate run --json {typed}", CPU)
+    assert result.exit_code == 0, result.output
+    warnings = [line for line in result.stderr.splitlines() if "warning" in line]
+    if warning is None:
+        assert warnings == []
+    else:
+        (line,) = warnings
+        assert line.startswith(f"mtrain: warning: {warning}")
+
+
+@pytest.mark.usefixtures("_here")
 def test_a_prompt_comes_from_stdin(monkeypatch, folder):
     with (folder / "texts.jsonl").open() as file:
         monkeypatch.setattr(sys, "stdin", file)
         from mtrain_cli.commands.generate import _prompts
 
-        assert _prompts(None, "-") == ['{"prompt": "one"}\n{"prompt": "two"}\n']
+        (prompt,) = _prompts(None, "-")
+    assert prompt.content == '{"prompt": "one"}\n{"prompt": "two"}\n'
 
 
 def test_two_workers_print_what_one_prints(folder):
@@ -105,7 +136,7 @@ def test_two_workers_print_what_one_prints(folder):
     assert (shared.returncode, shared.stdout) == (0, one.stdout), shared.stderr
     assert {path.name for path in folder.iterdir()} == {
         "run", "hf", "runs", "ids.jsonl", "texts.jsonl", "long.txt", "latin1.txt", "wrong.jsonl",
-        "outside.jsonl", "empty.jsonl", "marked.jsonl", "both.jsonl",
+        "outside.jsonl", "empty.jsonl", "marked.jsonl", "both.jsonl", "none.txt", "row.jsonl",
     }  # fmt: skip
 
 
@@ -122,10 +153,18 @@ def test_two_workers_print_what_one_prints(folder):
         ("run --prompt-file wrong.jsonl", "--prompt-file wrong.jsonl: line 2 is not a JSON object"),
         ("run --prompt-file both.jsonl", "--prompt-file both.jsonl: line 1 is not a JSON object"),
         ("run --prompt-file empty.jsonl", "--prompt-file empty.jsonl: has no prompt"),
-        ("run --prompt a --max-new 5000", "the prompt has 1 tokens; with --max-new 5,000 it"),
-        ("hf --prompt-file outside.jsonl", "the prompt has the id 97 at token 2"),
+        ("run --prompt a --max-new 5000", "the prompt has 1 token; with --max-new 5000 it"),
+        (
+            "hf --prompt-file outside.jsonl",
+            "--prompt-file outside.jsonl: line 1 has the id 97 at token 2",
+        ),
         ("hf --prompt a", "hf: has no tokenizer. Give --tokenizer FOLDER"),
-        ("run --prompt a --tokenizer runs", "runs: has no tokenizer files"),
+        ("run --prompt a --tokenizer runs", "--tokenizer runs: has no tokenizer files"),
+        ("run --prompt-file none.txt", "--prompt-file none.txt is empty; give at least"),
+        ("run --prompt-file row.jsonl", "--prompt-file row.jsonl: line 3 is empty; give at"),
+        ("run --prompt a --prompt ''", "--prompt number 2 is empty"),
+        ("run/checkpoints/step-9 --prompt a", "run/checkpoints/step-9: no such checkpoint; the"),
+        ("run --prompt a sparsity=x", "sparsity=x: no such sparsity; allowed: dense, vertical_s"),
         ("run --prompt a --temperature -1", "--temperature -1: must be 0"),
         ("run --prompt a --top-p 0", "--top-p 0: must be above 0 and at most 1"),
         ("run --prompt a --top-p 1.1", "--top-p 1.1: must be above 0 and at most 1"),
@@ -134,7 +173,7 @@ def test_two_workers_print_what_one_prints(folder):
         ("run --prompt a seq=8k", "seq=8k: the model gives this setting"),
         ("runs --prompt a", "runs: no model here. Give a Hugging Face folder"),
         ("nope --prompt a", "nope: no such folder. Give a Hugging Face folder"),
-        ("run --prompt-file long.txt topology.host_memory_gib=0.001", "a prompt of 3,000 tokens"),
+        ("run --prompt-file long.txt topology.host_memory_gib=0.001", "a prompt of 300 tokens"),
         ("run --prompt a topology.context_parallel=1", "topology.context_parallel=1: all workers"),
     ],
 )
@@ -143,6 +182,7 @@ def test_mistakes_are_one_line(typed, problem):
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.startswith(f"mtrain: {problem}")
     assert result.stderr.count("\n") == 1
+    assert "fixed" not in result.stderr.partition("allowed:")[2]
 
 
 @pytest.mark.usefixtures("_here")

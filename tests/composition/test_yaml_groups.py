@@ -1,14 +1,16 @@
 """Groups of YAML files compose: a user's own come first, and Hydra's global state survives."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from composition.test_compose import complaints, write
 
 from mtrain_cli import resource_dir
+from mtrain_cli.composition import yaml_groups
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.groups import open_groups, summary
+from mtrain_cli.config.groups import TOP, open_groups, summary
 from mtrain_cli.config.resolved_file import load, save
 
 
@@ -138,3 +140,19 @@ def test_time_interpolation_is_resolved_once(tmp_path):
     save(config, tmp_path / "resolved.yaml")
     assert "$" not in config.run.name
     assert load(tmp_path / "resolved.yaml").run.name == config.run.name
+
+
+def test_equal_choices_share_the_work_but_not_the_values():
+    yaml_groups._composed_before.cache_clear()
+    first = compose(["model=tiny", "seed=3"])
+    again = compose(["model=tiny", "train.steps=7"])
+    assert (first.seed, again.seed, again.train.steps) == (3, compose([]).seed, 7)
+    assert yaml_groups._composed_before.cache_info().misses == 2  # with and without model=tiny
+
+
+def test_changed_files_are_composed_again(tmp_path):
+    shutil.copytree(resource_dir("conf"), tmp_path, dirs_exist_ok=True)
+    assert yaml_groups._compose([tmp_path], [])["seed"] == 0
+    top = tmp_path / TOP
+    top.write_text(top.read_text().replace("seed: 0", "seed: 41"))
+    assert yaml_groups._compose([tmp_path], [])["seed"] == 41

@@ -1,7 +1,12 @@
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.unused_settings import repeated_keys, unused_after_auto, unused_keys
+from mtrain_cli.config.unused_settings import (
+    repeated_keys,
+    unused_after_auto,
+    unused_by_model,
+    unused_keys,
+)
 
 RING = ["topology.exchange=ring", "topology.device=cuda"]
 
@@ -126,3 +131,12 @@ def test_a_setting_that_the_exchange_refuses_is_not_also_called_unused():
     words = ["topology.circulates=kv", "topology.exchange=all_gather"]
     [line] = unused_keys(words, compose(words))
     assert line.startswith("topology.circulates=kv: has no effect, topology.exchange=all_gather")
+
+
+def test_a_model_on_one_worker_needs_no_layout():
+    words = ["topology.layout=striped", "topology.exchange=ring", "topology.host_memory_gib=4"]
+    alone, two = (compose([*words, f"topology.workers={n}"]) for n in (1, 2))
+    lines = unused_by_model(words, [alone])
+    assert [line.partition(":")[0] for line in lines] == words[:2]
+    assert unused_by_model(words, [two]) == []
+    assert unused_by_model(words, [alone, two]) == []

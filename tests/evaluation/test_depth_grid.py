@@ -93,7 +93,9 @@ def test_samples_depend_on_the_seed_only() -> None:
 
 def test_mistakes_are_named() -> None:
     grid = DepthGrid(_TEXT, ByteTokenizer())
-    with pytest.raises(ConfigError, match=r"^100 tokens are too few for 1 needles .* or more\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^--length 100: too few tokens for 1 needle and .* or more$"
+    ):
         next(grid.samples(100, (0.5,)))
     with pytest.raises(ConfigError) as refused:
         next(grid.samples(150, (0.2, 0.8), together=True))

@@ -16,6 +16,7 @@ from mtrain_cli.data.tokenizers import ByteTokenizer
 from mtrain_cli.evaluation.held_out_text import (
     Sequence,
     _joined,
+    held_out_count,
     sequences_of_files,
     sequences_of_run,
 )
@@ -86,7 +87,7 @@ def test_tokens_without_a_label_belong_to_the_text():
     ("data", "length", "message"),
     [
         ({"eval_sequences": 0}, 256, "held out no text"),
-        ({}, 8192, "held out data.eval_sequences=4 sequences of 512 tokens"),
+        ({}, 8192, "held out 4 sequences of at most 512 tokens"),
         ({"mask_key": "mask"}, 256, "bring masks or positions"),
         ({"mix": "{a: 1}"}, 1024, "do not follow each other"),
     ],
@@ -95,3 +96,12 @@ def test_text_that_a_run_lacks_is_refused(config, data, length, message):
     changed = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
     with pytest.raises(ConfigError, match=message):
         sequences_of_run(changed, length, 1)
+
+
+def test_the_last_held_out_sequence_may_be_too_short(config):
+    expected = {256: 8, 512: 4, 1024: 2, 768: 2}
+    assert {length: held_out_count(config, length) for length in expected} == expected
+    found = sequences_of_run(config, 512, 99)
+    assert len(found) == 3  # the corpus ends in the fourth
+    mixed = config.changed(data={"mix": {"a": 3, "b": 1}})
+    assert held_out_count(mixed, 512) == 4

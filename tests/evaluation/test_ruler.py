@@ -215,14 +215,14 @@ def test_another_haystack_goes_by_its_name(tokenizers, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "length", "said"),
     [
-        ("niah_single_1", 300, "300 tokens are too few for a sample; the shortest that was drawn"),
-        ("niah_multikey_2", 300, "300 tokens are too few for a sample; the shortest"),
-        ("niah_multikey_3", 600, "600 tokens are too few for a sample; the shortest"),
-        ("vt", 500, "500 tokens are too few for a sample; the shortest that was drawn has 83"),
-        ("cwe", 1000, "1,000 tokens are too few for a sample; the shortest"),
-        ("fwe", 290, "290 tokens are too few for a sample"),
-        ("fwe", 60, "60 tokens are too few for a sample"),
-        ("fwe", 1, "1 tokens are too few for a sample"),
+        ("niah_single_1", 300, "too few tokens for a sample of niah_single_1; the shortest that"),
+        ("niah_multikey_2", 300, "--length 300: too few tokens for a sample of niah_multikey_2"),
+        ("niah_multikey_3", 600, "--length 600: too few tokens for a sample of niah_multikey_3"),
+        ("vt", 500, "too few tokens for a sample of vt; the shortest that was drawn has 83"),
+        ("cwe", 1000, "--length 1000: too few tokens for a sample of cwe; the shortest"),
+        ("fwe", 290, "--length 290: too few tokens for a sample of fwe"),
+        ("fwe", 60, "--length 60: too few tokens for a sample of fwe"),
+        ("fwe", 1, "--length 1: too few tokens for a sample of fwe"),
         ("niah_single", 4096, "no such task (did you mean niah_single_1?); allowed: niah_single_1"),
         ("niah_single_1@x", 4096, "only the tasks with essays take @FILE: niah_single_2, niah_s"),
         ("niah_single_2@", 4096, "only the tasks with essays take @FILE"),
@@ -250,7 +250,7 @@ def test_bytes_are_too_many_tokens_for_the_example_of_vt() -> None:
 
 
 def test_more_samples_than_questions_are_refused(tokenizers, sources) -> None:
-    with pytest.raises(ConfigError, match=r"holds 30 questions, fewer than 31 samples"):
+    with pytest.raises(ConfigError, match=r"has 30 questions for qa_2, fewer than the 31 samples"):
         list(generate("qa_2", 8192, 31, tokenizers["bytes"], sources=sources))
 
 

@@ -70,13 +70,15 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     )
     with pytest.raises(ConfigError) as error:
         list(read_samples(path))
-    assert str(error.value).startswith(f"{path} line 2: ")
+    assert str(error.value).startswith(f"--file {path}: line 2")
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none.jsonl: no such file\. Give a .jsonl file"):
+    with pytest.raises(
+        ConfigError, match=r"--file .*none.jsonl: no such file\. Give a .jsonl file"
+    ):
         list(read_samples(tmp_path / "none.jsonl"))
 
 

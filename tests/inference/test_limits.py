@@ -43,6 +43,13 @@ def test_each_prompt_has_its_line(model):
     )
 
 
+def test_prompts_go_by_their_names(model):
+    (line,) = problems(model, [[5], []], names=["ask.jsonl line 1", "ask.jsonl line 3"])
+    assert line == "ask.jsonl line 3 is empty; give at least one token"
+    (line,) = problems(model, [[5]], POSITIONS)
+    assert line.startswith(f"the prompt has 1 token; with --max-new {POSITIONS} it exceeds")
+
+
 def test_the_last_position_is_allowed_and_beyond_insists(model):
     require_prompts(model, [tokens(POSITIONS - 8)], 8)
     require_prompts(model, [tokens(POSITIONS)], 8, beyond=True)
@@ -129,14 +136,18 @@ def test_too_many_new_tokens_say_how_many_fit(model):
     with pytest.raises(ConfigError) as raised:
         found.require_fit(20, 10**6, "cpu")
     most = found.most_new(20)
-    assert f"no prompt fits; this one fits with --max-new {most}. " in raised.value.problems[0]
+    said = f"so no prompt fits with this --max-new. Give --max-new {most} or less"
+    assert said in raised.value.problems[0]
+    assert "shorter" not in raised.value.problems[0]
     assert found.require_fit(20, most, "cpu") == 1
     assert not found.fits(20, most + 1)
     assert found.most_new(10**6) == 0
 
 
 def test_no_prompt_fits_a_tiny_memory(model):
-    with pytest.raises(ConfigError, match="no prompt fits"):
+    with pytest.raises(ConfigError, match=r"1 token with .* the weights and logits alone take"):
+        need(model, 0.0001).require_fit(1, 1, "cpu")
+    with pytest.raises(ConfigError, match=r"topology\.tensor_parallel=N"):
         need(model, 0.0001).require_fit(5, 1, "cpu")
 
 

@@ -51,6 +51,18 @@ def test_weights_are_read_one_by_one_into_their_dtype(tmp_path, write):
         assert torch.equal(weights[name], weight.bfloat16())
 
 
+def test_the_length_of_the_model_limits_the_workers_and_cannot_change(tmp_path):
+    """A folder of 64k positions has more blocks than the default seq."""
+    export(tmp_path / "hf", tiny_model(rope=dataclasses.replace(YARN, original_max_position=2**16)))
+    assert source(tmp_path / "hf", "topology.workers=400").config.topology.workers == 400
+    write_run(tmp_path / "run")
+    with pytest.raises(ConfigError) as caught:
+        source(tmp_path / "run", "topology.workers=100")
+    (line,) = caught.value.problems
+    assert "seq=512 has only 4 such blocks for 100 workers; give at most 4 workers, or" in line
+    assert "longer seq" not in line
+
+
 @pytest.mark.parametrize("rope", [YARN, LLAMA3])
 def test_the_rotary_factor_is_the_folders(tmp_path, rope):
     export(tmp_path / "hf", tiny_model(rope=rope))

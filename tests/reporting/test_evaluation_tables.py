@@ -40,11 +40,11 @@ def test_the_mean_of_ruler_leaves_out_other_haystacks_and_needs_every_task():
     assert [row[-1] for row in table.rows] == ["-", "70.0 ± 2.5"]
 
 
-def test_checkpoints_have_tables_of_their_own_newest_first():
-    tables = evaluation_tables([dataclasses.replace(NIAH, step=5), NIAH])
+def test_checkpoints_have_tables_of_their_own_by_their_steps():
+    tables = evaluation_tables([NIAH, dataclasses.replace(NIAH, step=5)])
     assert [t.title for t in tables if "by" not in t.title] == [
-        "niah, % ± standard error, step 100",
         "niah, % ± standard error, step 5",
+        "niah, % ± standard error, step 100",
     ]
 
 

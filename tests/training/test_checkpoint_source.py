@@ -57,6 +57,16 @@ def test_a_run_is_found_by_name_and_from_its_checkpoints(run):
         assert run_of(source) == run
 
 
+@pytest.mark.parametrize("name", ["checkpoints/step-7", "checkpoints/step7", "stp", "logs"])
+def test_a_checkpoint_that_does_not_exist_is_refused_with_those_that_do(run, name):
+    (run / "logs").mkdir()
+    with pytest.raises(NoCheckpointError) as caught:
+        find_source(run / name)
+    assert caught.value.problems == (
+        f"{run / name}: no such checkpoint; the checkpoints of this run are step-9, step-10",
+    )
+
+
 def test_a_folder_outside_a_run_is_refused_in_one_line(run, tmp_path):
     for source in (tmp_path, Path("b"), run.parent):
         with pytest.raises(ConfigError, match="not a run or a run's checkpoint") as caught:

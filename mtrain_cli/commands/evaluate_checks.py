@@ -1,0 +1,162 @@
+"""Checks of `mtrain eval` before any work: lengths, texts, samples and tasks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import format_size
+
+if TYPE_CHECKING:
+    from mtrain_cli.evaluation.generated import Generated
+    from mtrain_cli.evaluation.harness_tasks import HarnessTasks
+    from mtrain_cli.evaluation.measurement import Cell
+    from mtrain_cli.evaluation.request import EvaluationRequest
+    from mtrain_cli.evaluation.sources import Sources
+    from mtrain_cli.inference.model_source import ModelSource
+
+
+def require_positions(
+    source: ModelSource, option: str, lengths: Sequence[int], *, beyond: bool
+) -> None:
+    """Raise ConfigError if a length exceeds the positions of the model."""
+    most = source.max_position
+    if not beyond and max(lengths) > most:
+        raise ConfigError(
+            f"--length {option}: the model has {most:,} positions; give at most "
+            f"{format_size(most)}, or add --beyond to go on anyway"
+        )
+
+
+def require_short(short: int, option: str) -> None:
+    """Raise ConfigError if a length has no token with more context than ``short``."""
+    from mtrain_cli.commands.data_ruler import token_lengths
+
+    least = min(token_lengths(option))
+    if short > least - 2:
+        raise ConfigError(
+            f"--short {format_size(short)}: no token of a sequence of {format_size(least)} tokens "
+            "has more context than that; give a smaller --short or a larger --length"
+        )
+
+
+def check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> list[str]:
+    """Make the first samples, so that mistakes are reported before any work. Return warnings.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it is that of another model, a text or file is
+            missing, or a length is too short.
+    """
+    from mtrain_cli.evaluation.generated import Generated
+    from mtrain_cli.evaluation.perplexity import Perplexity
+    from mtrain_cli.evaluation.request import open_measurement
+    from mtrain_cli.evaluation.runner import name_of, tokenizer_text
+    from mtrain_cli.inference.limits import require_hidden_labels, require_known_ids
+    from mtrain_cli.inference.text import open_codec
+
+    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+    measurement = open_measurement(request, source, codec)
+    if not isinstance(measurement, Generated):
+        require_hidden_labels(source.config, "this evaluation")
+    vocabulary, tokenizer = source.config.model.vocab_size, tokenizer_text(request, source)
+    for cell in measurement.cells():
+        prompts = []
+        with _as_options():
+            if not cell.length:
+                prompts = [item["ids"] for item in measurement.items(cell)]
+            elif cell.length == min(request.lengths):
+                prompts = [next(measurement.items(cell))["ids"]]
+        if isinstance(measurement, Perplexity):
+            prompts += [sequence.ids for sequence in measurement.sequences[cell.length]]
+        for ids in prompts:
+            require_known_ids(ids, vocabulary, name_of(cell), tokenizer)
+        if isinstance(measurement, Generated):
+            _require_prompts(measurement, cell, source, prompts, beyond=beyond)
+    if not isinstance(measurement, Perplexity):
+        return []
+    return [f"perplexity: {line}" for line in measurement.remarks.values()]
+
+
+def _require_prompts(
+    measurement: Generated,
+    cell: Cell,
+    source: ModelSource,
+    prompts: Sequence[Sequence[int]],
+    *,
+    beyond: bool,
+) -> None:
+    """Check the prompts of a file, or the positions of the samples of a task."""
+    from mtrain_cli.inference.limits import require_prompts
+
+    if cell.length:
+        require_prompts(source, [[0]], cell.length - 1, beyond=True)
+        if not beyond:
+            require_room(source, cell.length, measurement.special_tokens)
+        return
+    file = measurement.file_of(cell)
+    names = [f"--file {file}: sample {n}" for n in range(1, len(prompts) + 1)]
+    most = measurement.answer_tokens(cell)
+    require_prompts(source, prompts, most, beyond=beyond, names=names)
+
+
+def require_room(source: ModelSource, length: int, special: int) -> None:
+    """Raise ConfigError if a sample of RULER with special tokens exceeds the model's positions.
+
+    The last token of an answer takes no position, so one special token always has room.
+    """
+    used, most = length + special - 1, source.max_position
+    if special and used > most:
+        raise ConfigError(
+            f"--length {length}: the tokenizer adds {special} tokens to a prompt, so a sample "
+            f"needs {used:,} positions; the model has {most:,}. Give at most {most + 1 - special}, "
+            "or add --beyond to go on anyway"
+        )
+
+
+def checked_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> HarnessTasks:
+    """Load the tasks of lm-eval and check their requests, so that mistakes are reported first.
+
+    Raises:
+        ConfigError: there is no tokenizer, a task cannot be loaded, or a request is too long.
+    """
+    from mtrain_cli.evaluation.harness_requests import Plan
+    from mtrain_cli.evaluation.harness_runner import load_tasks
+    from mtrain_cli.evaluation.request import require_tokenizer
+    from mtrain_cli.inference.limits import require_hidden_labels
+    from mtrain_cli.inference.text import open_codec
+
+    codec = open_codec(source, None if request.tokenizer is None else Path(request.tokenizer))
+    require_tokenizer(codec)
+    require_hidden_labels(source.config, "this evaluation")
+    tasks = load_tasks(request)
+    tasks.plan(codec, Plan.of(source, beyond=beyond))
+    return tasks
+
+
+def unused_files(tasks: Sequence[str], sources: Sources) -> list[str]:
+    """Return a line for each file that no task of RULER reads."""
+    from mtrain_cli.evaluation.ruler import find_task
+
+    used = {find_task(name).source for name in tasks if "@" not in name}
+    used |= {"words"} if "cwe" in tasks else set()
+    shown = ",".join(tasks) or "''"
+    return [
+        f"--{name} {file}: has no effect, no task of --tasks {shown} reads it"
+        for name, file in vars(sources).items()
+        if file is not None and name not in used
+    ]
+
+
+@contextlib.contextmanager
+def _as_options() -> Iterator[None]:
+    """Give the option of `mtrain data needles` in a ConfigError the name that it has here."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = (line.replace("--pairs ", "--needles ") for line in error.problems)
+        raise ConfigError(
+            *(line.replace("fewer pairs, fewer questions", "fewer needles") for line in lines)
+        ) from None
