@@ -441,18 +441,20 @@ class _SharedExperts(torch.autograd.Function):
                 x_RC = journey.arrived(messages.pop(0), x_TC, part)
                 scores_R1 = tile.scores.pop(part.number)
                 gate_up_RW = grouped_rows(x_RC, gate_up, ends_L)
-            grad_RC = journey.arrived(messages.pop(), grad_TC, part)
-            inner_RI, dgate_up_RW, dscores_R = inner_gradients(
-                grad_RC, gate_up_RW, scores_R1, down, ends_L, compile=ctx.compile
-            )
+            rows = [journey.arrived(messages.pop(), grad_TC, part)]
+            # The gradient of the down projection follows later, while rows travel.
+            later: list[tuple[Tensor, Tensor]] = []
+            dgate_up_RW, dscores_R = inner_gradients(
+                rows, gate_up_RW, scores_R1, down, ends_L,
+                lambda grad_RC, inner_RI: later.append((grad_RC, inner_RI)), compile=ctx.compile,
+            )  # fmt: skip
             del gate_up_RW
             dx_RC = grouped_rows_back(dgate_up_RW, gate_up, ends_L)
             dx = journey.start_back("dx", dx_RC, part)
             del dx_RC
             dscores = journey.start_back("dscores", dscores_R, part)
             # While the gradients travel, add up those of the weights.
-            sums.add("down", part, grad_RC, inner_RI, ends_L)
-            del grad_RC, inner_RI
+            sums.add("down", part, *later.pop(), ends_L)
             sums.add("gate_up", part, dgate_up_RW, x_RC, ends_L)
             del dgate_up_RW, x_RC
             yield
