@@ -35,7 +35,8 @@ def test_rows_and_weights_by_hand():
     assert alone.weights == whole * (2 * 2 + 4) * 7 // 8
     shared = traffic(8)
     assert shared.weights == 0
-    # Row and score there, the row back; the row again; its gradient there and back, the score's back.
+    # Row and score there, the row back; the row again; its gradient there and back; the gradient
+    # of the score back.
     assert shared.rows == tokens * top_k * (5 * hidden * 2 + 2 * 4) * 7 // 8
     without = traffic(8, "train.activation_checkpoint=none")
     assert without.rows == tokens * top_k * (4 * hidden * 2 + 2 * 4) * 7 // 8
