@@ -12,13 +12,16 @@ Mistakes raise `ConfigError` with one line for each. Under torchrun, initialize
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtrain_cli import install_command
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.inference import arguments
+from mtrain_cli.inference.arguments import named_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +51,8 @@ def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -
     """
     from mtrain_cli.composition.compose import compose as compose_words
 
-    return compose_words(list(overrides), None if config_dir is None else Path(config_dir))
+    folder = None if config_dir is None else arguments.path("config_dir", config_dir)
+    return compose_words([arguments.text("override", one) for one in overrides], folder)
 
 
 def train(config: Config) -> Path:
@@ -60,6 +64,8 @@ def train(config: Config) -> Path:
     """
     from mtrain_cli.commands.train import train_new_run
 
+    if not isinstance(config, Config):
+        raise ConfigError(f"config={config!r}: must be a configuration from compose")
     return train_new_run(config)
 
 
@@ -113,8 +119,10 @@ class Model:
         Raises:
             ConfigError: the model has no tokenizer.
         """
-        return self._codec.encode(text)
+        with named_arguments():
+            return self._codec.encode(arguments.text("text", text))
 
+    @named_arguments()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -137,17 +145,25 @@ class Model:
             beyond: allow more positions than the model was trained for.
 
         Raises:
-            ConfigError: an argument is out of range, a prompt is empty or too long, has an id
-                outside the vocabulary, or does not fit the memory.
+            ConfigError: an argument has a wrong type or is out of range, or a prompt is empty or
+                too long, has an id outside the vocabulary, or does not fit the memory.
         """
         from mtrain_cli.inference.limits import require_prompts
         from mtrain_cli.inference.sampling import Sampling
 
-        sampling = Sampling(temperature, top_p, top_k, seed)
+        sampling = Sampling(
+            arguments.number("temperature", temperature),
+            arguments.number("top_p", top_p),
+            arguments.whole_number("top_k", top_k),
+            arguments.whole_number("seed", seed),
+        )
         sampling.require_valid()
-        if max_new < 1:
+        if arguments.whole_number("max_new", max_new) < 1:
             raise ConfigError(f"max_new={max_new}: must be at least 1")
-        ids = [self._ids(one) for one in _as_list(prompts)]
+        ignore_end = arguments.truth("ignore_end", ignore_end)
+        beyond = arguments.truth("beyond", beyond)
+        given = arguments.prompts("prompts", prompts)
+        ids = [self.encode(one) if isinstance(one, str) else one for one in given]
         if not ids:
             return []
         require_prompts(self.source, ids, max_new, beyond=beyond)
@@ -161,7 +177,7 @@ class Model:
                 prefill_seconds=c.prefill_seconds,
                 decode_seconds=c.decode_seconds,
             )
-            for c in self._engine.generate(ids, max_new, sampling, stop)
+            for c in self._engine.generate(ids, int(max_new), sampling, stop)
         ]
 
     def token_losses(self, tokens: Prompt, *, beyond: bool = False) -> torch.Tensor:
@@ -175,21 +191,29 @@ class Model:
         """
         return self.token_scores(tokens, beyond=beyond).losses
 
+    @named_arguments()
     def token_scores(self, tokens: Prompt, *, beyond: bool = False) -> TokenScores:
         """Return the losses of all tokens but the first, and whether each is the most likely.
 
-        One forward pass gives both. The model attends with its pattern, as it does to a prompt.
+        One forward pass gives both. The model attends with its pattern, as it does to a prompt. No
+        token is generated, so the mask may have a window.
 
         Args:
             tokens: token ids or text.
             beyond: allow more positions than the model was trained for.
 
         Raises:
-            ConfigError: there are fewer than two tokens, too many, or ids outside the vocabulary.
+            ConfigError: there are fewer than two tokens, too many, or ids outside the vocabulary,
+                an argument has a wrong type, or the model sees the tokens that it predicts.
         """
         from mtrain_cli.inference.limits import require_hidden_labels, require_prompts
 
-        ids = self._ids(tokens)
+        beyond = arguments.truth("beyond", beyond)
+        ids = (
+            self.encode(tokens)
+            if isinstance(tokens, str)
+            else arguments.token_ids("tokens", tokens)
+        )
         if len(ids) < 2:
             raise ConfigError(
                 f"token_losses: {len(ids)} token{'s' * (len(ids) != 1)}; give at least 2, since "
@@ -199,6 +223,7 @@ class Model:
         require_prompts(self.source, [ids], 0, beyond=beyond)
         return TokenScores(*self._engine.token_scores(ids))
 
+    @named_arguments()
     def lm_eval(self, *, beyond: bool = False) -> LM:
         """Return this model for `lm_eval.simple_evaluate`, which needs the extra lm-eval.
 
@@ -208,22 +233,29 @@ class Model:
             beyond: allow more positions than the model was trained for.
 
         Raises:
-            ConfigError: the model has no tokenizer, or sees the tokens that it predicts.
+            ConfigError: lm-eval is missing, or the model has no tokenizer, or it sees the tokens
+                that it predicts.
         """
-        from mtrain_cli.evaluation.harness_model import HarnessModel
+        try:
+            from mtrain_cli.evaluation.harness_model import HarnessModel
+        except ImportError:
+            raise ConfigError(
+                f"lm_eval: needs the package lm-eval: {install_command('lm-eval')}"
+            ) from None
         from mtrain_cli.evaluation.harness_requests import Plan
         from mtrain_cli.evaluation.harness_runner import EngineAnswers
         from mtrain_cli.inference.limits import require_hidden_labels
 
         require_hidden_labels(self.source.config, "lm_eval")
-        plan = Plan.of(self.source, beyond=beyond)
+        plan = Plan.of(self.source, beyond=arguments.truth("beyond", beyond))
         answers = EngineAnswers(self._engine, self._codec, plan)
-        return HarnessModel(self._codec, plan.positions, answers)
+        model = HarnessModel(self._codec, plan.positions, answers)
+        for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+            setattr(model, name, named_arguments()(getattr(model, name)))
+        return model
 
-    def _ids(self, prompt: Prompt) -> list[int]:
-        return self.encode(prompt) if isinstance(prompt, str) else [int(one) for one in prompt]
 
-
+@named_arguments()
 def load(
     path: str | os.PathLike[str],
     *overrides: str,
@@ -232,6 +264,12 @@ def load(
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Model:
     """Load a model into this process.
+
+    A warning (`warnings`) tells if the newest checkpoint of a run is damaged or incomplete and an
+    older one is used.
+
+    In a group of torch.distributed, all processes share each prompt. ``topology.tensor_parallel``
+    of them share each layer. ``topology.workers`` may only be their number.
 
     Args:
         path: a Hugging Face folder, a run, or a checkpoint.
@@ -244,36 +282,75 @@ def load(
     Raises:
         ConfigError: the path names no model, its weights are damaged, or a setting is wrong.
     """
-    words = [*overrides, f"topology.device={device}"]
-    words += [] if attention is None else [f"sparsity={attention}"]
-    from mtrain_cli.inference.model_source import open_source
-
-    source = open_source(Path(path), words)
+    found = arguments.path("path", path)
+    folder = None if tokenizer is None else arguments.path("tokenizer", tokenizer)
+    words = [arguments.text("override", one) for one in overrides]
+    words.append(f"topology.device={arguments.text('device', device)}")
+    if attention is not None:
+        both = next((one for one in words if one.startswith(("sparsity=", "sparsity.pat"))), None)
+        if both is not None:
+            raise ConfigError(f"attention={attention}: {both} gives a pattern, too; leave one out")
+        words.append(f"sparsity={arguments.text('attention', attention)}")
+    source = _open(found, words, attention)
     from mtrain_cli.inference.engine import Engine
     from mtrain_cli.inference.text import open_codec
 
-    codec = open_codec(source, None if tokenizer is None else Path(tokenizer))
-    return Model(Engine(source, _environment(source.config)), codec)
+    codec = open_codec(source, folder)
+    environment = _environment(source.config)
+    return Model(Engine(source, environment, _silent if environment.rank else _warn), codec)
+
+
+def _open(path: Path, words: list[str], attention: str | None) -> ModelSource:
+    """Find a model. Name the argument ``attention`` in messages about the pattern."""
+    from mtrain_cli.inference.model_source import open_source
+
+    if _group_size() > 1 and not any(one.startswith("topology.workers=") for one in words):
+        words = ["topology.workers=auto", *words]
+    try:
+        return open_source(path, words)
+    except ConfigError as error:
+        pattern = f"sparsity={attention}:"
+        raise ConfigError(
+            *(
+                one.replace(pattern, f"attention={attention}:", 1).replace(
+                    "no such sparsity", "no such pattern"
+                )
+                if one.startswith(pattern)
+                else one
+                for one in error.problems
+            )
+        ) from error.__cause__
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, stacklevel=2)
+
+
+def _silent(line: str) -> None:
+    """Show nothing: the first process shows the line."""
+
+
+def _group_size() -> int:
+    """Return the number of processes of torch.distributed; 1 without a group."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _environment(config: Config) -> Environment:
     """Return the environment of this process: alone, or in the group of torch.distributed."""
-    import torch.distributed as dist
+    from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.launch.job import Job
 
-    from mtrain_cli.launch.environment import Environment, resolve_environment
-    from mtrain_cli.launch.parallel_dims import ParallelDims
+    world = _group_size()
+    if world > 1:
+        import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
-        import torch
-
-        world, rank = dist.get_world_size(), dist.get_rank()
-        device = config.topology.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        rank = dist.get_rank()
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        dims = ParallelDims.of(world, cp=world)
-        return Environment(device, dims, per_node, rank, local_rank, "torchrun", per_node)
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        job = Job("torchrun", rank, world, local_rank, local_size, master_addr="", master_port=0)
+        return resolve_environment(config, job=job)
     environment = resolve_environment(config)
     if environment.dims.workers > 1:
         raise ConfigError(
@@ -281,10 +358,3 @@ def _environment(config: Config) -> Environment:
             "`mtrain generate`, or start the processes and torch.distributed with torchrun"
         )
     return environment
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts. A single prompt becomes a list of one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import warnings
 from pathlib import Path
 
 import gloo
@@ -91,16 +93,34 @@ def test_attention_and_losses(folder):
     [
         (lambda m: m.generate("", max_new=3), "the prompt is empty"),
         (lambda m: m.generate("a", max_new=0), "max_new=0: must be at least 1"),
-        (lambda m: m.generate("a", temperature=-1), "--temperature -1"),
-        (lambda m: m.generate("a", max_new=9999), "--max-new 9999"),
+        (lambda m: m.generate("a", temperature=-1), "temperature=-1: must be 0"),
+        (lambda m: m.generate("a", max_new=9999), "max_new=9999"),
+        (lambda m: m.generate("a", max_new="3"), "max_new='3': must be a whole number"),
+        (lambda m: m.generate("a", temperature="hot"), "temperature='hot': must be a number"),
+        (lambda m: m.generate(None), "prompts=None: must be a text, token ids"),
+        (lambda m: m.generate("a", beyond="no"), "beyond='no': must be True or False"),
+        (lambda m: m.token_losses(None), "tokens=None: must be a text or token ids"),
+        (lambda m: m.token_losses("a" * 9999), "more than the 4,096 positions of the model. Give a "
+         "shorter prompt, or add beyond=True to go on anyway"),
+        (lambda m: m.encode(3), "text=3: must be a text"),
+        (lambda _: api.compose(3), "override=3: must be a text"),
+        (lambda _: api.train("x"), "config='x': must be a configuration"),
+        (lambda _: api.load(None), "path=None: must be a path"),
+        (lambda m: load(m.source.path, attention="foo"), "attention=foo: no such pattern; allowed: "
+         "dense"),
+        (lambda m: api.load(m.source.path, "sparsity=moba", attention="dense"),
+         "attention=dense: sparsity=moba gives a pattern, too"),
+        (lambda m: load(m.source.path, tokenizer="no"), "tokenizer=no: no such folder"),
         (lambda m: m.generate([[1, 5000]]), "the id 5000 at token 2"),
         (lambda m: m.token_losses("a"), "token_losses: 1 token; give at least 2"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_raise_config_errors(folder, call, problem):
     with pytest.raises(api.ConfigError) as raised:
         call(load(folder / "run"))
-    assert problem in str(raised.value)
+    (line,) = raised.value.problems
+    assert problem in line
+    assert "--" not in line
 
 
 def test_a_prefix_lm_generates_but_has_no_losses(tmp_path):
@@ -125,6 +145,64 @@ def test_a_model_with_windows_has_losses_but_generates_only_short_texts(tmp_path
 def test_several_workers_need_processes(folder):
     with pytest.raises(api.ConfigError, match=r"topology\.workers=2: this process computes alone"):
         api.load(folder / "run", "topology.workers=2", device="cpu")
+
+
+def test_an_older_checkpoint_is_used_with_a_warning(tmp_path):
+    write_run(tmp_path / "run", steps=(3, 5))
+    newest = tmp_path / "run/checkpoints/step-5"
+    expected = load(newest.parent / "step-3").generate([1, 2], max_new=4)
+    assert load(newest).generate([1, 2], max_new=4) != expected
+    for file in newest.glob("*.distcp"):
+        file.write_bytes(b"")
+    with pytest.warns(UserWarning, match="step-5: .*; using the previous checkpoint instead"):
+        damaged = load(tmp_path / "run")
+    (newest / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="step-5: is incomplete; using step-3 instead"):
+        incomplete = load(tmp_path / "run")
+    assert damaged.generate([1, 2], max_new=4) == expected
+    assert incomplete.generate([1, 2], max_new=4) == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(newest.parent / "step-3")  # as asked
+
+
+def test_lm_eval_needs_its_package(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mtrain_cli.evaluation.harness_model", None)
+    with pytest.raises(api.ConfigError, match=r"lm_eval: needs the package lm-eval: pip install"):
+        load(folder / "run").lm_eval()
+
+
+def test_a_request_of_lm_eval_is_refused_with_the_names_of_python(folder):
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    model = load(folder / "run").lm_eval()
+    settings = {"temperature": -1, "do_sample": True}
+    for arguments, problem in (
+        (("a" * 5000, {}), "or add beyond=True to go on anyway"),
+        (("a", settings), "temperature=-1: must be 0"),
+    ):
+        with pytest.raises(api.ConfigError, match=problem):
+            model.generate_until([instance("generate_until", {}, arguments, 0)])
+
+
+def settings_of_a_group(rank: int, world: int, folder: str) -> tuple:
+    del rank, world
+    half = "topology.tensor_parallel=2"
+    shared = api.load(Path(folder), "train.kernel=sdpa", half, "topology.workers=4", device="cpu")
+    refused = []
+    for words in (("topology.workers=2",), ("topology.tensor_parallel=3",)):
+        with pytest.raises(api.ConfigError) as error:
+            api.load(Path(folder), *words, device="cpu")
+        refused.append(str(error.value))
+    dims = shared._engine.environment.dims
+    return dims.tp, dims.cp, shared.generate(tokens(9), max_new=5)[0].ids, *refused
+
+
+def test_processes_of_a_group_share_layers_if_asked(folder):
+    expected = load(folder / "hf").generate(tokens(9), max_new=5)[0].ids
+    for tp, cp, ids, workers, tensor in gloo.run(4, settings_of_a_group, str(folder / "hf")):
+        assert (tp, cp, ids) == (2, 2, expected)
+        assert workers.startswith("topology.workers=2: torchrun started 4 processes")
+        assert "topology.tensor_parallel=3: must divide" in tensor
 
 
 def in_a_group(rank: int, world: int, folder: str) -> tuple[list[int], list[float], list[bool]]:

@@ -86,3 +86,7 @@ FRACTION = Range("must be between 0 and 1", lambda value: 0 <= value <= 1)
 MOST_TOKENS = 2**26
 STEPS = (10**9, "a year of 30 steps per second")
 TOKENS_OF_SEQ = (MOST_TOKENS, "the maximum of seq")
+TABLE_OF_POSITIONS = (
+    MOST_TOKENS,
+    "a batch holds a table of all positions, 0.5 GiB at this length",
+)

@@ -19,30 +19,28 @@ from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.option import (
     ABOVE_ZERO,
     FRACTION,
-    MOST_TOKENS,
     NOT_NEGATIVE,
     POSITIVE,
     STEPS,
+    TABLE_OF_POSITIONS,
     TOKENS_OF_SEQ,
     Range,
     at_least,
     option,
 )
 from mtrain_cli.config.pattern_settings import PatternSettings
+from mtrain_cli.config.rope_settings import RopeConfig
 
 # Ranges and upper limits that several keys share. Each limit has a reason, which messages show.
 _OVERFLOW = (100, "products in bfloat16 would overflow or lose all precision")
 _SEQUENCES = (10**6, "mtrain keeps a list of them")
 _MIB = (2**20, "1 TiB")
-_TABLE = (MOST_TOKENS, "a batch holds a table of all positions, 0.5 GiB at this length")
-_TOKENS = POSITIVE.up_to(*_TABLE)
 _TEXT = at_least(2).up_to(*TOKENS_OF_SEQ)
 _WORKERS = POSITIVE.up_to(2**14, "planning takes time for every worker")
 _HEADS = POSITIVE.up_to(65_535, "the limit of a CUDA grid")
 _STAGES = POSITIVE.up_to(10_000, "the maximum of model.num_layers")
 _GIB = ABOVE_ZERO.up_to(2**20, "1 PiB")
 _EPSILON = ABOVE_ZERO.up_to(1, "more would outweigh the values that it protects from 0")
-_RATIO = ABOVE_ZERO.up_to(10**6, "float32 would round the smaller terms away")
 _STEPS_OR_0 = NOT_NEGATIVE.up_to(*STEPS)
 _LAYERS = at_least(0, "must be true, false or a number of layers, 0 or more")
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only enlarge the index
@@ -62,42 +60,7 @@ CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
 SENTENCES, PYTHON = NEEDLE_FORMS = ("sentences", "python")
 PERPLEXITY, NIAH = EVAL_TASKS = ("perplexity", "niah")
-ROPE_SCALINGS = ("none", "yarn", "llama3")
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding, and its scaling beyond the length of the original training.
-
-    theta: base of the rotary frequencies
-    scaling: method that extends the model to positions beyond original_max_position
-    factor: extended length divided by original_max_position; auto = seq / original_max_position, at
-        least 1 (yarn only)
-    original_max_position: number of tokens per sequence in the model's original training; YaRN
-        scales from this length
-    beta_fast: yarn: dimensions that make more turns than this within original_max_position stay
-        unscaled
-    beta_slow: yarn: dimensions that make fewer turns than this within original_max_position are
-        interpolated
-    low_freq_factor: llama3: wavelengths above original_max_position / low_freq_factor are fully
-        scaled
-    high_freq_factor: llama3: wavelengths below original_max_position / high_freq_factor stay
-        unscaled
-    """
-
-    theta: float = option(
-        Range("must be above 1", lambda value: value > 1).up_to(1e12, "angles are in float32")
-    )
-    scaling: str = option(ROPE_SCALINGS)
-    factor: float | str = option(
-        at_least(1, "must be auto or a number of at least 1").up_to(*TOKENS_OF_SEQ)
-    )
-    original_max_position: int = option(_TOKENS, tokens=True)
-    beta_fast: float = option(_RATIO)
-    beta_slow: float = option(_RATIO)
-    low_freq_factor: float = option(_RATIO)
-    high_freq_factor: float = option(_RATIO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -552,7 +515,9 @@ class Config:
     """
 
     seq: int = option(
-        at_least(2, "must be at least 2 (a token and the next one, to predict)").up_to(*_TABLE),
+        at_least(2, "must be at least 2 (a token and the next one, to predict)").up_to(
+            *TABLE_OF_POSITIONS
+        ),
         tokens=True,
     )
     seed: int = option(Range("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63))

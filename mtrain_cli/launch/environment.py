@@ -61,7 +61,7 @@ NO_GPU = "topology.device=cuda: torch sees no GPU on this machine. Use cpu or au
 
 
 def resolve_environment(
-    config: Config, *, planning: bool = False, no_gpu: str = NO_GPU
+    config: Config, *, planning: bool = False, no_gpu: str = NO_GPU, job: Job | None = None
 ) -> Environment:
     """Resolve every ``auto`` of ``config.topology``.
 
@@ -69,13 +69,15 @@ def resolve_environment(
         planning: whether the run is only planned, perhaps for other machines. Then the number of
             GPUs of this machine and the job of this process do not limit the run.
         no_gpu: the error for a run that needs GPUs on a machine without one.
+        job: the job of this process; None to read it from the environment variables.
 
     Raises:
         ConfigError: a size contradicts another size, this machine or the job. The message has a
             line for each problem.
     """
     topology = config.topology
-    job = None if planning else current_job()
+    if job is None and not planning:
+        job = current_job()
     problems: list[str] = []
 
     gpus = _visible_gpus() if topology.device != "cpu" else 0

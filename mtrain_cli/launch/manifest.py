@@ -128,6 +128,17 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted((int(match[1]) for match in matches), reverse=True)
 
 
+def incomplete_after(folder: Path) -> list[Path]:
+    """Return the newer checkpoints beside a checkpoint that have no manifest, oldest first."""
+    found = []
+    if own := _STEP.fullmatch(folder.name):
+        for other in folder.parent.iterdir():
+            match = _STEP.fullmatch(other.name)
+            if match and int(match[1]) > int(own[1]) and not (other / NAME).is_file():
+                found.append((int(match[1]), other))
+    return [other for _, other in sorted(found)]
+
+
 def manifest_file(directory: Path, step: int) -> Path:
     """Return the path of the manifest of a step's checkpoint."""
     return directory / f"step-{step}" / NAME

@@ -248,18 +248,21 @@ class _SharedExperts(torch.autograd.Function):
                 x_RC = journey.arrived(messages[0])
                 scores_R1 = journey.arrived(messages[1])[:, None]
                 gate_up_RW = grouped_rows(x_RC, gate_up_LWC, chunk.ends_L)
-            grad_RC = journey.arrived(of_grad)
+            rows = [journey.arrived(of_grad)]
             del messages, of_grad
-            inner_RI, dgate_up_RW, dscores_R = inner_gradients(
-                grad_RC, gate_up_RW, scores_R1, down_LCI, chunk.ends_L, compile=ctx.compile
-            )
+            # The gradient of the down projection follows later, while rows travel.
+            later: list[tuple[Tensor, Tensor]] = []
+            dgate_up_RW, dscores_R = inner_gradients(
+                rows, gate_up_RW, scores_R1, down_LCI, chunk.ends_L,
+                lambda grad_RC, inner_RI: later.append((grad_RC, inner_RI)), compile=ctx.compile,
+            )  # fmt: skip
             del gate_up_RW
             dx = journey.start_back(grouped_rows_back(dgate_up_RW, gate_up_LWC, chunk.ends_L))
             dscores = journey.start_back(dscores_R)
             # While the gradients travel, add up those of the weights.
-            sums.add("down", grad_RC, inner_RI, chunk.ends_L)
+            sums.add("down", *later.pop(), chunk.ends_L)
             sums.add("gate_up", dgate_up_RW, x_RC, chunk.ends_L)
-            del grad_RC, inner_RI, dgate_up_RW, x_RC
+            del dgate_up_RW, x_RC
             yield
             dx_TC[journey.own] = journey.sums(dx, scores_TK.dtype)
             dscores_TK[journey.own].view(-1)[chunk.order_S] = dscores.wait()

@@ -5,8 +5,9 @@ Shape suffixes are those of `experts.py`; S are the pairs of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -99,33 +100,41 @@ def outputs(
 
 
 def inner_gradients(
-    grad_SC: Tensor,
+    rows: list[Tensor],
     gate_up_SW: Tensor,
     scores_S1: Tensor,
     down_ECI: Tensor,
     ends_E: Tensor,
+    take: Callable[[Tensor, Tensor], None],
     *,
     compile: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the input of the down projection, and the gradients of gate and up and of the scores.
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up and of the scores.
 
     Args:
-        grad_SC: gradient of the experts' outputs.
+        rows: the gradient of the experts' outputs ``[S, C]``, which leaves the list to be freed.
+        take: receives this gradient and the input of the down projection ``[S, I]``, from which the
+            gradient of the down projection follows. If it does not keep them, they are free before
+            the gradients of gate and up exist.
     """
-    dtype = gate_up_SW.dtype
-    gate_SI, up_SI = gate_up_SW.chunk(2, -1)
+    grad_SC, dtype = rows.pop(), gate_up_SW.dtype
     dinner_SI = grouped_rows_back(grad_SC, down_ECI, ends_E)
     if compile:
-        return expert_kernels.gate_backward(gate_up_SW, dinner_SI, scores_S1, ends_E)
+        inner_SI, dgate_up_SW, dscores_S = expert_kernels.gate_backward(
+            gate_up_SW, dinner_SI, scores_S1, ends_E
+        )
+        take(grad_SC, inner_SI)
+        return dgate_up_SW, dscores_S
+    gate_SI, up_SI = gate_up_SW.chunk(2, -1)
     silu_SI = functional.silu(gate_SI)
     outer_SI = silu_SI * up_SI
     dscores_S = score_gradients(dinner_SI, outer_SI, scores_S1.dtype, ends_E)
-    inner_SI = (outer_SI * scores_S1).to(dtype)
-    del outer_SI
+    take(grad_SC, (outer_SI * scores_S1).to(dtype))
+    del grad_SC, outer_SI
     douter_SI = (dinner_SI * scores_S1).to(dtype)
     del dinner_SI
     dgate_SI = torch.ops.aten.silu_backward(douter_SI * up_SI, gate_SI)
-    return inner_SI, torch.cat([dgate_SI, douter_SI * silu_SI], -1), dscores_S
+    return torch.cat([dgate_SI, douter_SI * silu_SI], -1), dscores_S
 
 
 def score_gradients(
@@ -194,17 +203,14 @@ class ChunkedExperts(torch.autograd.Function):
         dx_TC, dscores_TK = torch.empty_like(x_TC), torch.empty_like(scores_TK)
         sums = WeightGradients(len(ctx.bounds) - 1)
         for own, part in _chunks(ctx.decision, ctx.bounds):
-            x_SC, grad_SC = (
-                dispatch(each[own], part, compile=ctx.compile) for each in (x_TC, grad_TC)
-            )
+            x_SC = dispatch(x_TC[own], part, compile=ctx.compile)
+            rows = [dispatch(grad_TC[own], part, compile=ctx.compile)]
             gate_up_SW = kept.pop(0) if kept else grouped_rows(x_SC, gate_up_EWC, part.ends_E)
-            inner_SI, dgate_up_SW, dscores_S = inner_gradients(
-                grad_SC, gate_up_SW, by_place(scores_TK[own], part), down_ECI, part.ends_E,
-                compile=ctx.compile,
+            dgate_up_SW, dscores_S = inner_gradients(
+                rows, gate_up_SW, by_place(scores_TK[own], part), down_ECI, part.ends_E,
+                partial(sums.add, "down", ends_E=part.ends_E), compile=ctx.compile,
             )  # fmt: skip
             del gate_up_SW
-            sums.add("down", grad_SC, inner_SI, part.ends_E)
-            del grad_SC, inner_SI
             sums.add("gate_up", dgate_up_SW, x_SC, part.ends_E)
             del x_SC
             dx_SC = grouped_rows_back(dgate_up_SW, gate_up_EWC, part.ends_E)

@@ -24,12 +24,12 @@ from mtrain_cli.model.expert_spans import record_experts
 from mtrain_cli.model.expert_tiles import (
     ChunkedExperts,
     ExpertExecution,
+    WeightGradients,
     by_place,
     combine,
     dispatch,
     inner_gradients,
     outputs,
-    score_gradients,
 )
 from mtrain_cli.model.grouped_products import grouped_rows, grouped_rows_back, grouped_sums
 from mtrain_cli.model.router_logits import router_logits
@@ -256,47 +256,18 @@ class _Experts(torch.autograd.Function):
         x_TC, scores_TK, gate_up_EWC, down_ECI, gate_up_SW = ctx.saved_tensors
         decision, compile = ctx.decision, ctx.compile
         rows = [dispatch(grad_TC.contiguous(), decision, compile=compile)]
+        sums = WeightGradients(1)
         inputs = gate_up_SW, by_place(scores_TK, decision), down_ECI, decision.ends_E
-        dgate_up_SW, dscores_S, ddown_ECI = _gradients(rows, *inputs, compile=compile)
+        take = partial(sums.add, "down", ends_E=decision.ends_E)
+        dgate_up_SW, dscores_S = inner_gradients(rows, *inputs, take, compile=compile)
         x_SC = dispatch(x_TC, decision, compile=compile)
         dgate_up_EWC = grouped_sums(dgate_up_SW, x_SC, decision.ends_E)
         del x_SC
         dx_SC = grouped_rows_back(dgate_up_SW, gate_up_EWC, decision.ends_E)
         dscores_TK = dscores_S[decision.place_S].view_as(scores_TK)
         dx_TC = combine(dx_SC, decision, compile=compile)
+        ddown_ECI = sums.take("down", down_ECI)
         return dx_TC, dscores_TK, dgate_up_EWC, ddown_ECI, None, None, None
-
-
-def _gradients(
-    rows: list[Tensor],
-    gate_up_SW: Tensor,
-    scores_S1: Tensor,
-    down_ECI: Tensor,
-    ends_E: Tensor,
-    *,
-    compile: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate and up, of the scores, and of the down projection.
-
-    Args:
-        rows: the gradient of the experts' outputs ``[S, C]``, which leaves the list to be freed.
-    """
-    grad_SC, dtype = rows.pop(), gate_up_SW.dtype
-    if compile:
-        inner_SI, dgate_up_SW, dscores_S = inner_gradients(
-            grad_SC, gate_up_SW, scores_S1, down_ECI, ends_E, compile=True
-        )
-        return dgate_up_SW, dscores_S, grouped_sums(grad_SC, inner_SI, ends_E)
-    gate_SI, up_SI = gate_up_SW.chunk(2, -1)
-    dinner_SI = grouped_rows_back(grad_SC, down_ECI, ends_E)
-    silu_SI = functional.silu(gate_SI)
-    outer_SI = silu_SI * up_SI
-    dscores_S = score_gradients(dinner_SI, outer_SI, scores_S1.dtype, ends_E)
-    ddown_ECI = grouped_sums(grad_SC, (outer_SI * scores_S1).to(dtype), ends_E)
-    del outer_SI, grad_SC
-    douter_SI = (dinner_SI * scores_S1).to(dtype)
-    dgate_SI = torch.ops.aten.silu_backward(douter_SI * up_SI, gate_SI)
-    return torch.cat([dgate_SI, douter_SI * silu_SI], -1), dscores_S, ddown_ECI
 
 
 class _WithLoss(torch.autograd.Function):

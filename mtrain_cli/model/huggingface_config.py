@@ -13,7 +13,8 @@ from typing import Any
 
 from mtrain_cli.config import documents, keys
 from mtrain_cli.config.mask_settings import CAUSAL, FULL_LAYERS, MaskConfig
-from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
+from mtrain_cli.config.rope_settings import RopeConfig
+from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.model import huggingface_experts
 

@@ -35,7 +35,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mtrain_cli.launch.manifest import FileEntry, Manifest, ManifestError, checksum, committed_steps
+from mtrain_cli.launch.manifest import (
+    FileEntry,
+    Manifest,
+    ManifestError,
+    checksum,
+    committed_steps,
+    incomplete_after,
+)
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training import checkpoint_files
 from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileError
@@ -358,6 +365,9 @@ def load_model_state(
         found = _verify(candidate, 0, 1)
         try:
             if not found:
+                newer = [] if candidate == Path(path) else incomplete_after(candidate)
+                for folder in newer:
+                    report(f"{folder}: is incomplete; using {candidate.name} instead")
                 return Manifest.read(candidate).step, _read_model(candidate, targets)
         except ForeignFileError as error:
             found = [str(error)]

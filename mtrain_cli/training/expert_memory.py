@@ -123,7 +123,7 @@ class ExpertMemory:
 
         - scores: rows and gradient of the experts' output, and three tensors of an expert's width;
           their product with the scores is float32
-        - gate: seven tensors of an expert's width
+        - gate: six tensors of an expert's width
         - weights: the gradient of gate and up, and the input of the experts
         - input: the gradient of gate and up, and rows of the input's gradient twice; their sum is
           float32.
@@ -146,7 +146,7 @@ class ExpertMemory:
         moments = (
             (rows + 3 * wide + (2 if low else 1) * in_high, 0),
             (rows + 4 * wide + in_high * low, 1),
-            (7 * wide, 1),
+            (6 * wide, 1),
             (2 * wide + rows, 3),
             (2 * wide + 2 * rows + sums, 3),
         )
@@ -160,7 +160,10 @@ class ExpertMemory:
         up if they are recomputed. To these it adds, in turn:
 
         - scores: three tensors of an expert's width, and their product with the scores in float32
-        - gate: seven tensors of an expert's width
+        - down: four tensors of an expert's width, and the gradient of the weight
+        - gate: six tensors of an expert's width, without the gradient of the output. If rows
+          travel, also this gradient and the input of the down projection, whose gradient follows
+          while they do
         - weights: the gradients of gate and up, and of one weight in the compute dtype
         - input: the gradient of gate and up, and rows of the input's gradient, twice; their sum
 
@@ -183,14 +186,22 @@ class ExpertMemory:
         moments = (
             inputs * (1 + travel) * rows + again + before,
             inputs * rows + again + 3 * wide + (2 if low else 1) * in_high + before,
-            inputs * rows + again + 7 * wide + before,
-            (inputs + 2 * travel) * rows + 3 * wide + matrix + before,
+            *self._gate_moments(rows, wide, inputs, before),
             (inputs - 1 + 2 * travel) * rows + 2 * wide + 2 * matrix + (before or matrix),
             (3 if travel else 2) * rows + 2 * wide * (not travel) + sums + gradients,
             gradients + 2 * matrix * (in_float and low),
         )
         elsewhere = 2 * inputs * several + 2 * (self.chunks > 2)
         return max(moments) + elsewhere * travel * rows
+
+    def _gate_moments(self, rows: int, wide: int, inputs: int, before: int) -> tuple[int, int]:
+        """Return the moments of `_by_chunks` at the gate and at the gradient of its output."""
+        again, matrix = 2 * wide if self.recompute else 0, self.e * self._matrix
+        if self.degree > 1:
+            gate = inputs * rows + again + 7 * wide + before
+            return gate, (inputs + 2) * rows + 3 * wide + matrix + before
+        gate = (inputs - 1) * rows + again + 6 * wide + (before or matrix)
+        return gate, inputs * rows + again + 4 * wide + matrix + before
 
     @property
     def _matrix(self) -> int:

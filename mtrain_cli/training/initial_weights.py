@@ -7,7 +7,8 @@ from pathlib import Path
 from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
-from mtrain_cli.config.schema import Config, ConfigError, RopeConfig
+from mtrain_cli.config.rope_settings import RopeConfig
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.model.huggingface_config import RAMP, read_config, read_mask
 from mtrain_cli.model.huggingface_config import remarks as config_remarks

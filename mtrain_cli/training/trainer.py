@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import time
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict
 
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config
 from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch import progress_record
-from mtrain_cli.launch.environment import Environment, describe_place
+from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import PeerLostError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.expert_parallel import ExpertSharing
@@ -34,7 +33,7 @@ from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.parallel import parameter_shards, profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload
-from mtrain_cli.parallel.collectives import all_gather, share
+from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
@@ -62,6 +61,11 @@ from mtrain_cli.training.layout_choice import layout_advice
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.pipeline import make_stage
+from mtrain_cli.training.rank_agreement import (
+    check_same_data,
+    check_same_layouts,
+    first_rank_without_data,
+)
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 from mtrain_cli.training.router_batches import RouterBatches, routing_metrics
 from mtrain_cli.training.step_result import StepReport, StepResult, check_finite
@@ -162,7 +166,9 @@ class Trainer:
     def _make_data(self) -> None:
         config, environment = self.config, self.environment
         self.dataset: Dataset = open_dataset(config)
-        self.places = self._check_same_data()
+        self.places = check_same_data(
+            config, self.dataset.fingerprint, self.device, self.host_group
+        )
         self.sampler = self.dataset.sampler(config.seed)
         self.loader = Loader(
             self.dataset,
@@ -174,22 +180,6 @@ class Trainer:
             make_batch=self._on_host,
         )
         self.held_out: list[Sample] = self.dataset.held_out
-
-    def _check_same_data(self) -> list[str]:
-        """Check that all ranks read the same corpus. Return host and device of each rank.
-
-        Corpora differ if machines have different files or, for data=stdlib, different versions of
-        Python. Without this check, the ranks would train on different tokens unnoticed.
-        """
-        answers = share((self.dataset.fingerprint, describe_place(self.device)), self.host_group)
-        expected = answers[0][0]
-        other = next((rank for rank, (data, _) in enumerate(answers) if data != expected), None)
-        if other is not None:
-            raise ConfigError(
-                f"data.kind={self.config.data.kind}: rank {other} reads a different corpus than "
-                "rank 0. Give all machines the same data."
-            )
-        return [place for _, place in answers]
 
     def _make_decoder(self) -> tuple[Decoder, DeviceOptimizer | OffloadedOptimizer]:
         """Build the decoder on the meta device, shard it, then fill the shards.
@@ -409,7 +399,9 @@ class Trainer:
         except Exception as failure:  # raised below, after all workers know
             error = failure
         waited = time.perf_counter() - wait_started
-        first_without = self._first_rank_with(error is not None)
+        first_without = first_rank_without_data(
+            self.environment, self.host_group, has_data=error is None
+        )
         if first_without is not None:
             self.lacks_data = True
             raise error or PeerLostError(
@@ -418,7 +410,7 @@ class Trainer:
         if not self._checked_layouts:
             self._checked_layouts = True
             if self.choices.balancer is not None:
-                self._check_layouts(on_host)
+                check_same_layouts(self.config, self.environment, on_host, self.host_group)
             elif self.environment.rank == 0 and self.device.type == "cuda":
                 self._advice = self._layout_advice(on_host[0])
         return on_host, waited
@@ -428,38 +420,6 @@ class Trainer:
         cp, per_node = self.environment.dims.cp, self.environment.context_per_node
         masks = [plan.masks for plan in (batch.plan, batch.full_plan) if plan is not None]
         return layout_advice(self.config, cp, per_node, masks)
-
-    def _check_layouts(self, on_host: Sequence[HostBatch]) -> None:
-        """Check that the ranks of each context group gave the first batches the same layout.
-
-        Every rank balances its batches itself. Ranks with different versions of NumPy might not
-        find the same layout.
-
-        Raises:
-            ConfigError: two ranks found different layouts.
-        """
-        dims, rank = self.environment.dims, self.environment.rank
-        layouts = repr([host.layout for host in on_host])
-        digest = hashlib.sha256(layouts.encode()).hexdigest()
-        group = dims.coordinate("dp", rank)
-        answers = share((group, digest), self.host_group)
-        other = next((r for r, (g, d) in enumerate(answers) if g == group and d != digest), None)
-        if other is not None:
-            raise ConfigError(
-                f"topology.layout={self.config.topology.layout}: ranks {rank} and {other} balance "
-                "the same batch differently. Give all machines the same versions of mtrain and "
-                "NumPy, or set topology.layout=striped."
-            )
-
-    def _first_rank_with(self, flag: bool) -> int | None:
-        """Return the first rank whose `flag` is true, or None."""
-        ranks = self.environment.dims.workers
-        first = torch.tensor(self.environment.rank if flag else ranks)
-        if ranks > 1:
-            progress_record.note("waits for the data of all ranks", progress_record.SEVERAL)
-            dist.all_reduce(first, dist.ReduceOp.MIN, group=self.host_group)
-            progress_record.note("")
-        return int(first) if int(first) < ranks else None
 
     def _on_host(self, samples: list[Sample]) -> HostBatch:
         """Prepare a micro-batch on the loader's thread.

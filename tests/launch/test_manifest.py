@@ -14,6 +14,7 @@ from mtrain_cli.launch.manifest import (
     ManifestError,
     checksum,
     committed_steps,
+    incomplete_after,
     plain_name,
 )
 
@@ -84,3 +85,12 @@ def test_only_folders_with_a_manifest_count_newest_first(folder):
 )
 def test_a_plain_name_has_no_folder(name, plain):
     assert plain_name(name) is plain
+
+
+def test_newer_folders_without_a_manifest_are_incomplete(folder):
+    for name in ("step-12", "step-5", "step-2", "step-7.tmp-1", "other"):
+        (folder.parent / name).mkdir()
+    assert incomplete_after(folder) == [folder.parent / "step-5", folder.parent / "step-12"]
+    (folder.parent / "step-5" / NAME).touch()
+    assert incomplete_after(folder) == [folder.parent / "step-12"]
+    assert incomplete_after(folder.parent / "other") == []

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mtrain_cli.config.expert_settings import DENSE, MoeConfig
-from mtrain_cli.config.schema import ModelConfig, RopeConfig
+from mtrain_cli.config.rope_settings import RopeConfig
+from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import write_folder
 from mtrain_cli.model.init import initialize
