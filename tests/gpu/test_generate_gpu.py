@@ -98,6 +98,7 @@ def test_a_graph_gives_the_tokens_of_single_steps(loaded, sampling, monkeypatch)
     prompts = [tokens(300), tokens(7), tokens(1000)]
     replayed = [c.ids for c in loaded.generate(prompts, NEW, sampling)]
     monkeypatch.setattr(DecodeStep, "capture", lambda _: None)
+    loaded._kept = None  # it has a graph
     assert replayed == [c.ids for c in loaded.generate(prompts, NEW, sampling)]
     assert {len(ids) for ids in replayed} == {NEW}
 
@@ -109,6 +110,22 @@ def test_a_text_ends_at_its_end_token_while_the_next_step_runs(loaded):
     found = loaded.generate(prompts, NEW, Sampling(), frozenset({end}))
     for ids, completion in zip(whole, found, strict=True):
         assert completion.ids == (ids[: ids.index(end)] if end in ids else ids)
+
+
+def test_a_smaller_batch_replays_the_graph_of_a_larger_one(loaded, monkeypatch):
+    loaded._kept = None
+    prompts = [tokens(300), tokens(310), tokens(290)]
+    list(loaded.generate(prompts, NEW, Sampling()))
+    kept = loaded._kept
+
+    def again(_) -> None:
+        raise AssertionError("recorded again")
+
+    monkeypatch.setattr(DecodeStep, "capture", again)
+    found = [c.ids for c in loaded.generate(prompts[:2], NEW, Sampling())]
+    assert loaded._kept is kept
+    assert [len(ids) for ids in found] == [NEW, NEW]
+    loaded._kept = None
 
 
 def test_a_replay_runs_no_python(loaded, monkeypatch):
