@@ -109,7 +109,7 @@ def _corpus(haystack: str) -> Corpus:
 
     if haystack == "stdlib":
         return stdlib_corpus(origin="--haystack stdlib")
-    return text_corpus(haystack, "text", path_option="--haystack", key_option="the key text")
+    return text_corpus(haystack, "text", path_option="--haystack", key_option="the haystack's key")
 
 
 def _tokens(text: str) -> int:

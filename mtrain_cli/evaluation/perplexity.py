@@ -67,8 +67,7 @@ class Perplexity:
         return {"origin": self.origin, "text": text, "short": self.short, "keys": self.key_origin}
 
     def labels(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002 - the same for all lengths
-        text = "held-out text" if self.origin == HELD_OUT else f"text {Path(self.origin).name}"
-        labels = [text]
+        labels = [] if self.origin == HELD_OUT else [f"text {Path(self.origin).name}"]
         if self.short is not None:
             labels.append(f"short {format_size(self.short)}")
             labels += [f"keys from {self.keys_from}"] if self.keys_from else []

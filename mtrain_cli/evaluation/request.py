@@ -255,9 +255,13 @@ def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:
         ConfigError: there are none, or they were found with another short context.
     """
     results = {result.key: result for result in read_results(folder)}
+    try:
+        samples = read_sample_rows(folder)
+    except ConfigError as error:
+        raise ConfigError(*(f"--keys-from {line}" for line in error.problems)) from None
     rows = [
         row
-        for row in read_sample_rows(folder)
+        for row in samples
         if isinstance(row.get("keys"), list)
         and isinstance(row.get("text"), str)
         and isinstance(row.get("key"), str)
@@ -295,7 +299,10 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
                 yield retrieval.python_item(document, tokenizer)
 
     else:
-        grid = DepthGrid(_text(corpus), tokenizer)
+        text = _text(corpus)
+        if not text.strip():
+            raise ConfigError(f"--haystack {options.haystack}: holds no text")
+        grid = DepthGrid(text, tokenizer)
         depths = [n / max(1, options.needles - 1) for n in range(options.needles)]
 
         def make(length: int) -> Iterator[Item]:
@@ -311,7 +318,7 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
 def _haystack(path: str) -> Corpus:
     if path == STDLIB:
         return stdlib_corpus(origin="--haystack stdlib")
-    return text_corpus(path, "text", path_option="--haystack", key_option="the key text")
+    return text_corpus(path, "text", path_option="--haystack", key_option="the haystack's key")
 
 
 def _text(corpus: Corpus) -> str:

@@ -6,8 +6,9 @@ the original, so their needles may stand a few sentences elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
@@ -201,14 +202,20 @@ def _fitted(
     if task.template is TRACKING:
         prompts = tracking_prompts(length, stream, counter)
     elif task.template is COMMON_WORDS:
-        more_words = None if sources.words is None else read_words(sources.words)
+        with _named(name, replace(task, source="words")):
+            more_words = None if sources.words is None else read_words(sources.words)
         prompts = CommonWordPrompts(length, seed, more_words)
     elif task.needles is not None:
-        words = read_haystack(_source(name, task, sources)) if task.source else ()
+        words: Sequence[str] = ()
+        if task.source:
+            path = _source(name, task, sources)
+            with _named(name, task):
+                words = read_haystack(path)
         prompts = NeedlePrompts(task.needles, length, seed, words)
     else:
         path = _source(name, task, sources)
-        content = read_squad(path) if task.source == "squad" else read_hotpotqa(path)
+        with _named(name, task):
+            content = read_squad(path) if task.source == "squad" else read_hotpotqa(path)
         if count > len(content.questions):
             raise ConfigError(
                 f"--{task.source} {path}: has {with_count(len(content.questions), 'question')} for "
@@ -217,6 +224,17 @@ def _fitted(
         prompts = QuestionPrompts(content, seed)
     size = find_size(prompts, stream, length, counter)
     yield from Fitting(prompts, stream, size, length, counter).samples(count)
+
+
+@contextlib.contextmanager
+def _named(name: str, task: Task) -> Iterator[None]:
+    """Begin the lines of a ConfigError, which begin with the file, with the option of the file."""
+    base, at, _ = name.partition("@")
+    option = f"--tasks {base}@" if at else f"--{task.source} "
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(f"{option}{line}" for line in error.problems)) from None
 
 
 def _source(name: str, task: Task, sources: Sources) -> Path:

@@ -101,7 +101,8 @@ def tracking_prompts(length: int, stream: Stream, counter: TokenCounter) -> Trac
     except TooShortError as error:
         raise ConfigError(
             f"--tasks vt: the solved example has {error.shortest:,} tokens of {counter.name} and "
-            f"may have {_EXAMPLE_TOKENS}; use a tokenizer with longer tokens"
+            f"may have {_EXAMPLE_TOKENS}; name the other tasks, or use a tokenizer with longer "
+            "tokens"
         ) from None
     example = f"{fitted.draft.prompt} {' '.join(fitted.draft.outputs)}\n"
     (tokens,) = counter.exact([example])

@@ -153,7 +153,7 @@ class Runner:
 
     def _measure_all(self, folder: ResultsFolder | None, progress: EvaluationProgress) -> None:
         if self._first:
-            progress.say(f"up to {format_flop(progress.remaining)} to compute (dense attention)")
+            progress.say(self._outlook(progress.remaining))
         for setting in self._settings:
             engine: Scorer | None = None
             rows: list[Row] = []
@@ -177,6 +177,14 @@ class Runner:
                     self._finish(folder, key, setting, cell, seconds, progress)
             if folder is not None:
                 self._measurement.learn(setting.origin, setting.label, rows)
+
+    def _outlook(self, flop: float) -> str:
+        """Return a line on what is left to compute. The cost of files is not known."""
+        if not flop:
+            return f"{self._request.out} holds all samples; nothing to compute"
+        lengths = [cell.length for cell in self._measurement.cells()]
+        texts = [f"up to {format_flop(flop)} to compute (dense attention)"] if any(lengths) else []
+        return " and ".join([*texts, *(["the samples of --file"] if 0 in lengths else [])])
 
     def _open(self, setting: Setting, progress: EvaluationProgress) -> Scorer:
         if self._training is not None:

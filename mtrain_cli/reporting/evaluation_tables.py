@@ -74,22 +74,23 @@ def _by_length(results: Sequence[Result]) -> Iterator[EvaluationTable]:
     for task in dict.fromkeys(r.task for r in results if not r.task.startswith(others)):
         own = [result for result in results if result.task == task]
         attentions = list(dict.fromkeys(result.attention for result in own))
-        with_keys = any(result.key_tokens is not None for result in own)
+        keyed = list(dict.fromkeys(r.attention for r in own if r.key_tokens is not None))
         rows = []
         for length in sorted({result.length for result in own}):
             found = [_find(own, length, attention) for attention in attentions]
             cells = [_cell(result) for result in found]
-            if with_keys:
+            if keyed:
                 cells += [
-                    _part(result.key_tokens, result.unit) if result else "-" for result in found
+                    _part(result.key_tokens, result.unit) if result else "-"
+                    for result in (_find(own, length, attention) for attention in keyed)
                 ]
                 counts = {r.key_tokens.count for r in found if r and r.key_tokens}
                 cells.append(", ".join(f"{count:,}" for count in sorted(counts)))
             samples = ", ".join(str(n) for n in sorted({r.samples for r in found if r}))
             rows.append([format_size(length) if length else "-", *cells, samples])
         heads = ["length", *attentions]
-        if with_keys:
-            heads += [f"{name}\nkey tokens" for name in attentions] + ["key\ntokens"]
+        if keyed:
+            heads += [f"{name}\nkey tokens" for name in keyed] + ["key\ntokens"]
         yield EvaluationTable(f"{task}, {_unit(own)}", (*heads, "samples"), rows, note=_notes(own))
 
 
@@ -164,7 +165,7 @@ def _depths(results: Sequence[Result]) -> Iterator[EvaluationTable]:
 
 def _contexts(results: Sequence[Result]) -> Iterator[EvaluationTable]:
     """Yield the losses by context."""
-    note = "mean over the sequences of the mean loss of the tokens with this context"
+    note = "mean over the tokens with this context"
     yield from _parts_tables(
         [r for r in results if r.parts and r.unit == NATS], "earlier tokens",
         lambda part: f"{format_size(part.begin)} to {format_size(part.end)}", note,

@@ -16,12 +16,21 @@ RESOLVED = "resolved.yaml"
 # Keys that only name a run. They differ between any two runs, so a report leaves them out.
 _NAMES = ("run.name", "run.dir")
 _MASK_KEYS = dict.fromkeys(f"mask.{key}" for keys_of_mask in MASKS.values() for key in keys_of_mask)
+# Shown only if they are not 1.
+_DEGREES = (
+    "topology.tensor_parallel",
+    "topology.pipeline_parallel",
+    "topology.expert_parallel",
+)
 _CARD = (
     ("model", ("model.name", "model.num_layers", "model.hidden_size")),
     ("sequence", ("seq", "train.global_batch", "train.micro_batch")),
     (
         "workers",
-        ("topology.workers", "topology.context_parallel", "topology.layout", "topology.exchange"),
+        (
+            *("topology.workers", "topology.context_parallel", *_DEGREES),
+            *("topology.layout", "topology.exchange"),
+        ),
     ),
     ("mask", ("data.mask_key", "mask.kind", *_MASK_KEYS, "data.document_mask")),
     ("attention", ("sparsity.pattern", "train.kernel", "train.dtype")),
@@ -71,7 +80,7 @@ def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
         parts = [
             f"{name.rpartition('.')[2]} {shown(name, settings[name])}"
             for name in names
-            if settings.get(name) is not None
+            if settings.get(name) is not None and not (name in _DEGREES and settings[name] == 1)
         ]
         if parts:
             rows.append((heading, ", ".join(parts)))

@@ -115,9 +115,11 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
         f"pass ms\nforward{bare}\nbackward{bare}",
         "n",
     )
+    some = any(case.tensor is not None for case in cases)
+    only = ", without messages of tensor groups" if some else ""
     caption = (
         f"{_imbalance_note(cases)} 1 is perfect; ms: one layer; waits: per worker and iteration"
-        f"{_bare_note(cases)}"
+        f"{only}{_bare_note(cases)}"
     )
     table = _case_table("Load balance", caption, cases, names, headings)
     for i, case in enumerate(cases):
@@ -276,9 +278,26 @@ def heat_map(
         f"{'':>8} steps 0-{steps - 1} across; {SHADES[-1] * 2} = {ms(top)} ms in a step; "
         "right: total ms of the worker"
     )
+    if note := _tensor_note(case):
+        caption += f"\n{'':>8} {note}"
     if folded:
         caption += f"\n{'':>8} each cell is the maximum of {per_worker} workers x {per_step} steps"
     return Group(*lines, Text(caption, style="dim"))
+
+
+def _tensor_note(case: CaseAnalysis) -> str:
+    """Return which ranks a worker of a heat map is with tensor parallelism, else "".
+
+    Ranks of a tensor group compute other heads of the same tokens, each in a context group of its
+    own. Workers are places in these context groups.
+    """
+    degree = int(case.facts.get("tp") or 1)
+    if degree == 1:
+        return ""
+    which = f"the tensor group of {degree} ranks at place N of a context group"
+    if case.groups == degree:
+        which = f"the tensor group of ranks {degree} N to {degree} N + {degree - 1}"
+    return f"worker N: {which}; mean over {case.groups} context groups"
 
 
 def shaded(label: str, values: Sequence[float], top: float) -> Text:

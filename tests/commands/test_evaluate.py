@@ -29,6 +29,7 @@ SPARSE = (
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
     text_file(folder)
+    (folder / "none.md").touch()
     return small_run(folder, "topology.device=cpu")
 
 
@@ -81,6 +82,11 @@ def test_ruler_scores_tasks_and_files():
     done = evaluate("ruler", "run", "--length", "1536", *words)
     assert "RULER, % ± standard error" in done.stdout
     assert "file:mine" in done.stdout
+    assert "FLOP to compute (dense attention) and the samples of --file" in done.stderr
+    again = evaluate("ruler", "run", "--length", "1536", *words)
+    assert "holds all samples; nothing to compute" in again.stderr
+    words = ("--tasks", "", "--file", "mine.jsonl", "--max-new", "2")
+    assert evaluate("ruler", "run", *words).stderr.startswith("the samples of --file\n")
 
 
 def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
@@ -135,6 +141,19 @@ def test_a_hugging_face_folder_gets_a_folder_of_measurements(tmp_path):
         (
             ("niah", "run/checkpoints/step-9"),
             "no such checkpoint; the checkpoints of this run are s",
+        ),
+        (("niah", "run", "--haystack", "none.md"), "--haystack none.md: holds no text"),
+        (
+            ("perplexity", "run", "--text", "text.txt", "--short", "64", "--keys-from", "gone"),
+            "--keys-from /",
+        ),
+        (
+            ("ruler", "run", "--tasks", "niah_single_2@gone.txt", "--length", "2k"),
+            "--tasks niah_single_2@gone.txt: no such file",
+        ),
+        (
+            ("ruler", "run", "--tasks", "qa_1", "--squad", "text.txt", "--length", "2k"),
+            "/text.txt: cannot be read",
         ),
         (("niah", "run", "sparsity=x"), "no such sparsity; allowed: dense, vertical_slash, xatt"),
         (("perplexity", "run", "--keys-from", "run"), "needs --short N"),

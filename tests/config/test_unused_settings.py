@@ -135,7 +135,8 @@ def test_a_setting_that_the_exchange_refuses_is_not_also_called_unused():
 
 def test_a_model_on_one_worker_needs_no_layout():
     words = ["topology.layout=striped", "topology.exchange=ring", "topology.host_memory_gib=4"]
-    alone, two = (compose([*words, f"topology.workers={n}"]) for n in (1, 2))
+    device = "topology.device=cpu"
+    alone, two = (compose([*words, device, f"topology.workers={n}"]) for n in (1, 2))
     lines = unused_by_model(words, [alone])
     assert [line.partition(":")[0] for line in lines] == words[:2]
     assert unused_by_model(words, [two]) == []

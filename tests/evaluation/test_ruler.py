@@ -226,7 +226,7 @@ def test_another_haystack_goes_by_its_name(tokenizers, tmp_path: Path) -> None:
         ("niah_single", 4096, "no such task (did you mean niah_single_1?); allowed: niah_single_1"),
         ("niah_single_1@x", 4096, "only the tasks with essays take @FILE: niah_single_2, niah_s"),
         ("niah_single_2@", 4096, "only the tasks with essays take @FILE"),
-        ("niah_single_2@none.txt", 4096, "none.txt: no such file. Give a file of text."),
+        ("niah_single_2@none.txt", 4096, "--tasks niah_single_2@none.txt: no such file. Give a"),
         (
             "niah_single_2",
             4096,

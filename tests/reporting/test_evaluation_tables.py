@@ -56,6 +56,9 @@ def test_key_tokens_have_columns():
     (table,) = evaluation_tables([loss])
     assert table.heads == ("length", "dense", "dense\nkey tokens", "key\ntokens", "samples")
     assert table.rows == [["8k", "2.5000 ± 0.0100", "1.5000 ± 0.2000", "1,234", "10"]]
+    without = dataclasses.replace(loss, attention="moba", key_tokens=None)
+    (table,) = evaluation_tables([loss, without])
+    assert table.heads[1:4] == ("dense", "moba", "dense\nkey tokens")
 
 
 def test_names_cannot_steer_the_terminal():

@@ -32,6 +32,10 @@ def test_the_lines_on_attention_name_mask_layout_and_exchange():
         "workers: workers auto, context_parallel auto, layout balanced (auto), exchange ring",
         "attention: pattern dense, kernel auto, dtype auto",
     ]
+    (_, line, *_) = attention_lines(keys.values(compose(["topology.tensor_parallel=2"])))
+    assert line.startswith(
+        "workers: workers auto, context_parallel auto, tensor_parallel 2, layout"
+    )
     (line, *_) = attention_lines(keys.values(compose(["mask=video"], plan=True)))
     assert "kind video, " in line
     assert "causal false" in line

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from rich.console import Console
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
+from mtrain_cli.records.tensor_waits import TensorWaits
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.terminal import show_sources
@@ -155,6 +157,25 @@ def test_a_heat_map_shows_the_direction_in_its_title(tmp_path):
         lines = printed(tables.heat_map(case, direction)).splitlines()
         assert f"{direction}: attention" in lines[0]
         assert [float(line.split()[-1]) for line in lines[1:3]] == pytest.approx(sums, rel=1e-2)
+
+
+def test_with_tensor_parallelism_tables_say_which_ranks_a_worker_is(source):
+    whole = source.cases[0]
+    for words in (
+        printed(tables.heat_map(whole, "forward")),
+        printed(tables.summary_table([whole])),
+    ):
+        assert "tensor group" not in words
+    case = replace(
+        whole, facts=whole.facts | {"tp": 2}, groups=2, tensor=TensorWaits.none(2 * whole.workers)
+    )
+    ranks = "worker N: the tensor group of ranks 2 N to 2 N + 1; mean over 2 context groups"
+    assert ranks in printed(tables.heat_map(case, "forward"))
+    several = printed(tables.heat_map(replace(case, groups=4), "forward"))
+    assert "the tensor group of 2 ranks at place N of a context group; mean over 4" in several
+    summary = printed(tables.summary_table([replace(case, groups=whole.groups)]))
+    summary = " ".join(summary.split())
+    assert "waits: per worker and iteration, without messages of tensor groups" in summary
 
 
 def test_shares_of_the_bins_add_up(source):
