@@ -292,3 +292,14 @@ def test_a_given_chunk_replaces_the_chosen_one():
         assert layout.padded_seq % (4 * chunk) == 0
         starts = layout.positions(1).reshape(-1, chunk)
         assert (starts % chunk == np.arange(chunk)).all()
+
+
+def test_a_balancer_prices_rows_and_weighs_kinds_of_layers():
+    masks = [documents(4096, 512, 1)], [sliding_window(4096, 700)]
+    prices, layers = RowPrices(7, 30), (5, 1)
+    balancer = Balancer(8, 4096, heads=2, per_node=4, prices=prices, layers=layers, given_chunk=64)
+    found = balancer.dispatch(masks)
+    expected = balance(masks, 4, 64, per_node=2, prices=prices, layers=layers)
+    assert found.prices == prices
+    assert found.owner.tolist() == expected.owner.tolist()
+    assert found.cost.tolist() == expected.cost.tolist()
