@@ -146,6 +146,22 @@ def test_a_rule_masks_documents_if_the_run_asks_for_it():
     assert parts(ids, 7, 9).length == 7
 
 
+def test_masks_of_other_lengths_are_others():
+    short, long = SequenceMask.causal(5, 8), SequenceMask.causal(7, 8)
+    assert not short.same_as(long)
+    assert not long.same_as(short)
+    assert short.same_as(SequenceMask.causal(5, 16))
+    for mask in (short.intersect(long), long.intersect(short)):
+        assert mask.length == 5
+        assert mask.same_as(short)
+
+
+def test_only_causal_attention_without_padding_and_documents_is_plain():
+    assert SequenceMask.causal(8, 8).plain
+    assert not SequenceMask.causal(7, 8).plain
+    assert not SequenceMask.from_documents(np.array([0, 0, 1, 1]), 4).plain
+
+
 def test_last_is_the_last_query_that_sees_a_key():
     mask = SequenceMask.from_documents(np.array([0, 0, 0, 1, 2, 2, 2]), 9)
     assert mask.last().tolist() == [2, 2, 2, 3, 6, 6, 6, 6, 6]

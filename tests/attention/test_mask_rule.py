@@ -22,6 +22,8 @@ def test_documents_cut_the_mask_only_if_asked_for(separate):
     assert rule(DOCUMENTS, 12, 16).same_as(cut if separate else whole)
     assert rule(None, 12, 16).same_as(whole)
     assert rule(np.zeros(12, int), 12, 16).same_as(whole)
+    shorter = SequenceMask.causal(9, 16) if separate else whole
+    assert rule(np.zeros(9, int), 12, 16).same_as(shorter)
 
 
 def test_slices_from_the_data_stand_alone():

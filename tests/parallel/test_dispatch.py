@@ -254,6 +254,11 @@ def test_chunks_of_powers_of_two():
     assert [chunk_tokens(*size) for size in sizes] == [2048, 512, 512, 4096, 128]
 
 
+def test_a_worker_holds_an_even_number_of_chunks_where_that_needs_no_padding():
+    assert chunk_tokens(4608, 1) == 4608 // 6  # and not 9 chunks of 512
+    assert chunk_tokens(4 * 7680, 4) == 7680 // 12  # and not 15
+
+
 @pytest.mark.parametrize(("workers", "heads", "seq"), [(4, 1, 5000), (8, 2, 8000), (6, 3, 999)])
 def test_a_balancer_makes_layouts_of_one_shape(workers, heads, seq):
     balancer = Balancer(workers, seq, heads=heads, per_node=workers)
