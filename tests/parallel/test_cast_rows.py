@@ -18,6 +18,7 @@ from mtrain_cli.parallel.cast_rows import (
     CastRows,
     cast_peers,
     largest_shares,
+    row_block,
     whole_shares,
 )
 from mtrain_cli.parallel.layout import Balanced, Joined, Layout, make_layout
@@ -278,6 +279,7 @@ def test_gradients_of_a_row_are_added_for_each_rank_that_received_it(name, stage
     for of in rows:
         ones = torch.ones(1, len(of.keys.positions), 1, 1)
         totals.append(of.split(ones, 2 * ones, torch.float64))
+        assert totals[-1].dtype == torch.float64
     for at in reversed(range(len(rows[0].casts))):
         returned = {}
         for rank, of in enumerate(rows):
@@ -371,3 +373,13 @@ def test_whole_shards_bound_the_rows_of_any_mask(exchange, options, expected, mo
     assert all(c <= w for c, w in zip(np.ravel(counted), np.ravel(expected), strict=True))
     monkeypatch.setattr(cast_rows, "_MOST_COUNTED", 1)
     assert largest_shares(schedule, layout, causal) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(10, 1), (64, 4), (1000, 32), (2048, 128), (8192, 128)]
+)
+def test_short_shards_have_sixteen_blocks_of_rows(tokens, rows):
+    layout = make_layout("contiguous", 4, 4 * tokens, 1)
+    assert layout.tokens_per_worker == tokens
+    assert row_block(layout) == rows
+    assert row_block(layout, block=64) == 64
