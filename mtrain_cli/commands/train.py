@@ -255,9 +255,20 @@ def require_labels(config: Config) -> None:
     if whole.shows_later_keys()[:-1].all():
         raise ConfigError(
             f"mask.kind={config.mask.kind}: shows every query its next token, so no label counts "
-            "toward the loss. Choose a mask that hides some, such as mask=prefix_lm; "
-            "`mtrain profile`, `mtrain simulate` and `mtrain mask show` take any mask"
+            f"toward the loss. {_way_to_labels(config)}; `mtrain profile`, `mtrain simulate` and "
+            "`mtrain mask show` take any mask"
         )
+
+
+def _way_to_labels(config: Config) -> str:
+    """Return a sentence with the setting under which some labels count."""
+    mask = config.mask
+    if mask.kind == "video":
+        return "Give mask.causal=true"
+    size = {"prefix_lm": "prefix", "block_causal": "block", "chunked": "chunk"}.get(mask.kind)
+    if size is None:
+        return "Choose a mask that hides some, such as mask=prefix_lm"
+    return f"mask.{size}={getattr(mask, size)} must be below seq={config.seq}"
 
 
 def require_eval_tasks(config: Config) -> None:

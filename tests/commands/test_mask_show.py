@@ -14,6 +14,7 @@ from mtrain_cli.attention.mask import KeySlice
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.train import require_labels
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.reporting.mask_view import views
 from mtrain_cli.training.layout_choice import make_balancer
@@ -120,8 +121,16 @@ def test_training_needs_a_label_that_the_mask_hides(tmp_path):
         assert f"{mask[0].replace('=', '.kind=')}: shows every query its next token" in found.stderr
         assert len(found.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
-    require_labels(compose(["seq=64", "mask=prefix_lm", "mask.prefix=63"]))
     require_labels(compose(["seq=64"]))
+
+
+@pytest.mark.parametrize(
+    ("mask", "key"), [("prefix_lm", "prefix"), ("block_causal", "block"), ("chunked", "chunk")]
+)
+def test_a_size_that_leaves_no_label_is_named(mask, key):
+    with pytest.raises(ConfigError, match=rf"\. mask\.{key}=64 must be below seq=64; "):
+        require_labels(compose(["seq=64", f"mask={mask}", f"mask.{key}=64"]))
+    require_labels(compose(["seq=64", f"mask={mask}", f"mask.{key}=63"]))
 
 
 def test_the_masks_of_the_data_are_shown(tmp_path):

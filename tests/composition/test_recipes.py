@@ -221,7 +221,9 @@ def test_every_label_of_the_video_recipe_counts() -> None:
     query = (40 * 32 + 16) * 32 + 7
     assert (mask.high - mask.low)[:, query].tolist() == [512, 512, 512, 8 * 32 + 8]
     around = compose(["recipe=video", "mask.causal=false"], plan=True)
-    with pytest.raises(ConfigError, match="shows every query its next token"):
+    with pytest.raises(
+        ConfigError, match=r"shows every query its next token.*Give mask\.causal=true"
+    ):
         require_labels(around)
 
 
