@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 import subprocess
 import sys
@@ -272,6 +273,26 @@ def test_a_balancer_makes_layouts_of_one_shape(workers, heads, seq):
             assert np.array_equal(np.concatenate(members), dispatch.positions(group))
         found.append(layout)
     assert found[0] != found[1]
+
+
+def test_a_balancer_hands_on_nodes_prices_and_layers():
+    seq, masks = 1024, [[sliding_window(1024, 256)], [SequenceMask.causal(1024, 1024)]]
+    given = {"prices": RowPrices(7, 11), "layers": (5, 1)}
+    balancer = Balancer(8, seq, heads=2, per_node=4, **given)
+    found = balancer.dispatch(masks)
+    wanted = balance(masks, 4, balancer.chunk, per_node=2, **given)
+    assert found.prices == (7, 11)
+    assert found.owner.tolist() == wanted.owner.tolist()
+    assert found.cost.tolist() == wanted.cost.tolist()
+    assert found.traffic.outer.received.tolist() == wanted.traffic.outer.received.tolist()
+    assert wanted.traffic.outer.received.any()
+    # A node smaller than a group of heads counts as one.
+    assert Balancer(8, seq, heads=4, per_node=2).groups_per_node == 1
+
+
+def test_chunks_hold_whole_units_and_are_even_in_number_where_padding_is_equal():
+    assert chunk_tokens(1 << 19, 8, 48) % math.lcm(48, 128) == 0
+    assert chunk_tokens(9 * 512 * 4, 4) == 768  # 6 chunks of 768, not 9 of 512
 
 
 def test_prices_follow_the_cluster():
