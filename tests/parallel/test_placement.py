@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.placement import Placement
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
-def test_the_order_sorts_the_tokens_of_the_ranks_that_share_heads(name):
-    layout = make_layout(name, 6, 96, 4)
+# Under a balanced layout, each group of ranks has an order of its own.
+BALANCED = Balanced.of(np.array([0, 3, 1, 4, 2, 5, 2, 3, 1, 5, 0, 4]), 6, 96, 8)
+
+
+@pytest.mark.parametrize("layout", [make_layout("zigzag", 6, 96, 4), BALANCED])
+def test_the_order_sorts_the_tokens_of_the_ranks_that_share_heads(layout):
     placement = Placement(layout, heads=3)
     for shard in (1, 0, 1):  # the second shard again, after the first
         ranks = range(3 * shard, 3 * shard + 3)
