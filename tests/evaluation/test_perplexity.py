@@ -110,6 +110,18 @@ def test_given_key_tokens_are_used_and_missing_ones_refused(model):
         measured(model, sequence, short=64, keys={}, key_label="other")
 
 
+@pytest.mark.parametrize("places", [["x"], [1.5], [True], [-1], [299], {"1": 2}, 7])
+def test_damaged_key_tokens_are_refused(places):
+    sequence = Sequence(np.array(tokens(300), np.int32))
+    own = Perplexity({300: [sequence]}, "text", short=64, keys={text_hash(sequence.ids): places})
+    with pytest.raises(ConfigError, match="the key tokens of this text are damaged"):
+        next(own.items(Cell("perplexity", 300)))
+    row = {"score": 1.0, "tokens": 299, "buckets": [], "keys": places, "key_loss": 1.0}
+    with pytest.raises(ValueError, match="outside its text"):
+        own.result([row], RESULT)
+    assert own.result([{**row, "keys": [0, 298]}], RESULT).key_tokens is not None
+
+
 def test_the_first_model_decides_once():
     own = Perplexity({}, "text", short=64)
     own.learn("a", "dense", [{"text": "t", "keys": [1]}])

@@ -73,6 +73,14 @@ def test_a_line_cut_short_is_dropped_and_the_next_line_is_whole(tmp_path):
     assert ResultsFolder.open(tmp_path, "m").samples["k1"].keys() == {0, 1}
 
 
+@pytest.mark.parametrize("row", [{"index": -1}, {"index": "0"}, {"index": 0.0}, {"key": 1}])
+def test_rows_without_key_and_number_are_no_samples(tmp_path, row):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
+    folder.add_sample({"key": "k1", "index": 1, "score": 1.0, **row})
+    assert ResultsFolder.open(tmp_path, "m").samples["k1"].keys() == {0}
+
+
 def test_results_of_another_model_are_refused(tmp_path):
     ResultsFolder.open(tmp_path, "one")
     with pytest.raises(ConfigError, match="results of another model, one"):

@@ -116,7 +116,7 @@ def test_a_result_from_before_its_samples_is_written_anew(run):
     assert rows(folder) == before
 
 
-def test_damaged_rows_are_measured_again(run):
+def test_damaged_rows_are_measured_again(run, capsys):
     request = request_of(run, NIAH, samples=4, niah=needles(run))
     runner_of(run, request).run()
     file = run / "evaluation/samples.jsonl"
@@ -125,9 +125,13 @@ def test_damaged_rows_are_measured_again(run):
         [first, second[:40], third, fourth],
         [first, json.dumps({"key": json.loads(second)["key"], "index": 1}), third, fourth],
         [first, second.replace('"hits": [[', '"hits": [["x", '), third, fourth],
+        [first, second.replace('"hits": [[', '"hits": [[Infinity, 1], ['), third, fourth],
+        [first, json.dumps({**json.loads(second), "score": 10**400}), third, fourth],
     ):
         file.write_text("\n".join(damaged) + "\n")
+        capsys.readouterr()
         runner_of(run, dataclasses.replace(request, samples=3)).run()
+        assert "up to" in capsys.readouterr().err
         last = {row["index"]: row for row in rows(run / "evaluation")}
         assert [last[n] for n in range(4)] == list(map(json.loads, whole))
 
