@@ -383,7 +383,8 @@ def _intact(checkpoints: Sequence[Path]) -> tuple[Weights, ...]:
     """
     from mtrain_cli.evaluation.request import Weights
 
-    intact, problems = [], []
+    intact: list[Weights] = []
+    problems: list[str] = []
     for path in checkpoints:
         try:
             intact.append(Weights.of_checkpoint(path))
