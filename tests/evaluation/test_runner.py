@@ -116,6 +116,26 @@ def test_a_result_from_before_its_samples_is_written_anew(run):
     assert rows(folder) == before
 
 
+def test_a_complete_evaluation_changes_nothing(run, capsys):
+    request = request_of(run, NIAH, samples=2, niah=needles(run))
+    runner_of(run, request).run()
+    file = run / "evaluation/results.jsonl"
+    before = file.read_text()
+    capsys.readouterr()
+    runner_of(run, request, stop=lambda: True).run()  # nothing is left to stop
+    assert file.read_text() == before
+    assert "%" not in capsys.readouterr().err
+    (result,) = read_results(run)
+    assert {"sentences", "seed 1", "dtype auto"} <= set(result.settings)
+
+
+def test_the_settings_of_a_result_name_another_tokenizer(run):
+    own = runner_of(run, request_of(run, NIAH))
+    assert not any("tokenizer" in one for one in own._common_labels(own._settings[0]))
+    own._request = dataclasses.replace(own._request, tokenizer="models/small")
+    assert own._common_labels(own._settings[0])[0] == "tokenizer small"
+
+
 def test_damaged_rows_are_measured_again(run, capsys):
     request = request_of(run, NIAH, samples=4, niah=needles(run))
     runner_of(run, request).run()
