@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.mask_settings import MaskConfig
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.harness_requests import Continuing, Plan, request_names
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
@@ -59,10 +59,10 @@ def test_equal_greedy_requests_have_one_name_and_samples_have_their_own():
 
 
 def test_a_plan_has_the_limits_and_the_mask_of_the_model():
-    mask = MaskConfig(kind="sliding_window", window=4)
-    source = ModelSource(Path(), False, dataclasses.replace(Config(), mask=mask))
+    config = compose(["mask=sliding_window", "mask.window=128"])
+    source = ModelSource(Path(), False, config)
     plan = Plan.of(source, beyond=True)
-    assert (plan.mask, plan.vocabulary) == (mask, source.config.model.vocab_size)
+    assert (plan.mask, plan.vocabulary) == (config.mask, config.model.vocab_size)
     assert (plan.positions, plan.beyond) == (source.max_position, True)
 
 
