@@ -6,6 +6,7 @@
     python profiles/expert_speed.py model --seq 32k,8k
     python profiles/expert_speed.py model --seq 128k --layers 8 --alone
     python profiles/expert_speed.py model --toy
+    python profiles/expert_speed.py trace --seq 32k,8k --layers 8 --attention dense
 
 Each call prints a Markdown table row by row. A row that fails has its reason, and the next row
 follows.
@@ -27,6 +28,9 @@ follows.
   estimate: memory of tensors on the first GPU. all-to-all: of a step recorded by torch's profiler,
   the share in which rows travel and nothing computes (exposed), or in which the message waits for
   the other GPU (waits), and the exposed share of the time of these messages
+- trace: two GPUs. One step of mtrain's trainer after `--steps` others, recorded by torch's profiler
+  on the first worker: GPU time by kind of kernel, idle time and what the host did meanwhile, host
+  waits, launches, allocations, and the longest kernels
 
 Times are medians; those of steps leave out the first two. `--toy` runs tiny sizes on CPU processes,
 to test the script.
@@ -43,6 +47,7 @@ from pathlib import Path
 import expert_layers
 import expert_parts
 import expert_steps
+import expert_trace
 import torch
 from measured_runs import Pool
 
@@ -61,12 +66,12 @@ CHECKED = 512  # tokens of the comparison of layers
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=["products", "layer", "parts", "model"])
+    parser.add_argument("what", choices=["products", "layer", "parts", "model", "trace"])
     parser.add_argument("--model", default="qwen3_30b_a3b", help="a model of `mtrain config list`")
     parser.add_argument("--seq", help="tokens, or several numbers with commas")
-    parser.add_argument("--layers", type=int, help="of `model`; default: the most of 12 that fit")
-    parser.add_argument("--degrees", default="1,2", help="of `model`: expert-parallel degrees")
-    parser.add_argument("--attention", default="dense,vertical_slash", help="of `model`")
+    parser.add_argument("--layers", type=int, help="of steps; default: the most of 12 that fit")
+    parser.add_argument("--degrees", default="1,2", help="of steps: expert-parallel degrees")
+    parser.add_argument("--attention", default="dense,vertical_slash", help="of steps")
     parser.add_argument("--alone", action="store_true", help="of `model`: no run of transformers")
     parser.add_argument("--set", action="append", default=[], help="of `model`: KEY=VALUE")
     parser.add_argument("--steps", type=int, default=5, help="training steps of a run, at least 3")
@@ -82,10 +87,11 @@ def main() -> None:
     began = time.monotonic()
     device = "cpu" if given.toy else "cuda"
     usual = {"products": "8k,32k,128k", "layer": "32k", "parts": "32k", "model": "32k,128k"}
+    usual["trace"] = "32k"
     words = given.seq or ("512" if given.toy else usual[given.what])
     lengths = [parse_size(word) for word in words.split(",")]
     names = (f"model={given.model}", *(TINY if given.toy else ()))
-    if given.what != "model":
+    if given.what not in ("model", "trace"):
         model = compose([*names, f"seq={lengths[0]}"]).model
         sizes = expert_layers.Sizes(model, device, given.tile_kib << 10)
         torch.manual_seed(0)
@@ -127,7 +133,11 @@ def main() -> None:
             given.limit,
         )
         bench = replace(bench, model=(*bench.model, *given.set))
-        for line in expert_steps.model(bench, layers, peer=not given.alone):
+        if given.what == "trace":
+            lines = expert_trace.tables(bench, layers)
+        else:
+            lines = expert_steps.model(bench, layers, peer=not given.alone)
+        for line in lines:
             print(line, flush=True)
 
 

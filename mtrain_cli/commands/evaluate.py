@@ -255,11 +255,7 @@ def run_evaluation(
 ) -> None:
     """Check everything, evaluate, and show the results."""
     from mtrain_cli.commands.data_ruler import token_lengths
-    from mtrain_cli.commands.evaluate_checks import (
-        check_samples,
-        checked_tasks,
-        require_positions,
-    )
+    from mtrain_cli.commands.evaluate_checks import check_work, require_positions
     from mtrain_cli.config.unused_settings import unused_by_model
     from mtrain_cli.inference.limits import longer_than_trained
 
@@ -295,15 +291,11 @@ def run_evaluation(
     from mtrain_cli.launch.environment import resolve_environment
 
     environment = resolve_environment(first.config)
-    tasks = None
     lines = unused_by_model(words, configs)
     if line := longer_than_trained(first, max(lengths)):
         lines.append(f"--length {common.length}: {line}")
-    if kind == "lm-eval":
-        tasks = checked_tasks(request, first, beyond=common.beyond)
-    else:
-        lines += check_samples(request, first, beyond=common.beyond)
-    warn(lines)
+    tasks, more = check_work(request, first, beyond=common.beyond)
+    warn([*lines, *more])
     with _locked(out):
         code = _evaluate(request, configs, environment, words, tasks)
     if code:

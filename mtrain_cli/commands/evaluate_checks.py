@@ -43,7 +43,20 @@ def require_short(short: int, option: str) -> None:
         )
 
 
-def check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> list[str]:
+def check_work(
+    request: EvaluationRequest, source: ModelSource, *, beyond: bool
+) -> tuple[HarnessTasks | None, list[str]]:
+    """Check what to measure before any work. Return the tasks of lm-eval, if any, and warnings.
+
+    Raises:
+        ConfigError: a sample or a task cannot be made.
+    """
+    if request.kind == "lm-eval":
+        return _checked_tasks(request, source, beyond=beyond), []
+    return None, _check_samples(request, source, beyond=beyond)
+
+
+def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> list[str]:
     """Make the first samples, so that mistakes are reported before any work. Return warnings.
 
     Raises:
@@ -116,7 +129,9 @@ def require_room(source: ModelSource, length: int, special: int) -> None:
         )
 
 
-def checked_tasks(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> HarnessTasks:
+def _checked_tasks(
+    request: EvaluationRequest, source: ModelSource, *, beyond: bool
+) -> HarnessTasks:
     """Load the tasks of lm-eval and check their requests, so that mistakes are reported first.
 
     Raises:

@@ -156,8 +156,8 @@ class TopologyConfig:
         auto = whichever moves fewer bytes, rows or weights; with train.memory=auto, the fastest
         together with the memory keys
     expert_chunks: number of chunks of tokens in which experts are computed; more chunks need less
-        memory, and with expert_parallel the rows of a chunk travel while others are computed; auto
-        = what train.tile_mib needs, and with expert_parallel up to 4, by size
+        memory, but more passes over the weights; auto = what train.tile_mib needs, and with
+        expert_parallel up to 4 if a worker holds too few experts to compute them in parts
     pipeline_parallel: number of stages, which hold different layers (pipeline parallelism);
         micro-batches of a step pass through the stages one after another
     schedule: pipeline_parallel: order of forward and backward passes; gpipe = all forward passes

@@ -41,17 +41,17 @@ class ExpertExecution:
     recompute: bool = False
     compile: bool = False
 
-    def bounds(self, x_TC: Tensor, moe: MoeConfig, *, shared: bool) -> list[int]:
+    def bounds(self, x_TC: Tensor, moe: MoeConfig, *, degree: int) -> list[int]:
         """Return the first token of each chunk, and the number of tokens.
 
         Args:
             x_TC: the own tokens.
-            shared: whether workers share the experts.
+            degree: number of workers that share the experts; 1 without expert parallelism.
         """
         tokens, hidden = x_TC.shape
         count = expert_chunks(
             tokens, hidden, moe, x_TC.element_size(), self.tile_bytes,
-            shared=shared, chunks=self.chunks,
+            degree=degree, chunks=self.chunks,
         )  # fmt: skip
         return [tokens * n // count for n in range(count + 1)]
 

@@ -143,19 +143,24 @@ class MixtureOfExperts(nn.Module):
         is_sigmoid = self.moe.score == SIGMOID
         scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
         decision = kept[0] if kept else self._decide(scores_TE.detach(), routing)
-        bounds = self.execution.bounds(x_TC, self.moe, shared=self.sharing is not None)
+        degree = 1 if self.sharing is None else self.sharing.group.size
+        bounds = self.execution.bounds(x_TC, self.moe, degree=degree)
+        plan = None
         if not kept and self.sharing is not None:
+            tokens = len(x_TC)
             if routing is None:
-                bounds = self.sharing.agreed(bounds, x_TC.device)
-            decision = decision._replace(chunks=self.sharing.plan(decision, bounds))
-        if kept is not None and not kept:
-            kept.append(decision)
+                bounds, tokens = self.sharing.agreed(bounds, x_TC.device)
+            plan = self.sharing.start_plan(decision, bounds, tokens)
         scores_TK = scores_TE.gather(1, decision.chosen_TK)
         if self.moe.normalize:
             least = 1e-20 if is_sigmoid else 0.0  # sigmoids may all round to 0
             scores_TK = scores_TK / (scores_TK.sum(-1, keepdim=True) + least)
         if self.moe.scale != 1.0:
             scores_TK = scores_TK * self.moe.scale
+        if plan is not None:
+            decision = decision._replace(chunks=plan())
+        if kept is not None and not kept:
+            kept.append(decision)
         return (logits_TE, scores_TE, scores_TK), decision, bounds
 
     @torch.no_grad()

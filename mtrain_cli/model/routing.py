@@ -71,7 +71,7 @@ class Decision(NamedTuple):
     ends_E: int32, number of pairs of this and all earlier experts.
     load_BE: number of tokens of a whole sequence that chose each expert, divided by the mean; None
         without `Routing`.
-    chunks: how rows travel between the workers that share the experts (`expert_parallel.Chunk`).
+    chunks: how rows travel between the workers that share the experts (`expert_parallel.Tile`).
     """
 
     chosen_TK: Tensor

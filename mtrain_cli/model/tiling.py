@@ -10,9 +10,9 @@ from mtrain_cli.config.expert_settings import MoeConfig
 
 _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
-# exposed, and none with fewer rows than keep matrix products fast.
+# exposed, and none with fewer rows than keep matrix products fast. The same for parts of experts.
+_CHUNKS, _CHUNK_ROWS = 4, 2048
 ONE_ADDITION = 2  # chunks of experts whose gradients of weights one addition sums
-_CHUNKS, _CHUNK_ROWS = 4, 2048  # topology.expert_chunks, too, for own tokens
 
 
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
@@ -82,18 +82,18 @@ def expert_chunks(
     itemsize: int,
     tile_bytes: int,
     *,
-    shared: bool,
+    degree: int,
     chunks: int | str,
 ) -> int:
     """Return the number of chunks of a worker's own tokens in a layer with experts.
 
-    Chunks bound the temporary tensors. If workers share the experts, rows of one chunk also travel
-    while others are computed. All workers that share experts have as many tokens, so they get the
-    same number.
+    Chunks bound the temporary tensors. If workers share the experts and hold too few for the parts
+    of `expert_parts`, rows of one chunk also travel while others are computed. All workers that
+    share experts have as many tokens, so they get the same number.
 
     Args:
         hidden, itemsize, tile_bytes: as in `tile_rows`.
-        shared: whether workers share the experts (expert parallelism).
+        degree: number of workers that share the experts; 1 without expert parallelism.
         chunks: value of ``topology.expert_chunks``.
     """
     if not isinstance(chunks, str):
@@ -102,8 +102,25 @@ def expert_chunks(
     # expert's width, if scores are float32 and the rest is bfloat16 (`experts.py`).
     token = itemsize * moe.top_k * (2 * hidden + 7 * moe.expert_size)
     in_memory = -(-own_tokens * token // tile_bytes) if tile_bytes else 1
-    travelling = min(_CHUNKS, own_tokens // _CHUNK_ROWS) if shared else 1
+    travelling = 1
+    if degree > 1:
+        parts = expert_parts(own_tokens, moe.experts // degree, 1)
+        travelling = min(_CHUNKS, own_tokens // _CHUNK_ROWS) // parts
     return max(1, min(own_tokens, max(in_memory, travelling)))
+
+
+def expert_parts(own_tokens: int, own_experts: int, chunks: int) -> int:
+    """Return the number of parts in which a worker of an expert group computes its experts.
+
+    While one part is computed, the rows of other parts travel. So do those of other chunks: with
+    more chunks, a chunk needs fewer parts. Small messages are not split.
+
+    Args:
+        own_tokens, chunks: tokens of a worker, and the number of their chunks.
+        own_experts: number of experts that a worker holds.
+    """
+    most = max(1, min(_CHUNKS, own_tokens // _CHUNK_ROWS) // chunks)
+    return max(n for n in range(1, most + 1) if own_experts % n == 0)
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:

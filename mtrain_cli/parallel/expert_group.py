@@ -65,27 +65,34 @@ class ExpertGroup:
     received: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
     observer: MessageObserver = field(default_factory=MessageObserver, repr=False, compare=False)
 
-    def most(self, number: int, device: torch.device) -> int:
-        """Return the largest of the workers' numbers."""
-        largest = torch.tensor([number], device=device)
+    def most(self, numbers: list[int], device: torch.device) -> list[int]:
+        """Return the largest of the workers' numbers at each place of a list."""
+        largest = torch.tensor(numbers, device=device)
         with self.peer_errors():
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.process_group)
-        return int(largest)
+        return list(map(int, largest.tolist()))
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """Return the numbers of rows that each worker has for each expert, ``[size, E]``."""
         with self.peer_errors(), profiler_labels.label(profiler_labels.MESSAGE):
             return all_gather(counts_E.contiguous(), self.size, self.process_group)
 
-    def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> RowMessage:
+    def start(
+        self,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        into: Tensor | None = None,
+    ) -> RowMessage:
         """Start to exchange rows.
 
         Args:
             rows: ``[sum(send), ...]``, first those for worker 0, then those for worker 1, ...
             send, receive: number of rows for and from each worker.
+            into: contiguous tensor that receives the rows; None for a new one.
         """
         rows = rows.contiguous()
-        arriving = rows.new_empty(sum(receive), *rows.shape[1:])
+        arriving = rows.new_empty(sum(receive), *rows.shape[1:]) if into is None else into
         others = sum(receive) - receive[self.rank]
         self.received[0] += others * prod(rows.shape[1:]) * rows.element_size()
         with self.peer_errors(), nvtx_ranges.span("post", "", _LINK, -1):

@@ -77,7 +77,11 @@ def shard_parameters(
         fully_shard(module, mesh=own_mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in [*experts, *_units(decoder)]:
         assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)
+        # Without a factor, FSDP2 divides by the number of workers. With a factor of 1, a worker
+        # alone would copy all gradients once more.
+        alone = module in experts and expert_mesh is not None and expert_mesh.size() == 1
+        if not alone:
+            module.set_gradient_divide_factor(1.0)
         # Without this, NCCL would scale inside its reduction. gloo can only sum.
         module.set_force_sum_reduction_for_comms(True)
     # FSDP2 prefetches the unit before the last one, which is here a layer, never its experts.

@@ -70,6 +70,7 @@ class LayerExperts:
     e: bytes of the compute dtype.
     degree: number of workers over which the experts are dealt.
     chunks: number of chunks of tokens. Each reads all weights of the worker's experts.
+    parts: number of parts in which a worker computes its experts, one after another.
     recompute: whether the layer is checkpointed. Its backward pass then computes gate and up again.
     compile: whether the operations between the products are compiled (`model.expert_kernels`), so
         that they read and write each row once.
@@ -81,8 +82,14 @@ class LayerExperts:
     loads: ExpertLoads
     degree: int = 1
     chunks: int = 1
+    parts: int = 1
     recompute: bool = True
     compile: bool = True
+
+    @property
+    def units(self) -> int:
+        """The number of parts of all chunks."""
+        return self.chunks * self.parts
 
     def work(self) -> tuple[ExpertWork, ExpertWork, ExpertWork]:
         """Return the work of router and experts: forward, recomputed and backward.
@@ -113,7 +120,7 @@ class LayerExperts:
         order = 16.0 * 8 * chosen  # sorting and placing the pairs
         shared = moe.shared_size * tokens * e
         read = 2.0 * e * chosen * hidden  # dispatch
-        combined = (5.0 if self.degree > 1 else 3.0) * e * chosen * hidden
+        combined = 3.0 * e * chosen * hidden
         combined += (4.0 + 2 * e) * tokens * hidden
         if self.compile:
             combined = float(e) * (chosen + tokens) * hidden
@@ -139,14 +146,20 @@ class LayerExperts:
         e, moe = self.e, self.model.moe
         forward, backward = (3.0 * e, 6.0 * e) if self.compile else (7.0 * e + 8, 24.0 * e + 32)
         forward, backward = forward * moe.expert_size, backward * moe.expert_size
-        if self.degree > 1:  # ordering the rows that arrive and those that return
-            forward += 4.0 * e * self.model.hidden_size
-            backward += (6.0 if self.recompute else 4.0) * e * self.model.hidden_size
+        if self.degree > 1:
+            # Of the rows, those that leave and those that return are copied before their message,
+            # and own rows to where others return.
+            leave = (self.degree - 1) / self.degree
+            messages = 2 if self.recompute else 1
+            forward += (2 * leave + 2) * e * self.model.hidden_size
+            backward += (2 * leave * messages + 2) * e * self.model.hidden_size
         weights = 3.0 * moe.experts / self.degree * moe.expert_size * self.model.hidden_size
         # More than two chunks add up the gradients of the weights in float32.
         sums = weights * 3 * e * (self.chunks > 1)
         if self.chunks > ONE_ADDITION:
             sums = weights * ((8 + 2 * e) * self.chunks + 4 + e)
+        elif self.parts > 1:  # the gradients of the parts move to one tensor
+            sums += weights * 2 * e
         return forward * rows, backward * rows + sums
 
 

@@ -1,9 +1,9 @@
 """Price the rows that travel to experts: how long the workers of an expert group wait for them.
 
-The chunks of a layer run in the order of `tensor_group.staggered`, as in training. Each chunk
-follows its program (`training.expert_rows`) on the clocks of all workers of the group, and on that
-of their links. An all-to-all begins when the last worker starts it, and takes as long as that of
-the worker with the most bytes. So workers also wait for those with popular experts.
+The parts of a layer's experts run in the order of `tensor_group.staggered`, as in training. Each
+part follows its program (`training.expert_rows`) on the clocks of all workers of the group, and on
+that of their links. An all-to-all begins when the last worker starts it, and takes as long as that
+of the worker with the most bytes. So workers also wait for those with popular experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtrain_cli.config.cluster import Cluster
-from mtrain_cli.model.tiling import expert_chunks
+from mtrain_cli.model.tiling import expert_chunks, expert_parts
 from mtrain_cli.parallel.tensor_group import staggered
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.expert_cost import GROUPED, LayerExperts, moved
@@ -64,11 +64,14 @@ def layer_experts(plan: RunPlan, loads: ExpertLoads) -> LayerExperts:
     degree = dealt_over(plan)
     chunks = expert_chunks(
         own, config.model.hidden_size, config.model.moe, e, config.train.tile_mib << 20,
-        shared=degree > 1, chunks=config.topology.expert_chunks,
+        degree=degree, chunks=config.topology.expert_chunks,
     )  # fmt: skip
     recompute = config.train.activation_checkpoint != "none"
     compiled = config.train.compile != False  # noqa: E712 - auto compiles on GPUs
-    return LayerExperts(config.model, own, e, loads, degree, chunks, recompute, compiled)
+    parts = 1
+    if degree > 1:
+        parts = expert_parts(own, config.model.moe.experts // degree, chunks)
+    return LayerExperts(config.model, own, e, loads, degree, chunks, parts, recompute, compiled)
 
 
 def dealt_over(plan: RunPlan) -> int:
@@ -171,7 +174,7 @@ class RowExchange:
             of_all = np.tile(loads_PN.flatten(), (degree, 1))
             there, back = travelling(of_all)
             played = _Group(self, program, there, back, computing_P)
-            staggered(played.chunk() for _ in range(self.experts.chunks))
+            staggered(played.part() for _ in range(self.experts.units))
             most, mean = computing_P.max(), computing_P.mean()
             span = float(played.clocks.max())
             exposed = max(0.0, span - most)
@@ -206,21 +209,21 @@ class _Group:
                 tokens.
             computing: time of each worker's experts.
         """
-        self._program, chunks = program, exchange.experts.chunks
+        self._program, units = program, exchange.experts.units
         self.clocks, self._link = np.zeros(len(computing)), 0.0
         self.sending = self.busy = self.size = 0.0
         experts = exchange.experts
         sizes = message_bytes(experts.model.hidden_size, experts.e)
         # What is received on one way is sent on the other.
-        most, mean = max(there.max(), back.max()) / chunks, there.mean() / chunks
+        most, mean = max(there.max(), back.max()) / units, there.mean() / units
         self._messages = {
             word: (*exchange._message(most * size), mean * size) for word, size in sizes.items()
         }
-        share = chunks * sum(_PRODUCTS.get(word, 0) for word in program)
+        share = units * sum(_PRODUCTS.get(word, 0) for word in program)
         self._computing = {word: n * computing / share for word, n in _PRODUCTS.items()}
 
-    def chunk(self) -> Iterator[None]:
-        """Run a chunk, and yield where other chunks go on."""
+    def part(self) -> Iterator[None]:
+        """Run a part of the experts of a chunk, and yield where other parts go on."""
         arrivals: deque[float] = deque()
         for word in self._program:
             if word == NEXT:

@@ -364,7 +364,7 @@ def _with_experts(
         size * (own if name.startswith("shared ") else tokens) for name, size in dense.items()
     )
     forward, second, backward = experts.work()
-    kernels = LAUNCHES.value + EXPERT_LAUNCHES.value * experts.chunks
+    kernels = LAUNCHES.value + EXPERT_LAUNCHES.value * experts.units
     recomputed = ComputeCost()
     if train.activation_checkpoint != "none":
         recomputed = ComputeCost(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from mtrain_cli.config.expert_settings import SIGMOID
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks
+from mtrain_cli.model.tiling import ONE_ADDITION, expert_chunks, expert_parts
 
 _INT64 = 8
 _HIGH = 4  # bytes of float32, the dtype of the router
@@ -33,6 +33,7 @@ class ExpertMemory:
     e: bytes of the compute dtype.
     degree: number of workers over which the experts are dealt.
     chunks: number of chunks of tokens.
+    parts: number of parts in which a worker computes its experts, if rows travel.
     recompute: whether the layer is checkpointed.
     z_loss: whether the loss has the routers' z-loss.
     """
@@ -43,6 +44,7 @@ class ExpertMemory:
     e: int
     degree: int = 1
     chunks: int = 1
+    parts: int = 1
     recompute: bool = False
     z_loss: bool = False
 
@@ -57,10 +59,11 @@ class ExpertMemory:
         degree = given if isinstance(given, int) else 1
         chunks = expert_chunks(
             tokens, model.hidden_size, model.moe, e, train.tile_mib << 20,
-            shared=degree > 1, chunks=topology.expert_chunks,
+            degree=degree, chunks=topology.expert_chunks,
         )  # fmt: skip
+        parts = 1 if degree == 1 else expert_parts(tokens, model.moe.experts // degree, chunks)
         return ExpertMemory(
-            model, tokens, train.micro_batch, e, degree, chunks,
+            model, tokens, train.micro_batch, e, degree, chunks, parts,
             recompute=train.activation_checkpoint != "none", z_loss=bool(train.router_z_loss),
         )  # fmt: skip
 
@@ -74,12 +77,14 @@ class ExpertMemory:
         """The router's decision: experts and order of the pairs, and loads (`routing.Decision`).
 
         It stays until the end of the backward pass. If rows travel, so do their orders here and
-        there (`expert_parallel.Chunk`).
+        there (`expert_parallel.Tile`).
         """
         moe = self.model.moe
         loads = _HIGH * self.sequences * moe.experts
-        numbers = 7 if self.degree > 1 else 3
-        return numbers * _INT64 * self._pairs + _HIGH * moe.experts + loads
+        numbers = (7 if self.degree > 1 else 3) * _INT64
+        if self.degree > 1 and self.recompute:
+            numbers += _HIGH  # scores that arrived
+        return numbers * self._pairs + _HIGH * moe.experts + loads
 
     @property
     def saved(self) -> int:
@@ -142,7 +147,8 @@ class ExpertMemory:
         sums = _HIGH * self.tokens * model.hidden_size + hidden * low
         held = 2 * _HIGH * self.tokens * moe.experts + (hidden if moe.shared_size else 0)
         if self._by_chunk:
-            return held + hidden + self._by_chunks() + shared - weights
+            largest = self._travelling() if self.degree > 1 else self._by_chunks()
+            return held + hidden + largest + shared - weights
         moments = (
             (rows + 3 * wide + (2 if low else 1) * in_high, 0),
             (rows + 4 * wide + in_high * low, 1),
@@ -154,54 +160,97 @@ class ExpertMemory:
         return held + largest + shared - weights
 
     def _by_chunks(self) -> int:
-        """Return the bytes of a chunk and of the gradients of the weights.
+        """Return the bytes of a chunk and of the gradients of the weights, if no row travels.
 
         A chunk holds rows of the experts' input and of the gradient of their output, and gate and
         up if they are recomputed. To these it adds, in turn:
 
         - scores: three tensors of an expert's width, and their product with the scores in float32
         - down: four tensors of an expert's width, and the gradient of the weight
-        - gate: six tensors of an expert's width, without the gradient of the output. If rows
-          travel, also this gradient and the input of the down projection, whose gradient follows
-          while they do
+        - gate: six tensors of an expert's width, without the gradient of the output
         - weights: the gradients of gate and up, and of one weight in the compute dtype
         - input: the gradient of gate and up, and rows of the input's gradient, twice; their sum
 
-        More than two chunks add up the gradients of the weights in float32. If rows travel, a
-        message has the rows that leave, until its wait, and those that arrive. While a chunk
-        computes, inputs of the next chunk and results of the previous one travel.
+        More than two chunks add up the gradients of the weights in float32.
         """
-        pairs = -(-self._pairs // self.chunks)
-        rows, wide = (
-            self.e * pairs * n for n in (self.model.hidden_size, self.model.moe.expert_size)
-        )
-        low, several, travel = self.e < _HIGH, self.chunks > 1, self.degree > 1
-        in_high, matrix = _HIGH * wide // self.e, self.e * self._matrix
+        rows, wide = self._sizes(self.chunks)
+        low, matrix = self.e < _HIGH, self.e * self._matrix
+        in_high = _HIGH * wide // self.e
         in_float = self.chunks > ONE_ADDITION
-        gradients = 3 * (_HIGH * self._matrix if in_float else matrix)
-        before = gradients if several else 0  # of earlier chunks
+        gradients = self._gradients
+        before = gradients if self.chunks > 1 else 0  # of earlier chunks
         again = 2 * wide if self.recompute else 0
-        inputs = 1 if travel and not self.recompute else 2  # else `saved` has one of them
-        sums = (_HIGH + self.e * low) * -(-self.tokens // self.chunks) * self.model.hidden_size
         moments = (
-            inputs * (1 + travel) * rows + again + before,
-            inputs * rows + again + 3 * wide + (2 if low else 1) * in_high + before,
-            *self._gate_moments(rows, wide, inputs, before),
-            (inputs - 1 + 2 * travel) * rows + 2 * wide + 2 * matrix + (before or matrix),
-            (3 if travel else 2) * rows + 2 * wide * (not travel) + sums + gradients,
+            2 * rows + again + before,
+            2 * rows + again + 3 * wide + (2 if low else 1) * in_high + before,
+            2 * rows + again + 4 * wide + matrix + before,
+            rows + again + 6 * wide + (before or matrix),
+            rows + 2 * wide + 2 * matrix + (before or matrix),
+            2 * rows + 2 * wide + self._sums + gradients,
             gradients + 2 * matrix * (in_float and low),
         )
-        elsewhere = 2 * inputs * several + 2 * (self.chunks > 2)
-        return max(moments) + elsewhere * travel * rows
+        return max(moments)
 
-    def _gate_moments(self, rows: int, wide: int, inputs: int, before: int) -> tuple[int, int]:
-        """Return the moments of `_by_chunks` at the gate and at the gradient of its output."""
-        again, matrix = 2 * wide if self.recompute else 0, self.e * self._matrix
-        if self.degree > 1:
-            gate = inputs * rows + again + 7 * wide + before
-            return gate, (inputs + 2) * rows + 3 * wide + matrix + before
-        gate = (inputs - 1) * rows + again + 6 * wide + (before or matrix)
-        return gate, inputs * rows + again + 4 * wide + matrix + before
+    def _travelling(self) -> int:
+        """Return the bytes of a part of the experts and of the gradients, if rows travel.
+
+        A message has the rows that leave, until its wait, and those that arrive. A part holds rows
+        of the experts' input and of the gradient of their output, and gate and up if they are
+        recomputed. To these it adds, in turn:
+
+        - scores: three tensors of an expert's width, and their product with the scores in float32
+        - gate: seven tensors of an expert's width
+        - input: three tensors of an expert's width, rows of the input's gradient, those that leave,
+          and the gradients that return to all tokens of the chunk
+        - weights: the same without the rows of the input's gradient, and the gradient of a weight
+        - sum: the gradients of the chunk, and their sum.
+
+        While a part computes, inputs of the next part and results of the previous one travel.
+        """
+        units = self.chunks * self.parts
+        rows, wide = self._sizes(units)
+        leave = rows * (self.degree - 1) // self.degree
+        returned, _ = self._sizes(self.chunks)
+        low, matrix = self.e < _HIGH, self.e * self._matrix
+        in_high = _HIGH * wide // self.e
+        in_float = self.chunks > ONE_ADDITION
+        gradients = self._gradients
+        before = gradients if units > 1 else 0
+        again = 2 * wide if self.recompute else 0
+        inputs = 2 if self.recompute else 1  # else `saved` has one of them
+        back = returned * (2 if self.chunks > 1 else 1)  # also of the previous chunk
+        held = before + returned * (units > 1)
+        piece = matrix // self.parts
+        moments = (
+            inputs * 2 * leave + held,
+            (inputs + 1) * rows + again + held,
+            inputs * rows + again + 3 * wide + (2 if low else 1) * in_high + held,
+            inputs * rows + again + 7 * wide + held,
+            (inputs + 1) * rows + 3 * wide + leave + back + before,
+            inputs * rows + 3 * wide + leave + back + piece + before,
+            (inputs - 1) * rows + 2 * wide + leave + back + 2 * piece + (before or matrix),
+            back + self._sums + gradients,
+            gradients + 2 * matrix * (in_float and low),
+        )
+        elsewhere = 2 * inputs * leave * (units > 1) + leave * (units > 2)
+        return max(moments) + elsewhere
+
+    def _sizes(self, units: int) -> tuple[int, int]:
+        """Return the bytes of one unit's rows, and of a tensor of an expert's width."""
+        pairs = -(-self._pairs // units)
+        model = self.model
+        return self.e * pairs * model.hidden_size, self.e * pairs * model.moe.expert_size
+
+    @property
+    def _gradients(self) -> int:
+        """Bytes of the gradients of all weights; float32 if more than two chunks add them up."""
+        return 3 * (_HIGH if self.chunks > ONE_ADDITION else self.e) * self._matrix
+
+    @property
+    def _sums(self) -> int:
+        """Bytes of the sum of the rows of a chunk, which is float32 first."""
+        size = _HIGH + self.e * (self.e < _HIGH)
+        return size * -(-self.tokens // self.chunks) * self.model.hidden_size
 
     @property
     def _matrix(self) -> int:

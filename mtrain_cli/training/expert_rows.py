@@ -3,7 +3,7 @@
 With expert parallelism, each pair of a token and an expert has a row, which travels to the worker
 of the expert, and back. A row is a hidden state or a gradient of one. A score travels with it.
 
-The programs list what `model.expert_parallel` does with a chunk of tokens, in its order. Tests
+The programs list what `model.expert_parallel` does with a part of the experts, in its order. Tests
 compare both. `IN` and `OUT` are products with the experts' weights: gate and up together, and down.
 """
 
@@ -19,8 +19,9 @@ IN, OUT = "gate and up", "down"
 FORWARD_CHUNK = (ROWS, SCORES, NEXT, WAIT, WAIT, IN, OUT, ROWS_BACK, NEXT, WAIT)
 _GRADIENTS = (OUT, IN, ROWS_BACK, SCORES_BACK, OUT, IN, NEXT, WAIT, WAIT)
 KEPT_BACKWARD_CHUNK = (ROWS, NEXT, WAIT, *_GRADIENTS)
-# With activation checkpointing, the rows travel again, and gate and up are computed again.
-BACKWARD_CHUNK = (ROWS, SCORES, ROWS, NEXT, WAIT, WAIT, IN, WAIT, *_GRADIENTS)
+# With activation checkpointing, the rows travel again, and gate and up are computed again. Scores
+# are kept.
+BACKWARD_CHUNK = (ROWS, ROWS, NEXT, WAIT, IN, WAIT, *_GRADIENTS)
 _SCORE = 4  # bytes: scores are float32
 
 

@@ -43,7 +43,7 @@ def computed(
     inputs = x.to(dtype), scores.to(torch.promote_types(dtype, torch.float32))
     for each in inputs:
         each.requires_grad_()
-    bounds = execution.bounds(inputs[0], model.moe, shared=False)
+    bounds = execution.bounds(inputs[0], model.moe, degree=1)
     options: Any = {"bounds": bounds, "recompute": execution.recompute, "inputs_only": False}
     out = compute_experts(*inputs, module.experts, decision(tokens), **options)
     out.backward(grad.to(dtype))
@@ -131,7 +131,7 @@ def test_no_temporary_tensor_is_larger_than_a_tile(recompute):
     module = make_module(model).float()
     x = torch.randn(tokens, 40)
     execution = ExpertExecution(tile_bytes=tile, recompute=recompute)
-    bounds = execution.bounds(x, model.moe, shared=False)
+    bounds = execution.bounds(x, model.moe, degree=1)
     assert len(bounds) > 4
     chosen = torch.rand(tokens, 6).topk(4).indices
     arguments = x.requires_grad_(), torch.rand(tokens, 4).requires_grad_(), module.experts
@@ -149,7 +149,7 @@ def test_no_temporary_tensor_is_larger_than_a_tile(recompute):
 def test_bounds_split_the_tokens_evenly():
     x = torch.empty(10, 40)
     for chunks in (1, 3, 10, 99):
-        bounds = ExpertExecution(chunks=chunks).bounds(x, moe_model().moe, shared=True)
+        bounds = ExpertExecution(chunks=chunks).bounds(x, moe_model().moe, degree=2)
         assert (bounds[0], bounds[-1]) == (0, 10)
         assert {end - begin for begin, end in pairwise(bounds)} <= {10, 3, 4, 1}
         assert len(bounds) == min(chunks, 10) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtrain_cli.config.expert_settings import MoeConfig
-from mtrain_cli.model.tiling import expert_chunks, shared_tile_rows, tile_rows
+from mtrain_cli.model.tiling import expert_chunks, expert_parts, shared_tile_rows, tile_rows
 
 
 def test_tiles_fit_their_budget_and_are_equal_if_possible():
@@ -45,22 +45,41 @@ TOKEN = 2 * 8 * (2 * 2048 + 7 * 768)  # bytes
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tile_bytes", "shared", "chunks", "number"),
+    ("tokens", "tile_bytes", "degree", "chunks", "number"),
     [
-        (10**6, 0, False, "auto", 1),  # no limit
-        (10**6, 0, True, "auto", 4),
-        (2047, 0, True, "auto", 1),
-        (4096, 0, True, "auto", 2),
-        (100, 100 * TOKEN, False, "auto", 1),
-        (101, 100 * TOKEN, False, "auto", 2),
-        (8192, 1024 * TOKEN, True, "auto", 8),  # the limit needs more than the messages
-        (7, 1, False, "auto", 7),
-        (100, 1, True, 3, 3),
-        (3, 0, False, 7, 3),
+        (10**6, 0, 1, "auto", 1),  # no limit
+        (10**6, 0, 2, "auto", 1),  # parts of the experts let messages overlap
+        (10**6, 0, 64, "auto", 2),  # two parts of two experts
+        (10**6, 0, 128, "auto", 4),
+        (2047, 0, 128, "auto", 1),
+        (4096, 0, 128, "auto", 2),
+        (100, 100 * TOKEN, 1, "auto", 1),
+        (101, 100 * TOKEN, 1, "auto", 2),
+        (8192, 1024 * TOKEN, 128, "auto", 8),  # the limit needs more than the messages
+        (7, 1, 1, "auto", 7),
+        (100, 1, 2, 3, 3),
+        (3, 0, 1, 7, 3),
     ],
 )
 def test_chunks_of_experts_fit_their_budget_and_let_messages_overlap(
-    tokens, tile_bytes, shared, chunks, number
+    tokens, tile_bytes, degree, chunks, number
 ):
-    found = expert_chunks(tokens, 2048, QWEN, 2, tile_bytes, shared=shared, chunks=chunks)
+    found = expert_chunks(tokens, 2048, QWEN, 2, tile_bytes, degree=degree, chunks=chunks)
     assert found == number
+
+
+@pytest.mark.parametrize(
+    ("tokens", "own", "chunks", "number"),
+    [
+        (10**6, 64, 1, 4),
+        (10**6, 6, 1, 3),  # equal parts
+        (10**6, 5, 1, 1),
+        (10**6, 64, 2, 2),
+        (10**6, 64, 3, 1),  # the chunks are enough
+        (4096, 64, 1, 2),
+        (4095, 64, 1, 1),  # small messages are not split
+        (5, 1, 1, 1),
+    ],
+)
+def test_parts_of_experts_are_equal_and_not_too_small(tokens, own, chunks, number):
+    assert expert_parts(tokens, own, chunks) == number

@@ -21,6 +21,10 @@ def exchanged(rank: int, world: int) -> tuple:
     receive = [[0, 2], [0, 1]][group.rank]
     rows = 100.0 * rank + torch.arange(2.0 * sum(send)).view(-1, 2)
     found = group.start(rows, send, receive).wait()
+    into = torch.zeros(4, 2)
+    group.start(rows, send, receive, into=into[1 : 1 + len(found)]).wait()
+    assert into[1 : 1 + len(found)].tolist() == found.tolist()
+    assert group.most([rank - group.rank, group.rank], rows.device) == [rank - group.rank, 1]
     mesh = make_expert_mesh(dims, 2, "cpu")
     return group.rank, counts.tolist(), found.tolist(), group.received[0], mesh.mesh.tolist()
 
@@ -34,7 +38,7 @@ def test_consecutive_workers_exchange_rows_in_rank_order():
         sent = 100.0 * (first + 1)
         rows = [[sent + 2 * n, sent + 2 * n + 1] for n in range(3)]
         assert found == (rows[:2] if place == 0 else rows[2:])
-        assert received == (2 * 2 * 4 if place == 0 else 0), "own rows do not count"
+        assert received == (2 * 2 * 2 * 4 if place == 0 else 0), "own rows do not count"
         assert mesh == [[0, 1], [2, 3]]
 
 

@@ -19,6 +19,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
+from mtrain_cli.model import tiling
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.expert_parallel import ExpertSharing
 from mtrain_cli.model.loss import LossOptions
@@ -313,3 +314,11 @@ def step_peaks(
 ) -> list[tuple[int, int]]:
     """Return `step_peak` of several cases in one process group."""
     return [step_peak(rank, world, *case) for case in cases]
+
+
+def step_peaks_in_parts(
+    rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]
+) -> list[tuple[int, int]]:
+    """Return `step_peaks` of experts in as many parts as long sequences have."""
+    tiling._CHUNK_ROWS = 64
+    return step_peaks(rank, world, cases)

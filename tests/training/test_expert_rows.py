@@ -43,12 +43,12 @@ class Message:
 
 
 class Group(ExpertGroup):
-    """A group of one worker, which sends its rows to itself. Notes what the worker does."""
+    """A group of one worker, to which no row travels. Notes what the worker does."""
 
     def gather_counts(self, counts_E):
         return counts_E[None]
 
-    def start(self, rows, send, receive):  # noqa: ARG002
+    def start(self, rows, send, receive, into=None):  # noqa: ARG002
         wide = rows.ndim > 1
         DONE.append(
             # The first messages go to the experts. After a product, they go back.
@@ -89,7 +89,7 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
     x, scores = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.rand(TOKENS, 1)
     scores.requires_grad_(True)
     decision = decide_alone(torch.zeros(TOKENS, 1, dtype=torch.int64), 1)
-    chunks = expert_parallel.plan_chunks(decision, group, [0, TOKENS])
+    tiles = expert_parallel.start_plan(decision, group, [0, TOKENS], TOKENS)()
     DONE[:] = ["start"]
     with Products():
         out = expert_parallel._SharedExperts.apply(
@@ -97,7 +97,7 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
             scores,
             experts.gate_up,
             experts.down,
-            chunks,
+            tiles,
             group,
             checkpoint != "none",
             False,
@@ -113,7 +113,7 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
 def test_bytes_of_a_pair():
     assert message_bytes(100, 2) == {ROWS: 200, ROWS_BACK: 200, SCORES: 4, SCORES_BACK: 4}
     assert pair_bytes(100, 2, "none") == 4 * 200 + 2 * 4
-    assert pair_bytes(100, 2, "selective") == 5 * 200 + 3 * 4
+    assert pair_bytes(100, 2, "selective") == 5 * 200 + 2 * 4
 
 
 def test_each_worker_receives_the_rows_of_its_experts_from_the_others():
@@ -130,14 +130,14 @@ def counted(rank: int, world: int, words: tuple[str, ...]) -> tuple[list[np.ndar
     """Return the pairs of this worker by expert, for each layer, and the bytes it received."""
     config = compose([*RUN, "train.dtype=float32", f"topology.expert_parallel={world}", *words])
     trainer = Trainer(config, gloo.environment(rank, world, world))
-    pairs, plan = [], expert_parallel.plan_chunks
+    pairs, plan = [], expert_parallel.start_plan
 
     def noted(decision, *rest):
         pairs.append(np.diff(decision.ends_E.numpy(), prepend=0))
         return plan(decision, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_parallel, "plan_chunks", noted)
+        patch.setattr(expert_parallel, "start_plan", noted)
         trainer.train_step(False)
     assert trainer.experts is not None
     received = trainer.experts.received[0]

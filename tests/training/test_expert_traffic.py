@@ -35,8 +35,9 @@ def test_rows_and_weights_by_hand():
     assert alone.weights == whole * (2 * 2 + 4) * 7 // 8
     shared = traffic(8)
     assert shared.weights == 0
-    # Row and score there, the row back; both again; the gradient there and back, its score back.
-    assert shared.rows == tokens * top_k * (5 * hidden * 2 + 3 * 4) * 7 // 8
+    # Row and score there, the row back; the row again; its gradient there and back; the gradient
+    # of the score back.
+    assert shared.rows == tokens * top_k * (5 * hidden * 2 + 2 * 4) * 7 // 8
     without = traffic(8, "train.activation_checkpoint=none")
     assert without.rows == tokens * top_k * (4 * hidden * 2 + 2 * 4) * 7 // 8
     half = traffic(2)

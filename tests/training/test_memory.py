@@ -218,7 +218,7 @@ MANY = ["model=tiny_moe", *STATES, "model.moe.experts=32", "model.moe.expert_siz
 NARROW = ["model.num_layers=12", "model.moe.expert_size=32"]
 # Every token chooses all experts, so that both workers receive as many rows.
 DEALT = [*MOE, "topology.expert_parallel=2", "model.moe.top_k=8", "model.moe.expert_size=64"]
-CHUNKS = "topology.expert_chunks=3"
+CHUNKS, TWO_CHUNKS = "topology.expert_chunks=3", "topology.expert_chunks=2"
 EXPERTS = [
     (with_checkpointing("selective", MOE, *MIXED), "ring", "flash4", BF16),
     (with_checkpointing("selective", DEALT, CHUNKS), "all_gather", "flash4", BF16),
@@ -261,6 +261,26 @@ EXPERTS_ALONE = [
 )
 def test_the_estimate_is_within_5_percent_with_experts(world, cases):
     result = ratios(world, cases)
+    assert all(0.95 <= ratio <= 1.05 for ratio in result), result
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(with_checkpointing("selective", DEALT), "all_gather", "flash4", BF16)],
+        pytest.param(
+            [
+                (with_checkpointing("none", DEALT), "all_gather", "flash4", FP32),
+                (with_checkpointing("full", DEALT, TWO_CHUNKS), "all_gather", "flash4", FP32),
+                ([*MANY, "topology.expert_parallel=2"], "all_gather", "flash4", BF16),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_estimate_is_within_5_percent_with_parts_of_experts(cases):
+    peaks = gloo.run(2, allocations.step_peaks_in_parts, cases)[0]
+    result = [estimate / peak for peak, estimate in peaks]
     assert all(0.95 <= ratio <= 1.05 for ratio in result), result
 
 
