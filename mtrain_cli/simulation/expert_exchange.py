@@ -45,7 +45,7 @@ class RowWait:
     exposed: time for which the worker with the most work waits for rows.
     late: time for which a worker waits, in the mean, for the worker with the most work.
     hidden: time of messages that overlaps with computation.
-    span: time of the pass through the experts.
+    span: time of the pass through the experts, without the wait for numbers of rows.
     busy: time for which the messages occupy the link.
     size: number of bytes of rows that a worker receives, in the mean over the workers.
     """
@@ -178,8 +178,7 @@ class RowExchange:
             messages = self._messages(there, back)
             played = GroupClocks(program, self.experts.units, messages, computing_P)
             late, exposed = computing_P.max() - computing_P.mean(), played.exposed + before
-            span = played.span + before
-            found.append((exposed, late, played.hidden, span, played.busy, played.size))
+            found.append((exposed, late, played.hidden, played.span, played.busy, played.size))
         return RowWait(*np.mean(found, axis=0).tolist())
 
     def _messages(self, there: np.ndarray, back: np.ndarray) -> dict[str, MessageCost]:

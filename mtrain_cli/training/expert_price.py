@@ -241,7 +241,16 @@ def cheapest(
     config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
 ) -> ExpertPrice:
     """Return the price of the cheapest degree in a node, or of a smaller one that costs as much."""
-    degrees = degrees_in_a_node(config, dims, per_node)
-    prices = [price(config, dims, layout, dtype_bytes, per_node, degree) for degree in degrees]
-    least = min(each.seconds for each in prices)
-    return next(each for each in prices if _WORTH_IT * each.seconds <= least)
+    found = prices(config, dims, layout, dtype_bytes, per_node)
+    least = min(each.seconds for each in found)
+    return next(each for each in found if _WORTH_IT * each.seconds <= least)
+
+
+def prices(
+    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
+) -> list[ExpertPrice]:
+    """Return the prices of the degrees whose groups stay in a node, the smallest degree first."""
+    return [
+        price(config, dims, layout, dtype_bytes, per_node, degree)
+        for degree in degrees_in_a_node(config, dims, per_node)
+    ]

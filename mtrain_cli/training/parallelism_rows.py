@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain_cli.training.expert_price import ExpertPrice, cheapest, expert_degree, price
+from mtrain_cli.training.expert_price import ExpertPrice, cheapest, expert_degree, price, prices
 from mtrain_cli.training.run_plan import RunPlan, size
 
 
@@ -47,9 +47,10 @@ def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
     if dims.dp * dims.cp * dims.tp == 1:
         return [("experts", held)]
     best = cheapest(*shape, per_node)
-    other = best.degree if degree == 1 else 1
-    prices = [price(*shape, per_node, each) for each in dict.fromkeys((degree, other))]
-    costs = ", ".join(map(_cost, prices))
+    own = price(*shape, per_node, degree)
+    others = [each for each in prices(*shape, per_node) if (each.degree == 1) != (degree == 1)]
+    other = min(others, key=lambda each: each.seconds, default=None)
+    costs = ", ".join(_cost(each) for each in (own, other) if each is not None)
     reason = ""
     requested = plan.requested or config
     if requested.topology.expert_parallel == "auto":
