@@ -17,7 +17,7 @@ from mtrain_cli.config import keys
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.training import memory_remedies, memory_search, run_plan
+from mtrain_cli.training import expert_price, memory_remedies, memory_search, run_plan
 from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB, MemoryEstimate
 from mtrain_cli.training.run_plan import make_plan, require_fit
@@ -292,7 +292,7 @@ def test_rejected_settings_are_overrides_and_none_equals_the_chosen_one():
 
 
 def decided(rank: int, world: int, *words: str) -> tuple[dict[str, object], float]:
-    expert_price.HOST_WAIT_US = 0.0  # of two workers of a host, none would deal experts
+    expert_price.HOST_WAIT_US = -1e3  # on one host, auto would deal no experts
     trainer = make(rank, world, world, ("train.memory=auto", *words))
     assert trainer.plan.search is not None
     return keys.values(trainer.config), trainer.train_step(False).loss
