@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 Model = Annotated[Path, argument("MODEL", complete_models)]
 Words = Annotated[list[str] | None, argument("OVERRIDES", complete_overrides)]
+_STOPPED = "stopped; the same command continues"
 
 
 @app.callback()
@@ -352,19 +353,41 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
     found = checkpoints_of(source.path)
     if checkpoints == "newest":
         return (Weights.of_checkpoint(found[0]),)
-    every = [Weights.of_checkpoint(path) for path in reversed(found)]
+    by_step = {int(path.name.removeprefix("step-")): path for path in reversed(found)}
     if checkpoints == "all":
-        return tuple(every)
+        return _intact(list(by_step.values()))
     steps = parse_items("--checkpoints", checkpoints, parse_whole_number, "100,200")
-    by_step = {one.step: one for one in every}
     for step in steps:
         if step not in by_step:
-            held = ", ".join(str(one.step) for one in every)
+            held = ", ".join(map(str, by_step))
             raise ConfigError(
                 f"--checkpoints {checkpoints}: {source.path} has no checkpoint of step {step}; it "
                 f"has {held}"
             )
-    return tuple(by_step[step] for step in sorted(set(steps)))
+    return _intact([by_step[step] for step in sorted(set(steps))])
+
+
+def _intact(checkpoints: Sequence[Path]) -> tuple[Weights, ...]:
+    """Return the weights of checkpoints.
+
+    Raises:
+        ConfigError: some are damaged. The message names the others.
+    """
+    from mtrain_cli.evaluation.request import Weights
+
+    intact: list[Weights] = []
+    problems: list[str] = []
+    for path in checkpoints:
+        try:
+            intact.append(Weights.of_checkpoint(path))
+        except ConfigError as error:
+            problems += error.problems
+    if problems and intact:
+        steps = ",".join(str(one.step) for one in intact)
+        problems[-1] += f". Give --checkpoints {steps} to evaluate the others"
+    if problems:
+        raise ConfigError(*problems)
+    return tuple(intact)
 
 
 def _has_only_files(ruler: RulerOptions | None) -> bool:
@@ -427,14 +450,17 @@ def _evaluate(
         try:
             evaluate(runner, environment)
         except KeyboardInterrupt:
-            typer.echo("stopped; the same command continues", err=True)
+            typer.echo(_STOPPED, err=True)
             raise
         return 0
     from mtrain_cli.commands.generate import launch_workers
 
-    return launch_workers(
+    code = launch_workers(
         TARGET, lambda run: request.save(run.path, configs), configs[0], environment, words
     )
+    if code in (130, 143):  # Ctrl-C, or the end of a job
+        typer.echo(_STOPPED, err=True)
+    return code
 
 
 def _show(request: EvaluationRequest, *, as_json: bool) -> None:

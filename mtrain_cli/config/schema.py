@@ -153,7 +153,7 @@ class TopologyConfig:
         after attention; the messages of a chunk overlap with other chunks; auto = up to 4, by size
     expert_parallel: number of workers over which the experts of each layer are dealt; rows of
         tokens travel to their experts; must divide model.moe.experts and the workers of a stage;
-        auto = whichever moves fewer bytes, rows or weights; with train.memory=auto, the fastest
+        auto = the degree with the shortest predicted time; with train.memory=auto, the fastest
         together with the memory keys
     expert_chunks: number of chunks of tokens in which experts are computed; more chunks need less
         memory, but more passes over the weights; auto = what train.tile_mib needs, and with

@@ -86,7 +86,13 @@ class Perplexity:
                         f"{cell.length:,} tokens. Evaluate that model with the same --text, "
                         "--length, --short and tokenizer first"
                     )
-                item["keys"] = list(self.keys[text])
+                keys = self.keys[text]
+                if not are_places(keys, cell.length):
+                    raise ConfigError(
+                        f"--keys-from {self.key_label}: the key tokens of this text are damaged. "
+                        "Evaluate that model again"
+                    )
+                item["keys"] = list(keys)
             yield item
 
     def measure(
@@ -145,6 +151,8 @@ class Perplexity:
         notes = [self.remarks[result.length]] if result.length in self.remarks else []
         key_tokens = None
         if self.short is not None:
+            if not all(are_places(row["keys"], result.length) for row in rows):
+                raise ValueError("a row has key tokens outside its text")
             with_keys = [row for row in rows if row["keys"]]
             loss, key_error = weighted_mean_and_error(
                 [_number(row["key_loss"]) for row in with_keys],
@@ -195,6 +203,13 @@ def key_places(long: np.ndarray, short: np.ndarray, counted: np.ndarray) -> np.n
         counted: tokens that may be key.
     """
     return np.flatnonzero(counted & (short - long > LEAST_GAIN) & (-long > LEAST_LOG_P))
+
+
+def are_places(keys: Any, length: int) -> bool:
+    """Return whether a value from the disk is a list of places in a text of ``length`` tokens."""
+    return isinstance(keys, list) and all(
+        type(place) is int and 0 <= place < length - 1 for place in keys
+    )
 
 
 def _buckets(losses: np.ndarray, earlier: np.ndarray, length: int) -> list[list[float | None]]:

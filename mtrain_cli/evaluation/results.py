@@ -150,8 +150,9 @@ class ResultsFolder:
         replace_text(path / ABOUT, json.dumps({"model": model}) + "\n")
         opened = ResultsFolder(path)
         for row in kept_rows(path / SAMPLES):
-            if isinstance(row.get("key"), str) and isinstance(row.get("index"), int):
-                opened.samples.setdefault(row["key"], {})[row["index"]] = row
+            key, index = row.get("key"), row.get("index")
+            if isinstance(key, str) and isinstance(index, int) and index >= 0:
+                opened.samples.setdefault(key, {})[index] = row
         for result in _results(kept_rows(path / RESULTS)):
             opened.results[result.key] = result
         return opened

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
@@ -216,9 +217,7 @@ class Runner:
         """
         if folder is None:
             return
-        rows = folder.samples.get(key, {})
-        for index in [index for index, row in rows.items() if not self._is_whole(row, cell)]:
-            del rows[index]
+        rows = self._whole_rows(folder, key, cell)
         wanted = self._request.samples
         if all(index in rows for index in range(wanted)) and not any(
             "text" in row for row in rows.values()
@@ -237,12 +236,19 @@ class Runner:
                 )
             yield group
 
+    def _whole_rows(self, folder: ResultsFolder, key: str, cell: Cell) -> dict[int, Row]:
+        """Return the rows of a result, and forget those that are damaged."""
+        rows = folder.samples.get(key, {})
+        for index in [index for index, row in rows.items() if not self._is_whole(row, cell)]:
+            del rows[index]
+        return rows
+
     def _is_whole(self, row: Row, cell: Cell) -> bool:
         """Return whether a row from the disk has what a result needs."""
         known = Result("", cell.task, cell.length, "", "", None, 1, None, None, "")
         try:
-            self._measurement.result([row], known)
-        except (KeyError, IndexError, TypeError, ValueError):
+            documents.checked(Result, asdict(self._measurement.result([row], known)))
+        except (KeyError, IndexError, TypeError, ValueError, ArithmeticError):
             return False
         return True
 
@@ -360,10 +366,10 @@ class Runner:
         for setting in self._settings:
             for cell in self._measurement.cells():
                 cost = self._cost(setting, cell)
-                held = len(folder.samples.get(self._key(folder, setting, cell), {}))
-                wanted = self._measurement.count(cell, self._request.samples)
-                total += cost * max(held, wanted)
-                done += cost * held
+                held = self._whole_rows(folder, self._key(folder, setting, cell), cell).keys()
+                wanted = range(self._measurement.count(cell, self._request.samples))
+                total += cost * len(held | set(wanted))
+                done += cost * len(held)
         return total, done
 
     def _warn(self, line: str) -> None:

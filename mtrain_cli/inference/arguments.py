@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -133,7 +133,9 @@ def prompts(name: str, value: object) -> list[str | list[int]]:
 
 def _items(name: str, value: object, expected: str) -> list[object]:
     value = _plain(value)
-    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+    # Bytes would pass as ids, and a set has no order.
+    wrong = isinstance(value, str | bytes | bytearray | Mapping | Set)
+    if wrong or not isinstance(value, Iterable):
         raise _wrong(name, value, expected)
     return list(value)
 

@@ -265,7 +265,7 @@ class Engine(Scorer):
             raise problem
         if not own:
             raise ConfigError(
-                f"a prompt of {longest:,} tokens with --max-new {max_new:,} does not fit the "
+                f"a prompt of {longest:,} tokens with --max-new {max_new} does not fit the "
                 "memory of another worker. Give a shorter prompt, a smaller --max-new or more "
                 "topology.workers"
             )

@@ -17,8 +17,8 @@ import numpy as np
 
 from mtrain_cli.config.cluster import Constant
 from mtrain_cli.config.schema import ModelConfig
-from mtrain_cli.model.tiling import ONE_ADDITION
 from mtrain_cli.simulation.router_loads import ExpertLoads
+from mtrain_cli.training.expert_rows import copied_rows, summed_gradients
 
 _BFLOAT16 = 2  # bytes
 _GUESS = "; not measured"
@@ -146,20 +146,11 @@ class LayerExperts:
         e, moe = self.e, self.model.moe
         forward, backward = (3.0 * e, 6.0 * e) if self.compile else (7.0 * e + 8, 24.0 * e + 32)
         forward, backward = forward * moe.expert_size, backward * moe.expert_size
-        if self.degree > 1:
-            # Of the rows, those that leave and those that return are copied before their message,
-            # and own rows to where others return.
-            leave = (self.degree - 1) / self.degree
-            messages = 2 if self.recompute else 1
-            forward += (2 * leave + 2) * e * self.model.hidden_size
-            backward += (2 * leave * messages + 2) * e * self.model.hidden_size
+        copied = copied_rows(self.degree, "full" if self.recompute else "none")
+        forward += copied[0] * e * self.model.hidden_size
+        backward += copied[1] * e * self.model.hidden_size
         weights = 3.0 * moe.experts / self.degree * moe.expert_size * self.model.hidden_size
-        # More than two chunks add up the gradients of the weights in float32.
-        sums = weights * 3 * e * (self.chunks > 1)
-        if self.chunks > ONE_ADDITION:
-            sums = weights * ((8 + 2 * e) * self.chunks + 4 + e)
-        elif self.parts > 1:  # the gradients of the parts move to one tensor
-            sums += weights * 2 * e
+        sums = summed_gradients(weights, e, self.chunks, self.parts)
         return forward * rows, backward * rows + sums
 
 

@@ -4,7 +4,7 @@ Groups are context groups, tensor groups and the stages of a pipeline. The searc
 of tensor parallelism that divide the heads, the MLP and a node, unless the user set
 ``topology.tensor_parallel``. It tries up to 16 stages, with and without virtual stages, unless the
 user set ``topology.pipeline_parallel``. For a model with experts, it tries to deal them over as
-many workers as moves the fewest bytes, and not to deal them, unless the user set
+many workers as ``topology.expert_parallel=auto`` does, and not to deal them, unless the user set
 ``topology.expert_parallel``. ``gpipe`` is never faster than ``1f1b`` and keeps more activations, so
 the search leaves it out. If a step has several micro-batches, the search also tries
 ``train.shard=gradients``, which gathers the weights once per step.

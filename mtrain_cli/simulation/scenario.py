@@ -26,7 +26,8 @@ from mtrain_cli.simulation.tensor_cost import cluster_of_groups
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.sparsity.fixed import make_pattern
-from mtrain_cli.training.expert_traffic import expert_degree, require_experts_fit
+from mtrain_cli.training.expert_price import expert_degree
+from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.first_masks import first_masks
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import RunPlan, plan_for

@@ -112,8 +112,8 @@ def contexts(config: Config, workers: int, per_node: int) -> list[int]:
 def expert_degrees(scenario: Scenario) -> list[int | str]:
     """Return the values of ``topology.expert_parallel`` to try.
 
-    These are 1 and the degree that moves the fewest bytes (``auto``). If the user set the key, or a
-    setting that needs all experts on each worker, return only one value.
+    These are 1 and the degree with the shortest predicted time (``auto``). If the user set the key,
+    or a setting that needs all experts on each worker, return only one value.
     """
     config = scenario.config
     given = config.topology.expert_parallel

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from mtrain_cli.model.tiling import ONE_ADDITION
+
 # Messages of hidden states and of scores, to the experts and back. NEXT lets the other chunks go
 # on, WAIT waits for the oldest message.
 ROWS, SCORES, ROWS_BACK, SCORES_BACK = "rows", "scores", "rows back", "scores back"
@@ -23,6 +25,12 @@ KEPT_BACKWARD_CHUNK = (ROWS, NEXT, WAIT, *_GRADIENTS)
 # are kept.
 BACKWARD_CHUNK = (ROWS, ROWS, NEXT, WAIT, IN, WAIT, *_GRADIENTS)
 _SCORE = 4  # bytes: scores are float32
+# Time per layer and micro-batch that a degree above 1 takes beyond products, rows, copies and
+# messages, in microseconds. In the forward pass of each layer the host waits for the numbers of
+# rows, so it cannot queue work ahead. Two H100s of one host, 8 layers of Qwen3-30B-A3B, degree 2
+# against 1 (profiles/notes.md, 2026-11-26): 8.0 ms at 32K and 7.0 ms at 8K. This was before workers
+# computed their experts in parts.
+HOST_WAIT_US = 7500.0
 
 
 def backward_chunk(checkpoint: str) -> tuple[str, ...]:
@@ -62,3 +70,31 @@ def travelling(pairs_PE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     from_to = pairs_PE.reshape(workers, workers, -1).sum(-1)
     own = from_to.diagonal()
     return from_to.sum(0) - own, from_to.sum(1) - own
+
+
+def copied_rows(degree: int, checkpoint: str) -> tuple[float, float]:
+    """Return how often a pair's row is read or written because rows travel: forward, backward.
+
+    Rows that leave, and those that return, are copied before their message; rows of own experts are
+    copied to where others return.
+
+    checkpoint: value of ``train.activation_checkpoint``.
+    """
+    if degree == 1:
+        return 0.0, 0.0
+    leave, messages = (degree - 1) / degree, 1 if checkpoint == "none" else 2
+    return 2 * leave + 2, 2 * leave * messages + 2
+
+
+def summed_gradients(weights: float, e: int, chunks: int, parts: int) -> float:
+    """Return the bytes that adding up the gradients of experts reads and writes.
+
+    Args:
+        weights: number of elements of the worker's experts.
+        e: bytes of the compute dtype.
+        chunks: number of chunks of tokens. More than two are added up in float32.
+        parts: number of parts of the experts, whose gradients move to one tensor.
+    """
+    if chunks > ONE_ADDITION:
+        return weights * ((8 + 2 * e) * chunks + 4 + e)
+    return weights * e * (3 * (chunks > 1) + 2 * (parts > 1))

@@ -1,4 +1,4 @@
-"""Bytes that experts move: rows of tokens, or weights; and the degree that moves the fewest.
+"""Bytes that experts move: rows of tokens, or weights; and which degrees fit.
 
 With expert parallelism, rows of tokens travel to the workers of their experts. Without it, FSDP
 gathers the weights of all experts and reduces their gradients.
@@ -77,25 +77,6 @@ def summed_bytes(elements: float, copies: int, workers: int) -> float:
     return 2 * (1 - 1 / copies) * 4 * elements * copies / workers
 
 
-def expert_degree(
-    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
-) -> int:
-    """Return the expert-parallel degree of a run (`require_experts_fit`).
-
-    `auto` takes the degree that moves the fewest bytes, among those that stay in a node. A plan
-    with `train.memory=auto` has chosen a number before (`memory_search`).
-
-    Args:
-        per_node: number of workers of a node.
-    """
-    given = config.topology.expert_parallel
-    if not config.model.moe.experts:
-        return 1
-    if isinstance(given, int):
-        return given
-    return chosen_traffic(config, dims, layout, dtype_bytes, per_node).degree
-
-
 def require_experts_fit(config: Config, dims: ParallelDims, dtype_bytes: int, device: str) -> None:
     """Check the experts against the workers and the device.
 
@@ -111,17 +92,6 @@ def require_experts_fit(config: Config, dims: ParallelDims, dtype_bytes: int, de
         raise ConfigError(f"topology.expert_parallel={given}: {problem}; allowed: auto, {allowed}")
     if device == "cuda" and (problem := grouped_problem(config, dtype_bytes)) is not None:
         raise ConfigError(problem)
-
-
-def chosen_traffic(
-    config: Config, dims: ParallelDims, layout: Layout, dtype_bytes: int, per_node: int
-) -> ExpertTraffic:
-    """Return the traffic of the degree in a node that moves the fewest bytes."""
-    options = [
-        expert_traffic(config, dims, layout, dtype_bytes, degree)
-        for degree in degrees_in_a_node(config, dims, per_node)
-    ]
-    return min(options, key=lambda option: option.total)
 
 
 def degrees_in_a_node(config: Config, dims: ParallelDims, per_node: int) -> list[int]:

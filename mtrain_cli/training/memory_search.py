@@ -7,7 +7,7 @@ search tries every degree with every memory setting. The step time is the sum of
     compute     executed FLOP / (0.56 x peak FLOP/s). If the density of a sparse pattern depends on
                 the data, assume 10 % of the causal pairs.
     weights     transfer of `StateMemory.sent` bytes, which overlaps with compute
-    rows        with expert parallelism, transfer of the rows of tokens, which overlaps, too
+    rows        with expert parallelism, what rows of tokens cost (`expert_price`)
     tensors     transfer of the messages of tensor parallelism, which does not overlap
     activations transfer of offloaded activations over the host link. The transfer to the host
                 overlaps with the forward pass of the offloaded layers, a quarter of their compute.
@@ -33,7 +33,8 @@ from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.training.expert_traffic import degrees_in_a_node, expert_traffic
+from mtrain_cli.training.expert_price import row_seconds
+from mtrain_cli.training.expert_traffic import degrees_in_a_node
 from mtrain_cli.training.flops import (
     allowed_pairs,
     causal_pairs,
@@ -287,8 +288,9 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
         layers = -(-layers // environment.dims.pp)
     states = largest_states(config, environment.dims.workers, n, e)
     link = NETWORK if environment.nodes > 1 else NODE_LINK
-    transfer = states.sent() / link + _row_bytes(plan, config) / NODE_LINK
-    seconds = n * compute + _exposed(transfer, n * compute)
+    seconds = n * compute + _exposed(states.sent() / link, n * compute)
+    shape = plan.dims, plan.layout, e, environment.workers_per_node
+    seconds += row_seconds(config, *shape) * config.model.expert_layers / environment.dims.pp
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
         overlapping = compute * layers_on_host(train.offload_activations, layers) / layers
@@ -307,15 +309,6 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     # The chunks of experts are not priced.
     tiled = layers * (1 - config.model.expert_layers / config.model.num_layers)
     return seconds + n * TILE_SECONDS * (2 * tokens / rows * tiled + logits)
-
-
-def _row_bytes(plan: RunPlan, config: Config) -> float:
-    """Return the bytes of rows of tokens that reach a worker in a step, for its layers' experts."""
-    degree, dims = config.topology.expert_parallel, plan.dims
-    if not config.model.moe.experts or not isinstance(degree, int):
-        return 0.0
-    traffic = expert_traffic(config, dims, plan.layout, BYTES[plan.dtype], degree)
-    return traffic.rows * config.model.expert_layers / dims.pp
 
 
 def density(config: Config) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain_cli.training.expert_traffic import chosen_traffic, expert_degree, expert_traffic
+from mtrain_cli.training.expert_price import ExpertPrice, cheapest, expert_degree, price, prices
 from mtrain_cli.training.run_plan import RunPlan, size
 
 
@@ -46,19 +46,24 @@ def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
     held = f"a worker computes {config.model.moe.experts // degree} of {config.model.moe.experts}"
     if dims.dp * dims.cp * dims.tp == 1:
         return [("experts", held)]
-    best = chosen_traffic(*shape, per_node)
-    other = best.degree if degree == 1 else 1
-    degrees = dict.fromkeys((degree, other))
-    costs = [
-        f"{size(expert_traffic(*shape, each).total)} per layer and step with degree {each}"
-        for each in degrees
-    ]
+    best = cheapest(*shape, per_node)
+    own = price(*shape, per_node, degree)
+    others = [each for each in prices(*shape, per_node) if (each.degree == 1) != (degree == 1)]
+    other = min(others, key=lambda each: each.seconds, default=None)
+    costs = ", ".join(_cost(each) for each in (own, other) if each is not None)
     reason = ""
     requested = plan.requested or config
     if requested.topology.expert_parallel == "auto":
-        reason = "; chosen by auto, the fewest bytes"
+        reason = "; chosen by auto, the shortest predicted time"
         if plan.search is not None:
             reason = "; chosen by auto together with the memory setting"
     elif best.degree != degree:
-        reason = f"; topology.expert_parallel={best.degree} moves the fewest bytes"
-    return [("experts", f"{held}, receives {', '.join(costs)}{reason}")]
+        reason = f"; topology.expert_parallel={best.degree} takes the shortest predicted time"
+    return [("experts", f"{held}, {costs}{reason}")]
+
+
+def _cost(price: ExpertPrice) -> str:
+    """Return the time and the bytes of an expert-parallel degree."""
+    ms = 1e3 * price.seconds
+    received = size(price.traffic.total)
+    return f"degree {price.degree} takes {ms:.3g} ms and receives {received} per layer and step"

@@ -27,7 +27,8 @@ from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_remedies, memory_search, resolution
 from mtrain_cli.training.attention_memory import AttentionMemory
-from mtrain_cli.training.expert_traffic import expert_degree, require_experts_fit
+from mtrain_cli.training.expert_price import expert_degree
+from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
     FlopsPerToken,

@@ -49,7 +49,8 @@ from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.checked_plan import checked_plan
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
-from mtrain_cli.training.expert_traffic import expert_degree, require_experts_fit
+from mtrain_cli.training.expert_price import expert_degree
+from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import (
     IndexMetrics,

@@ -242,6 +242,10 @@ def test_several_checkpoints_have_a_line_per_attention_in_the_report(tmp_path, m
     text_file(tmp_path)
     small_run(tmp_path, "topology.device=cpu", steps=(20, 40, 60))
     words = ("perplexity", "run", "--text", "text.txt", "--length", "128", "--samples", "2")
+    Path("run/checkpoints/step-40/manifest.json").write_text("x")
+    damage = refused(*words, "--checkpoints", "all")
+    assert "step-40: manifest.json cannot be read" in damage
+    assert damage.endswith(". Give --checkpoints 20,60 to evaluate the others")
     done = evaluate(*words, "--checkpoints", "60,20", "--json", *SPARSE)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(one["step"], one["attention"]) for one in results] == [
@@ -255,6 +259,13 @@ def test_several_checkpoints_have_a_line_per_attention_in_the_report(tmp_path, m
     *_, over_steps = evaluation_figures([("run", read_results(Path("run")))])
     lines = {line["name"]: line["x"] for line in over_steps.views[0].data}
     assert lines == {f"perplexity 128 {name}": [20, 60] for name in ("dense", "vertical_slash")}
+
+
+def test_a_stop_of_several_workers_says_how_to_go_on(monkeypatch, tmp_path):
+    monkeypatch.setattr("mtrain_cli.commands.generate.launch_workers", lambda *_: 130)
+    words = ("niah", "run", "--length", "512", "--haystack", "text.txt", "--needles", "3")
+    done = evaluate(*words, "--out", str(tmp_path / "o"), "topology.workers=2", code=130)
+    assert done.stderr.splitlines()[-1] == "stopped; the same command continues"
 
 
 def test_attentions_complete():

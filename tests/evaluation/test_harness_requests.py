@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.harness_requests import Continuing, Plan
+from mtrain_cli.evaluation.harness_requests import Continuing, Plan, request_names
+from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
 
 
@@ -45,6 +49,21 @@ def test_wrong_settings_get_a_line(settings, message):
 def test_a_text_ends_before_its_first_ending():
     assert Continuing(9, ("\n", "b")).cut("aab\nb") == "aa"
     assert Continuing(9).cut("aab") == "aab"
+
+
+def test_equal_greedy_requests_have_one_name_and_samples_have_their_own():
+    first, second = request_names([[1], [1]], Continuing(3))
+    assert first == second
+    sampled = request_names([[1], [2], [1]], Continuing(3, (), Sampling(1.0)))
+    assert len({first, *sampled}) == 4
+
+
+def test_a_plan_has_the_limits_and_the_mask_of_the_model():
+    config = compose(["mask=sliding_window", "mask.window=128"])
+    source = ModelSource(Path(), False, config)
+    plan = Plan.of(source, beyond=True)
+    assert (plan.mask, plan.vocabulary) == (config.mask, config.model.vocab_size)
+    assert (plan.positions, plan.beyond) == (source.max_position, True)
 
 
 def test_a_plan_counts_requests_and_refuses_what_does_not_fit():

@@ -13,7 +13,7 @@ from inference.small_models import engine, source
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.harness_requests import Plan
-from mtrain_cli.evaluation.harness_runner import EngineAnswers, HarnessRunner, plan_flop
+from mtrain_cli.evaluation.harness_runner import EngineAnswers, HarnessRunner, _equal, plan_flop
 from mtrain_cli.evaluation.request import LM_EVAL
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.evaluation.runner import StoppedError
@@ -117,6 +117,19 @@ def test_a_changed_task_replaces_samples_and_results(run):
     assert [(row["index"], row["target"]) for row in rows] == [(n, 1) for n in range(4)]
 
 
+def test_another_result_of_the_same_samples_is_replaced_and_an_equal_one_kept(run):
+    runner(run, FakeTasks()).run()
+    file = run / "evaluation/results.jsonl"
+    before = file.read_text()
+    runner(run, FakeTasks()).run()
+    assert file.read_text() == before
+    file.write_text(json.dumps({**json.loads(before), "score": 1.0}) + "\n")
+    runner(run, FakeTasks()).run()
+    (result,) = read_results(run)
+    assert result.score == json.loads(before)["score"] != 1.0
+    assert _equal({"score": float("nan")}, {"score": float("nan")})
+
+
 def test_damaged_answers_are_computed_again(run):
     tasks, again = FakeTasks(), FakeTasks()
     runner(run, tasks).run()
@@ -125,6 +138,7 @@ def test_damaged_answers_are_computed_again(run):
     del rows[0]["request"]
     del rows[1]["answer"]
     rows[2]["answer"] = [1.5]
+    rows[3]["answer"] = [1.5, "x"]
     rows[9]["answer"] = ["a"]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     led = runner(run, again)

@@ -95,6 +95,7 @@ def test_tokens_with_less_context_than_the_short_one_are_not_key(model, monkeypa
     documents = np.repeat([0, 1], [140, 160]).astype(np.int32)
     row, _ = measured(model, Sequence(np.array(tokens(300), np.int32), documents), short=64)
     assert row["keys"] == [*range(64, 139), *range(140 + 64, 299)]
+    assert row["short"] == 64
 
 
 def test_given_key_tokens_are_used_and_missing_ones_refused(model):
@@ -108,6 +109,23 @@ def test_given_key_tokens_are_used_and_missing_ones_refused(model):
     assert (result.key_tokens.count, result.note) == (2, "key tokens from other")
     with pytest.raises(ConfigError, match="--keys-from other: holds no key tokens of this text"):
         measured(model, sequence, short=64, keys={}, key_label="other")
+
+
+def test_a_score_is_the_mean_of_tokens_not_of_sequences():
+    rows = [{"score": score, "tokens": n, "buckets": []} for score, n in ((1.0, 1), (5.0, 3))]
+    assert Perplexity({}, "text").result(rows, RESULT).score == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("places", [["x"], [1.5], [True], [-1], [299], {"1": 2}, 7])
+def test_damaged_key_tokens_are_refused(places):
+    sequence = Sequence(np.array(tokens(300), np.int32))
+    own = Perplexity({300: [sequence]}, "text", short=64, keys={text_hash(sequence.ids): places})
+    with pytest.raises(ConfigError, match="the key tokens of this text are damaged"):
+        next(own.items(Cell("perplexity", 300)))
+    row = {"score": 1.0, "tokens": 299, "buckets": [], "keys": places, "key_loss": 1.0}
+    with pytest.raises(ValueError, match="outside its text"):
+        own.result([row], RESULT)
+    assert own.result([{**row, "keys": [0, 298]}], RESULT).key_tokens is not None
 
 
 def test_the_first_model_decides_once():

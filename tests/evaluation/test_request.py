@@ -21,7 +21,7 @@ from mtrain_cli.evaluation.request import (
     Weights,
     open_measurement,
 )
-from mtrain_cli.evaluation.results import Result, ResultsFolder
+from mtrain_cli.evaluation.results import Part, Result, ResultsFolder
 from mtrain_cli.inference.text import TextCodec, open_codec
 
 
@@ -88,6 +88,16 @@ def test_key_tokens_come_from_dense_results(run, tmp_path):
     (tmp_path / "out" / "samples.jsonl").write_text("\n".join(map(json.dumps, plain)))
     with pytest.raises(ConfigError, match="holds no key tokens"):
         opened(run, PERPLEXITY, perplexity=options)
+
+
+def test_key_tokens_of_earlier_versions_have_the_short_context_of_their_result(run, tmp_path):
+    folder = ResultsFolder.open(tmp_path, "m")
+    keys = Part(64, 512, 1, 1.0)
+    result = Result("d", "perplexity", 512, "dense", "", 1, 1, 1.0, None, "nats", key_tokens=keys)
+    folder.add_result(result)
+    folder.add_sample({"key": "d", "index": 0, "score": 1.0, "text": "t", "keys": [5]})
+    options = PerplexityOptions(str(text_file(run.parent)), "text", 64, str(tmp_path))
+    assert opened(run, PERPLEXITY, perplexity=options).keys == {"t": [5]}
 
 
 @pytest.mark.parametrize("form", ["sentences", PYTHON])

@@ -73,6 +73,14 @@ def test_a_line_cut_short_is_dropped_and_the_next_line_is_whole(tmp_path):
     assert ResultsFolder.open(tmp_path, "m").samples["k1"].keys() == {0, 1}
 
 
+@pytest.mark.parametrize("row", [{"index": -1}, {"index": "0"}, {"index": 0.0}, {"key": 1}])
+def test_rows_without_key_and_number_are_no_samples(tmp_path, row):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
+    folder.add_sample({"key": "k1", "index": 1, "score": 1.0, **row})
+    assert ResultsFolder.open(tmp_path, "m").samples["k1"].keys() == {0}
+
+
 def test_results_of_another_model_are_refused(tmp_path):
     ResultsFolder.open(tmp_path, "one")
     with pytest.raises(ConfigError, match="results of another model, one"):
@@ -99,9 +107,21 @@ def test_keys_depend_on_every_setting_but_not_on_their_order():
     assert key_of({"a": 1, "b": 2}) != key_of({"a": 1, "b": 3})
 
 
+def test_dropped_samples_leave_no_result(tmp_path):
+    folder = ResultsFolder.open(tmp_path, "m")
+    for key in ("k1", "k2"):
+        folder.add_sample({"key": key, "index": 0, "score": 1.0})
+        folder.add_result(dataclasses.replace(RESULT, key=key))
+    folder.drop_samples("k1")
+    for left in (folder, ResultsFolder.open(tmp_path, "m")):
+        assert list(left.samples) == list(left.results) == ["k2"]
+
+
 def test_what_a_run_trains_again_is_dropped(tmp_path):
     folder = ResultsFolder.open(tmp_path / "out", "..")
-    for key, step, marked in (("a", 2, True), ("b", 4, True), ("c", 4, False)):
+    for key, step, marked in (
+        ("a", 2, True), ("b", 4, True), ("c", 4, False), ("d", None, True),
+    ):  # fmt: skip
         mark = {IN_TRAINING: True} if marked else {}
         folder.add_sample({"key": key, "index": 0, "score": 1.0, "step": step, **mark})
         folder.add_result(Result(key, "niah", 512, "dense", "", step, 1, 1.0, None, PERCENT))

@@ -78,6 +78,12 @@ def test_random_weights_score_0(tmp_path, request, form):
     assert all(cost > 1.0 for cost in row["nats"])
 
 
+def test_a_depth_has_the_mean_of_its_questions():
+    rows = [{"score": 0.0, "hits": [[0.05, 1]]}, {"score": 0.0, "hits": [[0.05, 0]] * 3}]
+    (part,) = Retrieval([2048], lambda _: iter([]), {}).result(rows, RESULT).parts
+    assert (part.count, part.score) == (4, 25.0)
+
+
 def test_sparse_answers_are_said():
     own = Retrieval([2048], lambda _: iter([]), {})
     sparse = Result("k", "niah", 2048, "moba", "", 3, 1, None, None, "")

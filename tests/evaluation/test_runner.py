@@ -116,7 +116,27 @@ def test_a_result_from_before_its_samples_is_written_anew(run):
     assert rows(folder) == before
 
 
-def test_damaged_rows_are_measured_again(run):
+def test_a_complete_evaluation_changes_nothing(run, capsys):
+    request = request_of(run, NIAH, samples=2, niah=needles(run))
+    runner_of(run, request).run()
+    file = run / "evaluation/results.jsonl"
+    before = file.read_text()
+    capsys.readouterr()
+    runner_of(run, request, stop=lambda: True).run()  # nothing is left to stop
+    assert file.read_text() == before
+    assert "%" not in capsys.readouterr().err
+    (result,) = read_results(run)
+    assert {"sentences", "seed 1", "dtype auto"} <= set(result.settings)
+
+
+def test_the_settings_of_a_result_name_another_tokenizer(run):
+    own = runner_of(run, request_of(run, NIAH))
+    assert not any("tokenizer" in one for one in own._common_labels(own._settings[0]))
+    own._request = dataclasses.replace(own._request, tokenizer="models/small")
+    assert own._common_labels(own._settings[0])[0] == "tokenizer small"
+
+
+def test_damaged_rows_are_measured_again(run, capsys):
     request = request_of(run, NIAH, samples=4, niah=needles(run))
     runner_of(run, request).run()
     file = run / "evaluation/samples.jsonl"
@@ -125,9 +145,13 @@ def test_damaged_rows_are_measured_again(run):
         [first, second[:40], third, fourth],
         [first, json.dumps({"key": json.loads(second)["key"], "index": 1}), third, fourth],
         [first, second.replace('"hits": [[', '"hits": [["x", '), third, fourth],
+        [first, second.replace('"hits": [[', '"hits": [[Infinity, 1], ['), third, fourth],
+        [first, json.dumps({**json.loads(second), "score": 10**400}), third, fourth],
     ):
         file.write_text("\n".join(damaged) + "\n")
+        capsys.readouterr()
         runner_of(run, dataclasses.replace(request, samples=3)).run()
+        assert "up to" in capsys.readouterr().err
         last = {row["index"]: row for row in rows(run / "evaluation")}
         assert [last[n] for n in range(4)] == list(map(json.loads, whole))
 

@@ -27,6 +27,8 @@ from mtrain_cli.inference import arguments
         (arguments.token_ids, [True], "x: token 1 is True; ids are whole numbers"),
         (arguments.prompts, None, "x=None: must be a text, token ids, or a list of these"),
         (arguments.prompts, {"a": 1}, "x={'a': 1}: must be a text, token ids, or a list of these"),
+        (arguments.prompts, b"ab", "x=b'ab': must be a text, token ids, or a list of these"),
+        (arguments.token_ids, {1, 2}, "x={1, 2}: must be a text or token ids"),
         (arguments.prompts, [1.5], "x: token 1 is 1.5; ids are whole numbers"),
         (arguments.prompts, [1, "a"], "x: token 2 is 'a'; ids are whole numbers"),
         (arguments.prompts, ["a", None], "x: prompt 2=None: must be a text or token ids"),
@@ -48,7 +50,7 @@ def test_wrong_types_get_a_line(check, value, problem):
         (torch.tensor([1, 2]), [[1, 2]]),
         ([torch.tensor(1), torch.tensor(2)], [[1, 2]]),
         (np.array([[1, 2], [3, 4]], np.int32), [[1, 2], [3, 4]]),
-        (iter(["a", b"ab"]), ["a", [97, 98]]),
+        (iter(["a", range(2)]), ["a", [0, 1]]),
     ],
 )
 def test_prompts_are_texts_and_ids(value, expected):

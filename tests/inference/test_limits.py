@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from inference.small_models import POSITIONS, source, tokens, write_hf, write_run
 
+from mtrain_cli.composition import compose
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.inference.limits import (
     GIB,
     MOST_TOGETHER,
     MemoryNeed,
+    longer_than_trained,
     require_hidden_labels,
     require_prompts,
 )
@@ -176,3 +179,10 @@ def test_short_prompts_generate_together(model):
     found = need(model, 0.05)
     assert found.require_fit(10, 10, "cpu") == MOST_TOGETHER
     assert 1 <= found.require_fit(found.longest(10) - 10, 10, "cpu") < MOST_TOGETHER
+
+
+def test_only_a_run_knows_the_length_it_was_trained_on():
+    config = compose.compose(["seq=512"])
+    assert longer_than_trained(ModelSource(Path(), True, config), 513) == ""
+    assert longer_than_trained(ModelSource(Path(), False, config), 512) == ""
+    assert "512 tokens (seq=512)" in longer_than_trained(ModelSource(Path(), False, config), 513)

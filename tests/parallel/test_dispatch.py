@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 import subprocess
 import sys
@@ -254,11 +255,6 @@ def test_chunks_of_powers_of_two():
     assert [chunk_tokens(*size) for size in sizes] == [2048, 512, 512, 4096, 128]
 
 
-def test_a_worker_holds_an_even_number_of_chunks_where_that_needs_no_padding():
-    assert chunk_tokens(4608, 1) == 4608 // 6  # and not 9 chunks of 512
-    assert chunk_tokens(4 * 7680, 4) == 7680 // 12  # and not 15
-
-
 @pytest.mark.parametrize(("workers", "heads", "seq"), [(4, 1, 5000), (8, 2, 8000), (6, 3, 999)])
 def test_a_balancer_makes_layouts_of_one_shape(workers, heads, seq):
     balancer = Balancer(workers, seq, heads=heads, per_node=workers)
@@ -279,6 +275,26 @@ def test_a_balancer_makes_layouts_of_one_shape(workers, heads, seq):
     assert found[0] != found[1]
 
 
+def test_a_balancer_hands_on_nodes_prices_and_layers():
+    seq, masks = 1024, [[sliding_window(1024, 256)], [SequenceMask.causal(1024, 1024)]]
+    given = {"prices": RowPrices(7, 11), "layers": (5, 1)}
+    balancer = Balancer(8, seq, heads=2, per_node=4, **given)
+    found = balancer.dispatch(masks)
+    wanted = balance(masks, 4, balancer.chunk, per_node=2, **given)
+    assert found.prices == (7, 11)
+    assert found.owner.tolist() == wanted.owner.tolist()
+    assert found.cost.tolist() == wanted.cost.tolist()
+    assert found.traffic.outer.received.tolist() == wanted.traffic.outer.received.tolist()
+    assert wanted.traffic.outer.received.any()
+    # A node smaller than a group of heads counts as one.
+    assert Balancer(8, seq, heads=4, per_node=2).groups_per_node == 1
+
+
+def test_chunks_hold_whole_units_and_are_even_in_number_where_padding_is_equal():
+    assert chunk_tokens(1 << 19, 8, 48) % math.lcm(48, 128) == 0
+    assert chunk_tokens(9 * 512 * 4, 4) == 768  # 6 chunks of 768, not 9 of 512
+
+
 def test_prices_follow_the_cluster():
     assert RowPrices.on(None, 16, 2) == pytest.approx(RowPrices(), rel=0.02)
     cluster = load_cluster("a100_4x8")
@@ -297,14 +313,3 @@ def test_a_given_chunk_replaces_the_chosen_one():
         assert layout.padded_seq % (4 * chunk) == 0
         starts = layout.positions(1).reshape(-1, chunk)
         assert (starts % chunk == np.arange(chunk)).all()
-
-
-def test_a_balancer_prices_rows_and_weighs_kinds_of_layers():
-    masks = [documents(4096, 512, 1)], [sliding_window(4096, 700)]
-    prices, layers = RowPrices(7, 30), (5, 1)
-    balancer = Balancer(8, 4096, heads=2, per_node=4, prices=prices, layers=layers, given_chunk=64)
-    found = balancer.dispatch(masks)
-    expected = balance(masks, 4, 64, per_node=2, prices=prices, layers=layers)
-    assert found.prices == prices
-    assert found.owner.tolist() == expected.owner.tolist()
-    assert found.cost.tolist() == expected.cost.tolist()

@@ -1,4 +1,4 @@
-"""The tokens of ranks that share heads come into the order of the sequence, and back."""
+"""A placement says in which order an all-to-all of heads delivers tokens, and how to sort them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.placement import Placement
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["zigzag", "striped"])
-def test_tokens_of_ranks_that_share_heads_are_sorted_and_return(name):
-    layout = make_layout(name, 6, 96, 4)
+# Under a balanced layout, each group of ranks has an order of its own.
+BALANCED = Balanced.of(np.array([0, 3, 1, 4, 2, 5, 2, 3, 1, 5, 0, 4]), 6, 96, 8)
+
+
+@pytest.mark.parametrize("layout", [make_layout("zigzag", 6, 96, 4), BALANCED])
+def test_the_order_sorts_the_tokens_of_the_ranks_that_share_heads(layout):
     placement = Placement(layout, heads=3)
-    for shard in (0, 1):
-        delivered = np.concatenate([layout.positions(3 * shard + rank) for rank in range(3)])
+    for shard in (1, 0, 1):  # the second shard again, after the first
+        ranks = range(3 * shard, 3 * shard + 3)
+        delivered = torch.cat([torch.from_numpy(layout.positions(rank)) for rank in ranks])
         order, inverse = placement.token_order(shard, CPU)
-        ordered = delivered[order]
-        assert (np.diff(delivered) < 0).any()
-        np.testing.assert_array_equal(ordered, placement.inside.positions(shard))
-        np.testing.assert_array_equal(ordered[inverse], delivered)
-        assert placement.token_order(shard, CPU)[0] is order
+        sorted_tokens = delivered[order]
+        assert sorted_tokens.tolist() == placement.inside.positions(shard).tolist()
+        assert torch.equal(sorted_tokens[inverse], delivered)
+
+
+def test_without_shared_heads_the_layout_stays():
+    layout = make_layout("zigzag", 4, 64, 4)
+    assert Placement(layout).inside is layout

@@ -1,4 +1,4 @@
-"""Bytes of experts, by hand, and the degree that moves the fewest."""
+"""Bytes of experts, by hand, and degrees that do not fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.expert_traffic import (
     allowed_degrees,
-    chosen_traffic,
-    expert_degree,
     expert_traffic,
     require_experts_fit,
 )
@@ -72,34 +70,6 @@ def test_with_tensor_parallelism_and_one_degree_gradients_are_summed_once_a_step
     assert found.weights == whole // 2 * 3 * (2 * 2 + 4) + 2 * whole // 2 * 4 * 3 // 4
     shared = expert_traffic(config, dims, layout, 2, 8)
     assert (shared.weights, shared.rows > 0) == (0, True)
-
-
-def chosen(seq: str, per_node: int = 8) -> int:
-    config = compose([*QWEN, f"seq={seq}", "topology.expert_parallel=auto"])
-    layout = make_layout("striped", 8, config.seq, 128)
-    return expert_degree(config, ParallelDims.of(8, cp=8), layout, 2, per_node)
-
-
-def test_auto_moves_rows_of_short_sequences_and_weights_for_long_ones():
-    assert chosen("8k") == 8
-    assert chosen("1m") == 1
-    assert chosen("8k", per_node=2) == 2, "a group stays in a node"
-    assert chosen("8k", per_node=6) == 2, "of 6 workers: groups of 4 would cross nodes"
-
-
-def test_auto_takes_the_fewest_bytes():
-    for seq in ("8k", "128k", "256k", "1m"):
-        config = compose([*QWEN, f"seq={seq}", "topology.expert_parallel=auto"])
-        layout, dims = make_layout("striped", 8, config.seq, 128), ParallelDims.of(8, cp=8)
-        best = chosen_traffic(config, dims, layout, 2, 8)
-        totals = [expert_traffic(config, dims, layout, 2, n).total for n in (1, 2, 4, 8)]
-        assert best.total == min(totals)
-
-
-def test_a_dense_model_has_no_degree():
-    config = compose(["model=qwen3b", "topology.expert_parallel=auto"])
-    layout = make_layout("striped", 8, 4096, 128)
-    assert expert_degree(config, ParallelDims.of(8, cp=8), layout, 2, 8) == 1
 
 
 @pytest.mark.parametrize(
