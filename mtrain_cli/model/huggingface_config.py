@@ -315,15 +315,18 @@ def _window(fields: ConfigFields, family: str) -> MaskConfig | None:
     """Return the mask of the layers. Record a problem if no `MaskConfig` describes them."""
     kinds = fields.raw.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else None
-    other = next((kind for kind in kinds or () if kind not in _LAYER_TYPES), None)
-    if other is not None:
+    others = [kind for kind in kinds or () if kind not in _LAYER_TYPES]
+    if others:
         fields.problem(
-            f"layer_types has {json.dumps(other)}, which is not supported; only "
+            f"layer_types has {json.dumps(others[0])}, which is not supported; only "
             f"{' and '.join(_LAYER_TYPES)} are"
         )
         return None
+    known = len(fields.problems)
     layers = fields.number("num_hidden_layers", int) if "num_hidden_layers" in fields.raw else 1
     window, of_layers = _given_window(fields, family, layers)
+    if len(fields.problems) > known:
+        return None
     if kinds is not None and len(kinds) != layers:
         fields.problem(
             f"layer_types has {with_count(len(kinds), 'value')}, but num_hidden_layers={layers}; "

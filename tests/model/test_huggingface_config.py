@@ -283,6 +283,17 @@ def test_a_window_of_no_layer_is_no_window(tmp_path):
     assert read_mask(tmp_path / "hf") is None
 
 
+def test_a_wrong_window_or_layer_type_is_one_line(tmp_path):
+    export(tmp_path / "hf", tiny_model("qwen2"), mask=MaskConfig.sliding(9, full_every=2))
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    edit_config(tmp_path / "hf", sliding_window=0, layer_types=types)
+    with pytest.raises(ConfigError, match=r"sliding_window=0: must be a positive integer$"):
+        read_mask(tmp_path / "hf")
+    edit_config(tmp_path / "hf", sliding_window=9, layer_types=[None, None, None])
+    with pytest.raises(ConfigError, match=r"layer_types has null, which is not supported"):
+        read_mask(tmp_path / "hf")
+
+
 def test_windows_that_a_family_lacks_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"mask.window=9: a llama model .*family=mistral"):
         export(tmp_path / "hf", tiny_model("llama"), mask=MaskConfig.sliding(9))
