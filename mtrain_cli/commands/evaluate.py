@@ -65,7 +65,7 @@ class Common:
 
     length: Tokens of a sample, such as 8k,64k,512k.
     attention: Patterns for the prompts, such as dense,vertical_slash; by default that of the
-        run, and dense for a Hugging Face model. A key such as sparsity.p=0.9 applies to each
+        run, and dense for a Hugging Face model. A key such as sparsity.p_v=0.9 applies to each
         pattern that has it.
     checkpoints: Checkpoints of the run: newest, all, or steps such as 100,200.
     out: Folder for the results; by default evaluation/ in the run's folder, or
