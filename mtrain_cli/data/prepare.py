@@ -355,6 +355,8 @@ def _open_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
     if (partial / _JOURNAL).exists():
         journal = _Journal.read(partial)
         if journal.recipe == recipe:
+            # A process that was killed may have left a journal that it had not finished.
+            (partial / f"{_JOURNAL}.tmp").unlink(missing_ok=True)
             return journal
         if journal.written.documents:
             raise ConfigError(
