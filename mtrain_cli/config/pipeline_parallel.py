@@ -82,8 +82,12 @@ def _degrees(config: Config) -> Iterator[str]:
     for value in degrees.values():
         product *= value
     if product < 1 or workers % product:
-        more = "" if shown.count("=") == 1 else f" = {product}"
-        yield f"{shown}{more}: does not divide topology.workers={workers}"
+        more, allowed = f" = {product}", ""
+        if shown.count("=") == 1:
+            most = min(workers, config.model.num_layers)
+            fits = ", ".join(str(n) for n in range(1, most + 1) if workers % n == 0)
+            more, allowed = "", f"; allowed: {fits}"
+        yield f"{shown}{more}: does not divide topology.workers={workers}{allowed}"
         return
     assert isinstance(context, int)
     data = workers // (topology.pipeline_parallel * topology.tensor_parallel * context)

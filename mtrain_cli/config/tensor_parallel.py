@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from mtrain_cli.config.keys import show
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
 
 _SIZES = ("num_heads", "num_kv_heads", "intermediate_size")
 # Settings that need whole layers on each worker, and the value that turns each of them off.
@@ -15,6 +15,11 @@ NEED_WHOLE_LAYERS = {
     "optim.offload": False,
     "optim.offload_gradients": False,
 }
+
+
+def common_divisor(model: ModelConfig) -> int:
+    """Return the largest degree that the sizes of a model allow. It is a multiple of all others."""
+    return gcd(*(getattr(model, name) for name in _SIZES))
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -26,7 +31,7 @@ def problems(config: Config) -> Iterator[str]:
     given = f"topology.tensor_parallel={degree}"
     if any(size % degree for size in sizes.values()):
         *first, last = (f"{name}={size}" for name, size in sizes.items())
-        common = gcd(*sizes.values())
+        common = common_divisor(model)
         allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         yield f"{given}: must divide {', '.join(first)} and {last}; allowed: {allowed}"
     yield from unsupported(config, given, NEED_WHOLE_LAYERS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def problems(config: Config) -> list[str]:
         *ranges,
         *_model(config.model),
         *expert_checks.problems(config),
-        *_topology(config.topology),
+        *_topology(config.topology, config.model),
         *tensor_parallel.problems(config),
         *pipeline_parallel.problems(config),
         *_blocks(config),
@@ -112,7 +113,7 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def _topology(topology: TopologyConfig) -> Iterator[str]:
+def _topology(topology: TopologyConfig, model: ModelConfig) -> Iterator[str]:
     if topology.cluster != "auto":
         try:
             file_of(topology.cluster)
@@ -127,9 +128,12 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
         value = numbers[name]
         if isinstance(workers, int) and isinstance(value, int) and workers % value:
             line = f"topology.{name}={value}: does not divide topology.workers={workers}"
-            auto = "" if name == "tensor_parallel" else "auto, "
+            if name == "tensor_parallel":
+                fits = gcd(workers, tensor_parallel.common_divisor(model))
+                yield f"{line}; allowed: {_divisors(fits)}"
+                continue
             shared = tensor if name == "context_parallel" and workers % tensor == 0 else 1
-            yield f"{line}; allowed: {auto}{_divisors(workers // shared)}"
+            yield f"{line}; allowed: auto, {_divisors(workers // shared)}"
     if isinstance(workers, int) and isinstance(context, int) and workers % context == 0:
         groups = workers // context
         if workers % tensor == 0 and groups % tensor:

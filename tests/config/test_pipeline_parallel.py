@@ -77,7 +77,7 @@ TWO = "topology.pipeline_parallel=2"
         ),
         (
             [TWO, "topology.workers=5"],
-            "topology.pipeline_parallel=2: does not divide topology.workers=5",
+            "topology.pipeline_parallel=2: does not divide topology.workers=5; allowed: 1, 5",
         ),
         (
             [TWO, "topology.tensor_parallel=2", "topology.workers=6"],
