@@ -38,6 +38,7 @@ from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
 RULER = "ruler"
 LM_EVAL = "lm-eval"
 STDLIB = "stdlib"
+_IN_TRAINING = "training-"  # begins the identity of weights that a run trains
 _HAYSTACK_CHARACTERS = 1 << 23  # of a corpus, which then repeats
 
 
@@ -126,7 +127,12 @@ class Weights:
     @staticmethod
     def in_training(run: Path, step: int) -> Weights:
         """Return the weights that a run trains, after ``step`` optimizer steps."""
-        return Weights(str(run.absolute()), False, step, f"training-{step}")
+        return Weights(str(run.absolute()), False, step, f"{_IN_TRAINING}{step}")
+
+    @property
+    def is_in_training(self) -> bool:
+        """Whether a run trains these weights."""
+        return self.identity.startswith(_IN_TRAINING)
 
 
 @dataclass(frozen=True)
@@ -289,7 +295,9 @@ def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:
 
 def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     options = request.niah
-    corpus = _haystack(options.haystack)
+    in_run = request.weights[0].is_in_training
+    named = "eval.haystack" if in_run else "--haystack"
+    corpus = _haystack(options.haystack, named)
     make: Callable[[int], Iterator[Item]]
     if options.form == PYTHON:
 
@@ -301,7 +309,7 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     else:
         text = _text(corpus)
         if not text.strip():
-            raise ConfigError(f"--haystack {options.haystack}: holds no text")
+            raise ConfigError(f"{named}={options.haystack}: holds no text")
         grid = DepthGrid(text, tokenizer)
         depths = [n / max(1, options.needles - 1) for n in range(options.needles)]
 
@@ -315,10 +323,11 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     return Retrieval(request.lengths, make, origin)
 
 
-def _haystack(path: str) -> Corpus:
+def _haystack(path: str, named: str) -> Corpus:
+    """Open the text around needles. named: how the user named the path."""
     if path == STDLIB:
-        return stdlib_corpus(origin="--haystack stdlib")
-    return text_corpus(path, "text", path_option="--haystack", key_option="the haystack's key")
+        return stdlib_corpus(origin=f"{named}={STDLIB}")
+    return text_corpus(path, "text", path_option=named, key_option="the haystack's key")
 
 
 def _text(corpus: Corpus) -> str:
