@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, SENTENCES, Config, ConfigError
+from mtrain_cli.config.problem import ConfigError, Problem, Setting, cli_option
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, SENTENCES, Config
 from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.corpora import Corpus, stdlib_corpus
 from mtrain_cli.data.needles import NeedleSettings, needle_documents
@@ -296,8 +297,9 @@ def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:
 def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     options = request.niah
     in_run = request.weights[0].is_in_training
-    named = "eval.haystack" if in_run else "--haystack"
-    corpus = _haystack(options.haystack, named)
+    key = Setting("eval.haystack") if in_run else cli_option("haystack")
+    given = replace(key, value=options.haystack)
+    corpus = _haystack(options.haystack, given)
     make: Callable[[int], Iterator[Item]]
     if options.form == PYTHON:
 
@@ -309,7 +311,7 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     else:
         text = _text(corpus)
         if not text.strip():
-            raise ConfigError(f"{named}={options.haystack}: holds no text")
+            raise ConfigError(Problem(given, ": holds no text"))
         grid = DepthGrid(text, tokenizer)
         depths = [n / max(1, options.needles - 1) for n in range(options.needles)]
 
@@ -323,10 +325,11 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     return Retrieval(request.lengths, make, origin)
 
 
-def _haystack(path: str, named: str) -> Corpus:
-    """Open the text around needles. named: how the user named the path."""
+def _haystack(path: str, given: Setting) -> Corpus:
+    """Open the text around needles. given: the setting that names it, for messages."""
     if path == STDLIB:
-        return stdlib_corpus(origin=f"{named}={STDLIB}")
+        return stdlib_corpus(origin=str(given))
+    named = str(replace(given, value=None))
     return text_corpus(path, "text", path_option=named, key_option="the haystack's key")
 
 
