@@ -79,10 +79,11 @@ def describe(engine: Engine) -> list[str]:
     mask = engine.config.mask
     if mask.kind != "causal":
         pattern += f" under {mask.describe()}"
+    step = "" if engine.step is None else f", step {engine.step}"
     dtype = str(choices.dtype).removeprefix("torch.")
     new = f"dense over the whole cache, kernel {engine.decode_kernel}"
     return [
-        f"{model.name}: {model.num_layers} layers, {dtype} on {device}{workers}",
+        f"{model.name}{step}: {model.num_layers} layers, {dtype} on {device}{workers}",
         f"prompts: {pattern}, kernel {choices.kernel.name}; new tokens: {new}",
     ]
 

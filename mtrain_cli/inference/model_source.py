@@ -191,8 +191,8 @@ def load_decoder(
     report: Callable[[str], None] | None = None,
     tensor: TensorGroup | None = None,
     mesh: DeviceMesh | None = None,
-) -> Decoder:
-    """Load the model on one device.
+) -> tuple[Decoder, int | None]:
+    """Load the model on one device. Return it, and the step of its checkpoint if it has one.
 
     Args:
         dtype: dtype of all weights.
@@ -230,15 +230,15 @@ def load_decoder(
     execute_layers(decoder, execution)
     if source.is_folder:
         load_into(decoder, source.path)
-    else:
-        _load_checkpoint(decoder, source, report)
-    return decoder.eval()
+        return decoder.eval(), None
+    step = _load_checkpoint(decoder, source, report)
+    return decoder.eval(), step
 
 
 def _load_checkpoint(
     decoder: Decoder, source: ModelSource, report: Callable[[str], None] | None
-) -> None:
-    """Read the weights and the biases of routers tensor by tensor into the decoder."""
+) -> int:
+    """Read the weights and the biases of routers tensor by tensor. Return the checkpoint's step."""
     from mtrain_cli.model.experts import reset_biases
     from mtrain_cli.model.huggingface import parameter_problems
     from mtrain_cli.training import checkpointer
@@ -258,6 +258,6 @@ def _load_checkpoint(
         return parameters
 
     try:
-        checkpointer.load_model_state(source.path, report, targets)
+        return checkpointer.load_model_state(source.path, report, targets)[0]
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error

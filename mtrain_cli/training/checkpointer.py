@@ -46,7 +46,12 @@ from mtrain_cli.launch.manifest import (
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training import checkpoint_files
 from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileError
-from mtrain_cli.training.checkpoint_source import CheckpointError, NoCheckpointError, checkpoints_of
+from mtrain_cli.training.checkpoint_source import (
+    CheckpointError,
+    NoCheckpointError,
+    checkpoints_of,
+    others_beside,
+)
 
 T = TypeVar("T")
 Targets = Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]]
@@ -374,6 +379,8 @@ def load_model_state(
         problems.append(f"{candidate}: {'; '.join(found)}")
         if candidate != candidates[-1]:
             report(f"{problems[-1]}; using the previous checkpoint instead")
+    if len(candidates) == 1:
+        problems[0] += others_beside(candidates[0])
     raise NoCheckpointError(*problems)
 
 

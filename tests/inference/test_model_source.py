@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def loaded(found, dtype=torch.float32):
-    return dict(load_decoder(found, dtype, CPU).named_parameters())
+    return dict(load_decoder(found, dtype, CPU)[0].named_parameters())
 
 
 def test_a_folder_is_dense_and_has_its_weights(tmp_path):
@@ -68,7 +68,8 @@ def test_the_rotary_factor_is_the_folders(tmp_path, rope):
     export(tmp_path / "hf", tiny_model(rope=rope))
     found = source(tmp_path / "hf")
     assert found.rope_factor == rope.factor
-    expected, decoder = make_decoder(tiny_model(rope=rope)), load_decoder(found, torch.float32, CPU)
+    expected = make_decoder(tiny_model(rope=rope))
+    decoder, _ = load_decoder(found, torch.float32, CPU)
     assert decoder.attention_factor == expected.attention_factor
     assert torch.equal(decoder.inverse_frequencies_F, expected.inverse_frequencies_F)
 
@@ -112,7 +113,7 @@ def test_settings_of_training_alone_do_not_matter(tmp_path, monkeypatch, word):
 def test_layers_are_compiled_only_on_request(tmp_path):
     write_run(tmp_path / "run", "train.compile=true")
     for words, compiled in (((), False), (("train.compile=true",), True)):
-        decoder = load_decoder(source(tmp_path / "run", *words), torch.float32, CPU)
+        decoder, _ = load_decoder(source(tmp_path / "run", *words), torch.float32, CPU)
         assert {layer.execution.compile for layer in decoder.layers} == {compiled}
 
 
