@@ -301,7 +301,8 @@ def test_a_damaged_checkpoint_names_the_others_and_leaves_no_folder(damaged):
     line = refused("perplexity", newest, *SHORT)
     assert re.search(r"has 0 bytes instead of \d+. The run also has step-20$", line)
     generated = CliRunner().invoke(app, ["generate", newest, "--prompt", "a"])
-    assert (generated.exit_code, generated.stderr.splitlines()[-1]) == (2, line)
+    assert generated.exit_code == 2
+    assert generated.stderr.endswith(f"/{line.removeprefix('mtrain: ')}\n")
     altered = next((damaged / "checkpoints/step-20").glob("*.distcp"))
     altered.write_bytes(altered.read_bytes()[:-1] + b"x")
     for out in ((), ("--out", "new/folder")):
