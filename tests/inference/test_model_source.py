@@ -132,6 +132,11 @@ def test_a_run_is_found_by_its_name(tmp_path, monkeypatch):
         (["topology.context_parallel=1"], "topology.context_parallel=1: all workers share"),
         (["topology.expert_parallel=2"], "topology.expert_parallel=2: each worker holds all"),
         (["topology.expert_chunks=4"], "topology.expert_chunks=4: each worker holds all"),
+        (
+            ["topology.workers=3", "topology.pipeline_parallel=2"],
+            "topology.pipeline_parallel=2: `mtrain generate` and `mtrain eval` compute no pipeline",
+        ),
+        (["topology.virtual_stages=2"], "topology.virtual_stages=2: `mtrain generate` and"),
         (["sparsity=fixed"], "sparsity=fixed: chooses keys without regard to the prompt"),
         (["sparsity=vertical_slach"], "sparsity=vertical_slach: no such sparsity"),
         (["sparsity.p_s=2", "sparsity=vertical_slash"], "sparsity.p_s=2"),
@@ -165,7 +170,9 @@ def test_damaged_or_foreign_weights_are_refused(tmp_path):
     found = source(tmp_path / "run")
     other = dataclasses.replace(config.model, num_layers=1)
     wrong = dataclasses.replace(found, config=dataclasses.replace(found.config, model=other))
-    with pytest.raises(ConfigError, match="unexpected tensor"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.num_layers=1: the weights in .*run have 2\. Correct"
+    ):
         loaded(wrong)
     for file in (tmp_path / "run/checkpoints/step-3").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:-5])
