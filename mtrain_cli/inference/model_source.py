@@ -256,7 +256,7 @@ def _load_checkpoint(
 
     def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         given = run_of(source.path) / RESOLVED
-        problems = wrong_sizes(source.config.model, shapes, source.path, given)
+        problems: Sequence[str] = wrong_sizes(source.config.model, shapes, source.path, given)
         problems = problems or parameter_problems(
             shapes,
             {name: tuple(one.shape) for name, one in parameters.items()},

@@ -123,7 +123,7 @@ def export_checkpoint(
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     expected, by = huggingface.state_shapes(config.model), str(run / RESOLVED)
-    problems = wrong_sizes(config.model, shapes, source, by)
+    problems: Sequence[str] = wrong_sizes(config.model, shapes, source, by)
     problems = problems or huggingface.parameter_problems(
         shapes, expected, where=lambda _: source, expected_by=by
     )
