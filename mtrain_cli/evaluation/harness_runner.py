@@ -147,6 +147,8 @@ class HarnessRunner:
     def _lead(self) -> None:
         request, source = self._request, self._settings[0].source()
         folder = ResultsFolder.open(Path(request.out), request.model)
+        if folder.damage:
+            _warn(folder.damage, first=self._first)
         tasks = self._tasks or load_tasks(request)
         plan = tasks.plan(self._codec, Plan.of(source, beyond=True))
         flop = plan_flop(plan, source.config)

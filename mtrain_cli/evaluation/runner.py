@@ -132,7 +132,10 @@ class Runner:
             ConfigError: a sample does not fit, or the folder holds results of another model.
         """
         request = self._request
-        self.run_in(ResultsFolder.open(Path(request.out), request.model) if self._first else None)
+        folder = ResultsFolder.open(Path(request.out), request.model) if self._first else None
+        if folder is not None and folder.damage:
+            self._warn(folder.damage)
+        self.run_in(folder)
 
     def run_at(self, step: int, folder: ResultsFolder | None) -> None:
         """Measure the model in training after ``step`` steps. folder: as in `run_in`."""
