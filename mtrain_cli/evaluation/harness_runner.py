@@ -119,11 +119,12 @@ class HarnessRunner:
     ) -> None:
         self._request, self._environment, self._stop = request, environment, stop
         self._tasks, self._first = tasks, environment.rank == 0
-        self._settings = settings_of(request, configs)
+        self._settings = settings_of(request, configs, environment.device)
         folder = None if request.tokenizer is None else Path(request.tokenizer)
         self._codec = open_codec(self._settings[0].source(), folder)
         self._opened: tuple[int, EngineAnswers] | None = None
         self.device = environment.device
+        self._generates = True  # whether a task asks for texts; the first worker finds out
         self.calls = 0  # that computed something
         self._together = True  # whether the other workers wait for a call
 
@@ -151,6 +152,7 @@ class HarnessRunner:
             _warn(folder.damage, first=self._first)
         tasks = self._tasks or load_tasks(request)
         plan = tasks.plan(self._codec, Plan.of(source, beyond=True))
+        self._generates = plan.generates
         flop = plan_flop(plan, source.config)
         progress = EvaluationProgress(flop * len(self._settings))
         many = f"{len(plan.lengths):,} requests of {len(tasks.loaded['tasks'])} tasks"
@@ -248,7 +250,8 @@ class HarnessRunner:
         warn = partial(_warn, first=self._first)
         engine = Engine(setting.source(), self._environment, warn)
         if self._first:
-            report(describe(engine)[: 1 + (setting.attention != "dense")])
+            lines = describe(engine, generates=self._generates)
+            report(lines[: 1 + (setting.attention != "dense")])
         return EngineAnswers(engine, self._codec)
 
 

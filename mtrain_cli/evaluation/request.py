@@ -220,7 +220,7 @@ def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCode
         read = partial(sequences_of_run, run)
         origin = HELD_OUT
     sequences = {length: read(length, request.samples) for length in request.lengths}
-    measurement = Perplexity(sequences, origin, options.short)
+    measurement = Perplexity(sequences, origin, options.short, read=read)
     if origin == HELD_OUT and request.samples:
         measurement.remarks = dict(_remarks(run, request.samples, sequences))
     if options.keys_from is not None:

@@ -19,6 +19,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
+from mtrain_cli.evaluation.generated import Generated
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
 from mtrain_cli.evaluation.results import IN_TRAINING, PERCENT, Result, ResultsFolder, key_of
@@ -30,6 +31,7 @@ from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.collectives import share
+from mtrain_cli.training.resolution import compute_dtype
 
 
 class StoppedError(Exception):
@@ -38,10 +40,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """Weights with one attention.
-
-    pattern: settings of the attention that determine its results.
-    """
+    """Weights with one attention. ``config`` names the compute dtype, not ``auto``."""
 
     weights: Weights
     attention: str
@@ -67,12 +66,21 @@ class Setting:
         return ModelSource(Path(self.weights.path), self.weights.is_folder, self.config)
 
 
-def settings_of(request: EvaluationRequest, configs: Sequence[Config]) -> list[Setting]:
+def settings_of(
+    request: EvaluationRequest, configs: Sequence[Config], device: str
+) -> list[Setting]:
     """Return each of the request's weights with each of its attentions, in this order.
 
-    configs: configuration of each attention.
+    Args:
+        configs: configuration of each attention.
+        device: ``cuda`` or ``cpu``. It determines the dtype that ``auto`` means, so that samples
+            of the two devices do not mix.
     """
-    pairs = list(zip(request.attentions, configs, strict=True))
+    resolved = [
+        config.changed(train={"dtype": str(compute_dtype(config, device)).removeprefix("torch.")})
+        for config in configs
+    ]
+    pairs = list(zip(request.attentions, resolved, strict=True))
     return [Setting(weights, *pair) for weights in request.weights for pair in pairs]
 
 
@@ -107,7 +115,7 @@ class Runner:
         self._request, self._environment, self._stop = request, environment, stop
         self._training, self.problem = training, ""
         self._first = environment.rank == 0
-        self._settings = settings_of(request, configs)
+        self._settings = settings_of(request, configs, environment.device)
         source = self._settings[0].source()
         self._vocabulary = source.config.model.vocab_size
         self._tokenizer = tokenizer_text(request, source)
@@ -162,7 +170,7 @@ class Runner:
             engine: Scorer | None = None
             rows: list[Row] = []
             for cell in self._measurement.cells():
-                key = "" if folder is None else self._key(folder, setting, cell)
+                key = "" if folder is None else self._key(folder, setting, cell, self._measurement)
                 steps = self._steps(folder, key, cell)
                 measured = False
                 started = time.perf_counter()
@@ -173,7 +181,7 @@ class Runner:
                     measured = True
                     if folder is not None:
                         self._keep(folder, key, setting, cell, items, found)
-                        work = self._cost(setting, cell) * len(items)
+                        work = self._cost(setting, cell, self._measurement) * len(items)
                         progress.advance(work, f"{name_of(cell)} {setting.label}")
                 if folder is not None:
                     rows += folder.samples.get(key, {}).values()
@@ -195,7 +203,8 @@ class Runner:
             return self._training.scorer
         engine = Engine(setting.source(), self._environment, self._warn)
         if self._first:
-            for line in describe(engine)[: 1 + (setting.attention != "dense")]:
+            lines = describe(engine, generates=isinstance(self._measurement, Generated))
+            for line in lines[: 1 + (setting.attention != "dense")]:
                 progress.say(line)
         return engine
 
@@ -240,9 +249,11 @@ class Runner:
             yield group
 
     def _whole_rows(self, folder: ResultsFolder, key: str, cell: Cell) -> dict[int, Row]:
-        """Return the rows of a result, and forget those that are damaged."""
+        """Return the rows of a result. Forget those that are damaged, or of another text."""
         rows = folder.samples.get(key, {})
         for index in [index for index, row in rows.items() if not self._is_whole(row, cell)]:
+            del rows[index]
+        for index in self._measurement.stale(cell, rows):
             del rows[index]
         return rows
 
@@ -344,9 +355,11 @@ class Runner:
         keys = (f"{key} {value}" for key, value in pattern if value is not None)
         return (*own, *keys, f"dtype {setting.config.train.dtype}")
 
-    def _key(self, folder: ResultsFolder, setting: Setting, cell: Cell) -> str:
+    def _key(
+        self, folder: ResultsFolder, setting: Setting, cell: Cell, measurement: Measurement
+    ) -> str:
         """Return the key of a result: that from training if the run measured it then."""
-        own = {"task": cell.task, "length": cell.length, **self._measurement.settings(cell)}
+        own = {"task": cell.task, "length": cell.length, **measurement.settings(cell)}
         step = setting.weights.step
         if step is not None and self._request.model == "..":
             weights = Weights.in_training(Path(setting.weights.path), step)
@@ -355,10 +368,10 @@ class Runner:
                 return trained
         return key_of({**own, "model": setting.origin})
 
-    def _cost(self, setting: Setting, cell: Cell) -> float:
+    def _cost(self, setting: Setting, cell: Cell, measurement: Measurement) -> float:
         if not cell.length:
             return 1.0
-        share_of = self._measurement.tokens(cell) / cell.length
+        share_of = measurement.tokens(cell) / cell.length
         return forward_flop(setting.config, cell.length) * share_of
 
     def _work(self, folder: ResultsFolder | None) -> tuple[float, float]:
@@ -366,13 +379,16 @@ class Runner:
         total = done = 0.0
         if folder is None:
             return total, done
+        measurement = self._measurement
         for setting in self._settings:
-            for cell in self._measurement.cells():
-                cost = self._cost(setting, cell)
-                held = self._whole_rows(folder, self._key(folder, setting, cell), cell).keys()
+            for cell in measurement.cells():
+                cost = self._cost(setting, cell, measurement)
+                key = self._key(folder, setting, cell, measurement)
+                held = self._whole_rows(folder, key, cell).keys()
                 wanted = range(self._measurement.count(cell, self._request.samples))
                 total += cost * len(held | set(wanted))
                 done += cost * len(held)
+            measurement = measurement.after(setting.origin)
         return total, done
 
     def _warn(self, line: str) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import gloo
 import pytest
-from evaluation.evaluated_runs import request_of, runner_of, small_run, text_file
+from evaluation.evaluated_runs import configs_of, request_of, runner_of, small_run, text_file
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell
 from mtrain_cli.evaluation.request import NIAH, PERPLEXITY, NeedleOptions, PerplexityOptions
 from mtrain_cli.evaluation.results import Result, read_results
-from mtrain_cli.evaluation.runner import Runner, StoppedError, name_of, score_text
+from mtrain_cli.evaluation.runner import Runner, StoppedError, name_of, score_text, settings_of
 
 BOTH = ("dense", "vertical_slash")
 
@@ -102,6 +103,48 @@ def test_changed_text_is_measured_again(run):
     assert score not in before.values()
 
 
+def test_rows_beyond_a_shortened_text_do_not_count(run, capsys):
+    request = request_of(run, PERPLEXITY, samples=4, perplexity=texts(run))
+    runner_of(run, request).run()
+    before = {row["index"]: row["score"] for row in rows(run / "evaluation")}
+    path = Path(request.perplexity.text or "")
+    whole = path.read_text()
+    path.write_text(whole[: 3 * 512 + 100])
+    runner_of(run, dataclasses.replace(request, samples=2)).run()
+    (result,) = read_results(run)
+    # Without the fourth sequence, but with the third, for which nobody asked now.
+    assert result.samples == 3
+    assert result.score == pytest.approx(sum(before[n] for n in range(3)) / 3)
+    path.write_text(whole)
+    capsys.readouterr()
+    runner_of(run, request).run()
+    assert "nothing to compute" in capsys.readouterr().err
+    assert read_results(run)[0].samples == 4
+
+
+def test_a_complete_evaluation_with_a_short_context_has_nothing_left(run, capsys):
+    request = request_of(run, PERPLEXITY, attentions=BOTH, perplexity=texts(run, short=64))
+    runner_of(run, request).run()
+    assert "FLOP" in capsys.readouterr().err
+    runner_of(run, request).run()
+    assert "holds all samples; nothing to compute" in capsys.readouterr().err
+    file = run / "evaluation/samples.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    again = runner_of(run, request)
+    (cell,), (_, sparse) = again._measurement.cells(), again._settings
+    again.run()
+    one = forward_flop(sparse.config, cell.length)  # the dense attention has found the key tokens
+    assert f"up to {format_flop(one)} to compute" in capsys.readouterr().err
+
+
+def test_forced_scoring_names_no_attention_of_new_tokens(run, capsys):
+    request = request_of(run, PERPLEXITY, attentions=BOTH, samples=1, perplexity=texts(run))
+    runner_of(run, request).run()
+    err = capsys.readouterr().err
+    assert "\nattention: vertical_slash (" in err
+    assert "new tokens" not in err
+
+
 def test_a_result_from_before_its_samples_is_written_anew(run):
     request = request_of(run, PERPLEXITY, perplexity=texts(run))
     runner_of(run, request).run()
@@ -126,7 +169,34 @@ def test_a_complete_evaluation_changes_nothing(run, capsys):
     assert file.read_text() == before
     assert "%" not in capsys.readouterr().err
     (result,) = read_results(run)
-    assert {"sentences", "seed 1", "dtype auto"} <= set(result.settings)
+    assert {"sentences", "seed 1", "dtype float32"} <= set(result.settings)
+
+
+def test_samples_of_a_gpu_and_a_cpu_do_not_mix(run):
+    request, (config,) = request_of(run, NIAH), configs_of(run)
+    assert config.train.dtype == "auto"
+
+    def origin(device: str, dtype: str = "auto") -> str:
+        own = config.changed(train={"dtype": dtype})
+        return settings_of(request, [own], device)[0].origin
+
+    assert origin("cpu") == origin("cpu", "float32") == origin("cuda", "float32")
+    assert origin("cuda") == origin("cuda", "bfloat16") == origin("cpu", "bfloat16")
+    assert origin("cpu") != origin("cuda")
+
+
+def test_results_of_an_unknown_dtype_are_shown_but_not_continued(run):
+    """Earlier versions stored samples under ``auto``."""
+    request = request_of(run, NIAH, samples=2, niah=needles(run))
+    earlier = runner_of(run, request)
+    (setting,) = earlier._settings
+    earlier._settings = [
+        dataclasses.replace(setting, config=setting.config.changed(train={"dtype": "auto"}))
+    ]
+    earlier.run()
+    runner_of(run, request).run()
+    assert [one.settings[-1] for one in read_results(run)] == ["dtype auto", "dtype float32"]
+    assert len(rows(run / "evaluation")) == 4
 
 
 def test_the_settings_of_a_result_name_another_tokenizer(run):
