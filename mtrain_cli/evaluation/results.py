@@ -279,7 +279,7 @@ def _read(file: Path) -> tuple[dict[str, Result], str]:
     damaged = []
     for number, row in _numbered_rows(file):
         try:
-            result = documents.checked(Result, row)
+            result = documents.checked(Result, row or {})
         except documents.UnreadableError:
             damaged.append(number)
         else:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
@@ -32,6 +32,8 @@ from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.resolution import compute_dtype
+
+OTHERS_DONE = "all other results are complete"  # the last line after those on what failed
 
 
 class StoppedError(Exception):
@@ -102,6 +104,7 @@ class Runner:
     stop: returns whether the user asked to stop. Only the first worker's counts.
     training: the model in training to evaluate instead of weights on disk.
     problem: why results in training could not be written; "" if they were.
+    failed: lines on samples that cannot be made, and on weights that cannot be loaded.
     """
 
     def __init__(
@@ -114,6 +117,8 @@ class Runner:
     ) -> None:
         self._request, self._environment, self._stop = request, environment, stop
         self._training, self.problem = training, ""
+        self.failed: list[str] = []
+        self._complete = 0  # results
         self._first = environment.rank == 0
         self._settings = settings_of(request, configs, environment.device)
         source = self._settings[0].source()
@@ -137,7 +142,8 @@ class Runner:
 
         Raises:
             StoppedError: the user asked to stop.
-            ConfigError: a sample does not fit, or the folder holds results of another model.
+            ConfigError: a sample does not fit, or the folder holds results of another model. If
+                weights or samples are damaged, the first worker measures all else before.
         """
         request = self._request
         folder = ResultsFolder.open(Path(request.out), request.model) if self._first else None
@@ -162,33 +168,52 @@ class Runner:
             self._measure_all(folder, progress)
         finally:
             progress.close()
+        if self._first and self.failed:
+            others = [OTHERS_DONE] if self._complete else []
+            raise ConfigError(*dict.fromkeys(self.failed), *others)
 
     def _measure_all(self, folder: ResultsFolder | None, progress: EvaluationProgress) -> None:
         if self._first:
             progress.say(self._outlook(progress.remaining))
         for setting in self._settings:
-            engine: Scorer | None = None
-            rows: list[Row] = []
-            for cell in self._measurement.cells():
-                key = "" if folder is None else self._key(folder, setting, cell, self._measurement)
-                steps = self._steps(folder, key, cell)
-                measured = False
-                started = time.perf_counter()
-                for items in self._shared(steps):
-                    if engine is None:
-                        engine = self._open(setting, progress)
-                    found = self._measure(engine, cell, [item["item"] for item in items])
-                    measured = True
-                    if folder is not None:
-                        self._keep(folder, key, setting, cell, items, found)
-                        work = self._cost(setting, cell, self._measurement) * len(items)
-                        progress.advance(work, f"{name_of(cell)} {setting.label}")
-                if folder is not None:
-                    rows += folder.samples.get(key, {}).values()
-                    seconds = time.perf_counter() - started if measured else 0.0
-                    self._finish(folder, key, setting, cell, seconds, progress)
-            if folder is not None:
+            rows = self._measure_setting(folder, setting, progress)
+            if folder is not None and rows is not None:
                 self._measurement.learn(setting.origin, setting.label, rows)
+
+    def _measure_setting(
+        self, folder: ResultsFolder | None, setting: Setting, progress: EvaluationProgress
+    ) -> list[Row] | None:
+        """Measure all cells. Return the first worker's rows; None if the weights are damaged."""
+        engine: Scorer | None = None
+        rows: list[Row] = []
+        for cell in self._measurement.cells():
+            key = "" if folder is None else self._key(folder, setting, cell, self._measurement)
+            failures, measured, started = len(self.failed), False, time.perf_counter()
+            for items in self._shared(self._possible(self._steps(folder, key, cell), cell)):
+                if engine is None:
+                    engine = self._opened(setting, progress)
+                if engine is None:
+                    return None
+                found = self._measure(engine, cell, [item["item"] for item in items])
+                measured = True
+                if folder is not None:
+                    self._keep(folder, key, setting, cell, items, found)
+                    work = self._cost(setting, cell, self._measurement) * len(items)
+                    progress.advance(work, f"{name_of(cell)} {setting.label}")
+            if folder is None or len(self.failed) > failures:
+                continue
+            rows += folder.samples.get(key, {}).values()
+            seconds = time.perf_counter() - started if measured else 0.0
+            self._finish(folder, key, setting, cell, seconds, progress)
+        return rows
+
+    def _possible(self, steps: Iterator[list[Item]], cell: Cell) -> Iterator[list[Item]]:
+        """Yield groups of samples up to the first that cannot be made."""
+        try:
+            yield from steps
+        except ConfigError as error:
+            name = name_of(cell)
+            self.failed += [p if name in p else f"{name}: {p}" for p in error.problems]
 
     def _outlook(self, flop: float) -> str:
         """Return a line on what is left to compute. The cost of files is not known."""
@@ -197,6 +222,22 @@ class Runner:
         lengths = [cell.length for cell in self._measurement.cells()]
         texts = [f"up to {format_flop(flop)} to compute (dense attention)"] if any(lengths) else []
         return " and ".join([*texts, *(["the samples of --file"] if 0 in lengths else [])])
+
+    def _opened(self, setting: Setting, progress: EvaluationProgress) -> Scorer | None:
+        """Return the model; None on all workers if one of them cannot load it."""
+        engine: Scorer | None = None
+        problems: list[str] = []
+        try:
+            engine = self._open(setting, progress)
+        except ConfigError as error:
+            problems = list(error.problems)
+        if self._environment.dims.workers > 1 and self._training is None:
+            problems = next((found for found in share(problems) if found), [])
+        if not problems:
+            return engine
+        self.failed += problems
+        progress.say(f"{setting.label}: cannot be loaded")
+        return None
 
     def _open(self, setting: Setting, progress: EvaluationProgress) -> Scorer:
         if self._training is not None:
@@ -327,6 +368,7 @@ class Runner:
         before = folder.results.get(key)
         if not chosen:
             return
+        self._complete += 1
         known = Result(
             key=key,
             task=cell.task,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -13,9 +14,22 @@ from evaluation.evaluated_runs import configs_of, request_of, runner_of, small_r
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell
-from mtrain_cli.evaluation.request import NIAH, PERPLEXITY, NeedleOptions, PerplexityOptions
+from mtrain_cli.evaluation.request import (
+    NIAH,
+    PERPLEXITY,
+    NeedleOptions,
+    PerplexityOptions,
+    Weights,
+)
 from mtrain_cli.evaluation.results import Result, read_results
-from mtrain_cli.evaluation.runner import Runner, StoppedError, name_of, score_text, settings_of
+from mtrain_cli.evaluation.runner import (
+    OTHERS_DONE,
+    Runner,
+    StoppedError,
+    name_of,
+    score_text,
+    settings_of,
+)
 
 BOTH = ("dense", "vertical_slash")
 
@@ -242,6 +256,61 @@ def test_ids_beyond_the_vocabulary_are_refused(run, monkeypatch):
     with pytest.raises(ConfigError, match=message):
         own.run()
     assert len(rows(run / "evaluation")) == 1
+
+
+def test_other_checkpoints_are_measured_if_one_cannot_be_loaded(tmp_path, capsys):
+    run = small_run(tmp_path, steps=(3, 5))
+    damaged, whole = (Weights.of_checkpoint(run / f"checkpoints/step-{n}") for n in (3, 5))
+    next((run / "checkpoints/step-3").glob("*.distcp")).write_bytes(b"x")
+    request = request_of(run, PERPLEXITY, weights=(damaged, whole), perplexity=texts(run, short=64))
+    with pytest.raises(ConfigError) as error:
+        runner_of(run, request).run()
+    line, last = error.value.problems
+    assert "step-3: " in line
+    assert last == OTHERS_DONE
+    assert [(one.step, one.samples) for one in read_results(run)] == [(5, 3)]
+    assert "step 3, dense: cannot be loaded" in capsys.readouterr().err
+
+
+def test_other_lengths_are_measured_if_one_has_no_samples(run):
+    request = request_of(run, NIAH, lengths=(512, 1024), niah=needles(run))
+    own = runner_of(run, request)
+    items = own._measurement.items
+
+    def missing(cell: Cell):
+        yield next(items(cell))
+        if cell.length == 512:
+            raise ConfigError("no more words")
+        yield from itertools.islice(items(cell), 1, None)
+
+    own._measurement.items = missing  # type: ignore[method-assign]
+    with pytest.raises(ConfigError) as error:
+        own.run()
+    assert error.value.problems == ("niah 512: no more words", OTHERS_DONE)
+    assert [(one.length, one.samples) for one in read_results(run)] == [(1024, 3)]
+
+
+def on_damaged_weights(rank: int, world: int, folder: str, weights: list) -> list[str]:
+    run = Path(folder)
+    own = tuple(Weights(**one) for one in weights)
+    request = request_of(run, NIAH, weights=own, samples=1, niah=needles(run))
+    try:
+        runner_of(run, request, gloo.environment(rank, world)).run()
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def test_two_workers_skip_damaged_weights_together(tmp_path):
+    run = small_run(tmp_path, steps=(3, 5))
+    text_file(tmp_path)
+    weights = [Weights.of_checkpoint(run / f"checkpoints/step-{n}") for n in (3, 5)]
+    next((run / "checkpoints/step-3").glob("*.distcp")).write_bytes(b"x")
+    first, second = gloo.run(
+        2, on_damaged_weights, str(run), list(map(dataclasses.asdict, weights))
+    )
+    assert (first[-1], second) == (OTHERS_DONE, [])
+    assert [one.step for one in read_results(run)] == [5]
 
 
 def test_the_first_attention_chooses_the_key_tokens(run, monkeypatch):
