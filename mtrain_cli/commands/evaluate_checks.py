@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import ConfigError, Names
 from mtrain_cli.config.sizes import format_size
 
 if TYPE_CHECKING:
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
     from mtrain_cli.evaluation.request import EvaluationRequest
     from mtrain_cli.evaluation.sources import Sources
     from mtrain_cli.inference.model_source import ModelSource
+
+# The options of `mtrain data needles` that have another name or none in `mtrain eval niah`.
+_NEEDLES = Names(other={"pairs": "needles"}, lacks=("questions",))
 
 
 def require_positions(
@@ -96,7 +98,7 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
     for cell in measurement.cells():
         prompts = []
         try:
-            with _as_options():
+            with _NEEDLES.in_errors():
                 if not cell.length:
                     prompts = [item["ids"] for item in measurement.items(cell)]
                 elif cell.length == min(request.lengths):
@@ -211,15 +213,3 @@ def unused_files(tasks: Sequence[str], sources: Sources) -> list[str]:
         for name, file in vars(sources).items()
         if file is not None and name not in used
     ]
-
-
-@contextlib.contextmanager
-def _as_options() -> Iterator[None]:
-    """Give the option of `mtrain data needles` in a ConfigError the name that it has here."""
-    try:
-        yield
-    except ConfigError as error:
-        lines = (line.replace("--pairs ", "--needles ") for line in error.problems)
-        raise type(error)(
-            *(line.replace("fewer pairs, fewer questions", "fewer needles") for line in lines)
-        ) from None
