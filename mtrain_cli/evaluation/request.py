@@ -247,8 +247,9 @@ def _remarks(
         if len(found) < min(wanted, held_out):
             yield (
                 length,
-                f"{len(found)} of {with_count(held_out, 'held-out sequence')} of "
-                f"{format_size(length)}: where a corpus ends, a sequence has fewer tokens",
+                f"{len(found)} of {with_count(held_out, 'held-out sequence')} "
+                f"{'has' if len(found) == 1 else 'have'} {length:,} tokens; shorter ones, at the "
+                "end of a corpus, do not count",
             )
 
 

@@ -22,6 +22,7 @@ from mtrain_cli.config.schema import ConfigError
 FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
 NATS, PERCENT = "nats", "%"
+HELD_OUT_TEXT = "held-out text"  # in the settings of a result
 _MOST_SHOWN = 5  # most numbers of lines in a message
 IN_TRAINING = "in_training"  # key of a sample that a run measured during training
 
@@ -63,6 +64,8 @@ class Result:
     key_tokens: number of key tokens, with their loss in nats; None if it was not asked for.
     note: what a reader must know to compare the score.
     settings: settings of the samples, for the user. Reports show those in which results differ.
+    details: further settings, from the most telling to the least. Reports show one if results of
+        equal ``settings`` differ in it.
     """
 
     key: str
@@ -80,6 +83,7 @@ class Result:
     key_tokens: Part | None = None
     note: str = ""
     settings: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:

@@ -214,10 +214,9 @@ def test_results_of_an_unknown_dtype_are_shown_but_not_continued(run):
 
 
 def test_the_settings_of_a_result_name_another_tokenizer(run):
-    own = runner_of(run, request_of(run, NIAH))
-    assert not any("tokenizer" in one for one in own._common_labels(own._settings[0]))
-    own._request = dataclasses.replace(own._request, tokenizer="models/small")
-    assert own._common_labels(own._settings[0])[0] == "tokenizer small"
+    (setting,) = runner_of(run, request_of(run, NIAH))._settings
+    assert not any("tokenizer" in one for one in setting.labels_with(None))
+    assert setting.labels_with("models/small")[0] == "tokenizer small"
 
 
 def test_damaged_rows_are_measured_again(run, capsys):
