@@ -5,6 +5,7 @@ optimizers import torch._dynamo, and records import pandas.
 """
 
 import atexit
+import contextlib
 import gc
 import os
 
@@ -20,6 +21,11 @@ import mtrain_cli.launch.worker
 import mtrain_cli.training.loop  # noqa: F401
 from mtrain_cli.composition.compose import compose
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError):
+        import triton_interpreter
+
+        triton_interpreter.remember_types()
 compose([])
 # A process need not visit the objects of the server in each of its garbage collections.
 gc.collect()
