@@ -70,7 +70,7 @@ def test_triton_equals_the_oracle(kind, documents, where):
         make_problem(
             1,
             kind,
-            seq=117,
+            seq=85,
             block=16,
             heads=4,
             kv_heads=2,
@@ -101,7 +101,7 @@ def test_triton_serves_sliding_windows(kind, where, documents, window):
     p = make_problem(
         1,
         kind,
-        seq=117,
+        seq=85,
         block=16,
         heads=4,
         kv_heads=2,
@@ -122,7 +122,7 @@ def test_query_gates_are_exact(name, kind, where):
 
     kernel = TritonKernel() if name == "triton" else SdpaKernel()
     p = make_problem(
-        6, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
+        6, kind, seq=85, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
     )
     assert not torch.equal(
         p.tiles.seen(), p.tiles.with_index(without_gates(p.tiles.index)).seen()
@@ -293,8 +293,8 @@ def test_flash4_with_exact_block_attention_equals_the_oracle(monkeypatch, kind, 
 @pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
 @pytest.mark.parametrize("rows", [16, 64])
 def test_sdpa_equals_the_oracle(monkeypatch, kind, documents, where, rows):
-    monkeypatch.setattr("mtrain_cli.attention.sdpa.MASK_BYTES", 4 * 4 * 117 * rows)
+    monkeypatch.setattr("mtrain_cli.attention.sdpa.MASK_BYTES", 4 * 4 * 85 * rows)
     problem = make_problem(
-        2, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
+        2, kind, seq=85, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
     )
     check(SdpaKernel(), problem, 1e-5)
