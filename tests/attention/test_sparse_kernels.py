@@ -113,6 +113,23 @@ def test_triton_serves_sliding_windows(kind, where, documents, window):
     check(TritonKernel(), p, 1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+def test_triton_serves_columns_and_diagonals_at_every_distance(window):
+    """Columns fill several words of covered bits; a window cuts diagonals behind full blocks."""
+    from mtrain_cli.attention.triton_kernel import TritonKernel
+
+    p = make_problem(
+        1, "both", seq=85, block=16, heads=2, kv_heads=1, dim=16, documents=False, window=window,
+        where="whole",
+    )  # fmt: skip
+    index = p.tiles.index
+    slashes = index.slashes.clone()
+    slashes[0, 0] = True
+    columns = torch.arange(85, dtype=torch.int32).expand(2, 2, -1).contiguous()
+    many = replace(index, slashes=slashes, columns=columns, max_slashes=0)
+    check(TritonKernel(), replace(p, tiles=p.tiles.with_index(many)), 1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "where"), [("gated", "whole"), ("local gated", "striped"), ("gated", "later queries")]
 )
