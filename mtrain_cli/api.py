@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli import install_command
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.problem import ConfigError, Names, Problem, Setting
+from mtrain_cli.config.schema import Config
 from mtrain_cli.inference import arguments
-from mtrain_cli.inference.arguments import named_arguments
+from mtrain_cli.inference.arguments import ARGUMENTS
 
 if TYPE_CHECKING:
     import torch
@@ -119,10 +120,10 @@ class Model:
         Raises:
             ConfigError: the model has no tokenizer.
         """
-        with named_arguments():
+        with ARGUMENTS.in_errors():
             return self._codec.encode(arguments.text("text", text))
 
-    @named_arguments()
+    @ARGUMENTS.in_errors()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -191,7 +192,7 @@ class Model:
         """
         return self.token_scores(tokens, beyond=beyond).losses
 
-    @named_arguments()
+    @ARGUMENTS.in_errors()
     def token_scores(self, tokens: Prompt, *, beyond: bool = False) -> TokenScores:
         """Return the losses of all tokens but the first, and whether each is the most likely.
 
@@ -223,7 +224,7 @@ class Model:
         require_prompts(self.source, [ids], 0, beyond=beyond)
         return TokenScores(*self._engine.token_scores(ids))
 
-    @named_arguments()
+    @ARGUMENTS.in_errors()
     def lm_eval(self, *, beyond: bool = False) -> LM:
         """Return this model for `lm_eval.simple_evaluate`, which needs the extra lm-eval.
 
@@ -251,11 +252,11 @@ class Model:
         answers = EngineAnswers(self._engine, self._codec, plan)
         model = HarnessModel(self._codec, plan.positions, answers)
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
-            setattr(model, name, named_arguments()(getattr(model, name)))
+            setattr(model, name, ARGUMENTS.in_errors()(getattr(model, name)))
         return model
 
 
-@named_arguments()
+@ARGUMENTS.in_errors()
 def load(
     path: str | os.PathLike[str],
     *overrides: str,
@@ -302,24 +303,17 @@ def load(
 
 def _open(path: Path, words: list[str], attention: str | None) -> ModelSource:
     """Find a model. Name the argument ``attention`` in messages about the pattern."""
-    from mtrain_cli.inference.model_source import open_source
+    from mtrain_cli.config.pattern_settings import PATTERNS
+    from mtrain_cli.config.suggest import no_such
+    from mtrain_cli.inference.model_source import open_source, servable_patterns
 
+    if attention is not None and attention not in PATTERNS:
+        reason = no_such("pattern", attention, servable_patterns())
+        raise ConfigError(Problem(Setting("attention", attention), ": ", reason))
     if _group_size() > 1 and not any(one.startswith("topology.workers=") for one in words):
         words = ["topology.workers=auto", *words]
-    try:
+    with Names(other={} if attention is None else {"sparsity": "attention"}).in_errors():
         return open_source(path, words)
-    except ConfigError as error:
-        pattern = f"sparsity={attention}:"
-        raise ConfigError(
-            *(
-                one.replace(pattern, f"attention={attention}:", 1).replace(
-                    "no such sparsity", "no such pattern"
-                )
-                if one.startswith(pattern)
-                else one
-                for one in error.problems
-            )
-        ) from error.__cause__
 
 
 def _warn(line: str) -> None:

@@ -71,7 +71,7 @@ class Bench:
         chosen = self.scores_TE.topk(moe.top_k)
         self.scores_TK, self.chosen_TK = chosen.values, chosen.indices
         self.decision = self.routing.decide(self.chosen_TK, self.scores_TE, 0)
-        self.bounds = module.execution.bounds(self.x_TC, moe, shared=False)
+        self.bounds = module.execution.bounds(self.x_TC, moe, degree=1)
         self.chunks = list(self.cut())
 
     def cut(self) -> Iterator[tuple[slice, Decision]]:

@@ -159,7 +159,10 @@ def predicted(
 
 
 def _mtrain(arguments: list[str], checkout: Path | None) -> str:
-    path = {"PYTHONPATH": str(checkout)} if checkout else {}
+    path = {}
+    if checkout:
+        others = os.environ.get("PYTHONPATH")  # packages that are installed in another folder
+        path["PYTHONPATH"] = os.pathsep.join([str(checkout), *([others] if others else [])])
     command = [sys.executable, "-m", "mtrain_cli", *arguments]
     done = subprocess.run(
         command,

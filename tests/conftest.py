@@ -63,6 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
 
 
+@pytest.hookimpl(optionalhook=True)  # GPU tests also run without pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the number of worker processes, which take whole files; 0 runs in this process.
 

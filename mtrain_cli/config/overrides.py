@@ -16,6 +16,7 @@ from typing import Any
 from mtrain_cli.config.earlier_versions import RENAMED
 from mtrain_cli.config.groups import Groups
 from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections, show
+from mtrain_cli.config.problem import Allowed, Problem, Setting
 from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
 
 _SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
@@ -82,7 +83,8 @@ def convert(
         except (ValueError, OverflowError) as error:
             shown = show(value)
             clipped = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-            problems.append(OverrideProblem(f"{name}={clipped}: {error}", (name,)))
+            line = Problem(Setting(name, clipped), ": ", Allowed(str(error)))
+            problems.append(OverrideProblem(line, (name,)))
     return leaves, problems
 
 
@@ -130,7 +132,7 @@ def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> OverrideProb
             hint = "the folder of a run is run.dir=..."
         return OverrideProblem(f"{text}: Hydra's own settings have no effect; {hint}")
     if name in groups.options:
-        return _parse_group(text, name, raw, groups, parsed)
+        return _parse_group(name, raw, groups, parsed)
     if name in all_keys():
         # A file name may begin or end with a space.
         exact = raw_text.partition("=")[2]
@@ -170,20 +172,18 @@ def _without_equals(text: str, groups: Groups) -> str:
     return f"{shown}: expected key=value, such as model=tiny or optim.lr=1e-3{hint}"
 
 
-def _parse_group(
-    text: str, group: str, raw: str, groups: Groups, parsed: Overrides
-) -> OverrideProblem | None:
+def _parse_group(group: str, raw: str, groups: Groups, parsed: Overrides) -> OverrideProblem | None:
     option, options = _unquoted(raw), groups.options[group]
     if option in options:
         parsed.groups[group] = option
         return None
     example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
-    reason = no_such(group, option, options)
+    reason: str = no_such(group, option, options)
     if option.startswith("{") and example:
         reason += f"; to set one value, write {example}=..."
     if "," in option or _SWEEP.match(option):
         reason = ONE_VALUE
-    return OverrideProblem(f"{text}: {reason}", (f"{group}.",))
+    return OverrideProblem(Problem(Setting(group, raw), ": ", reason), (f"{group}.",))
 
 
 def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> OverrideProblem | None:

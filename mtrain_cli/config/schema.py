@@ -29,6 +29,7 @@ from mtrain_cli.config.option import (
     option,
 )
 from mtrain_cli.config.pattern_settings import PatternSettings
+from mtrain_cli.config.problem import ConfigError as ConfigError
 from mtrain_cli.config.rope_settings import RopeConfig
 
 # Ranges and upper limits that several keys share. Each limit has a reason, which messages show.
@@ -557,14 +558,3 @@ class Config:
         """Return a copy with other values, such as ``changed(topology={"workers": 8})``."""
         new = {name: replace(getattr(self, name), **values) for name, values in groups.items()}
         return replace(self, **new)
-
-
-class ConfigError(ValueError):
-    """One or more mistakes in a configuration.
-
-    problems: one line for each mistake, with the key, its value and the allowed values.
-    """
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
+from mtrain_cli.config.problem import Allowed, Problem
+
 # Minimum similarity of a suggestion, from 0 to 1. It is difflib's default; less similar names
 # rarely help.
 CUTOFF = 0.6
@@ -33,7 +35,7 @@ def did_you_mean(word: str, names: Iterable[str], suffix: str = "") -> str:
 
 def no_such(
     kind: str, name: str, names: Iterable[str], otherwise: str = "", most: int | None = None
-) -> str:
+) -> Problem:
     """Return ``no such KIND (did you mean ...?); allowed: NAMES, or OTHERWISE``.
 
     Args:
@@ -46,7 +48,7 @@ def no_such(
         allowed += f" and {len(names[most:])} more"
     if otherwise:
         allowed = f"{allowed}, or {otherwise}" if names else otherwise
-    return f"no such {kind}{did_you_mean(name, names)}; allowed: {allowed}"
+    return Problem(f"no such {kind}{did_you_mean(name, names)}; allowed: ", Allowed(allowed))
 
 
 def _similarity(word: str, name: str) -> float:

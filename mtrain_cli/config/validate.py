@@ -23,6 +23,7 @@ from mtrain_cli.config import (
 from mtrain_cli.config.cluster import file_of
 from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
+from mtrain_cli.config.problem import IfHas, Problem, Setting
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
     MIN_BLOCK,
@@ -157,10 +158,11 @@ def _blocks(config: Config) -> Iterator[str]:
     workers = topology.context_workers
     blocks = -(-config.seq // topology.block_size)
     if config.layout == "striped" and isinstance(workers, int) and workers > max(1, blocks):
-        yield (
-            f"topology.block_size={topology.block_size}: seq={config.seq} has only "
-            f"{with_count(blocks, 'such block')} for {workers} workers; "
-            f"{_smaller(config.seq, workers, blocks)}"
+        yield Problem(
+            Setting("topology.block_size", topology.block_size),
+            f": seq={config.seq} has only {with_count(blocks, 'such block')} for {workers} "
+            "workers; ",
+            _smaller(config.seq, workers, blocks),
         )
 
 
@@ -199,8 +201,9 @@ def number_of_chunks(config: Config, workers: int) -> Iterator[str]:
     most = max(MOST_CHUNKS, MOST_CHUNKS_PER_WORKER * workers)
     if chunks < workers:
         longest = seq // workers // block * block
-        advice = f"chunks of at most {longest}" if longest else "fewer workers or a longer seq"
-        yield f"{given} for {workers} workers; give {advice}"
+        fewer = Problem("fewer workers", IfHas("seq", " or a longer seq"))
+        advice = f"chunks of at most {longest}" if longest else fewer
+        yield Problem(f"{given} for {workers} workers; give ", advice)
     elif chunks > most:
         shortest = -(-seq // (most * block)) * block
         yield (
@@ -209,17 +212,19 @@ def number_of_chunks(config: Config, workers: int) -> Iterator[str]:
         )
 
 
-def _smaller(seq: int, workers: int, blocks: int) -> str:
+def _smaller(seq: int, workers: int, blocks: int) -> Problem:
     """Return advice for a sequence of ``seq`` tokens that has fewer blocks than workers."""
     if workers * MIN_BLOCK > seq:
         most = max(1, seq // MIN_BLOCK)
         smaller = f" and topology.block_size={MIN_BLOCK}"
         or_more = f", or at most {most}{smaller}" if most > blocks else ""
-        return f"give at most {with_count(blocks, 'worker')}{or_more}, or a longer seq"
+        most_workers = f"give at most {with_count(blocks, 'worker')}{or_more}"
+        return Problem(most_workers, IfHas("seq", ", or a longer seq"))
     block = MIN_BLOCK
     while -(-seq // (2 * block)) >= workers:
         block *= 2
-    return f"give fewer workers, a longer seq or blocks of at most {block}"
+    longer = IfHas("seq", ", a longer seq")
+    return Problem("give fewer workers", longer, f" or blocks of at most {block}")
 
 
 def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[str]:

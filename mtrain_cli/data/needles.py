@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import ConfigError, IfHas, Problem, Setting, cli_option
 from mtrain_cli.data.corpora import Corpus, split_text
 from mtrain_cli.data.tokenizers import Tokenizer
 
@@ -182,10 +182,15 @@ class _Builder:
         space = settings.length - self._end - taken
         if space < 0 or last > settings.tail:
             raise ConfigError(
-                f"--pairs {settings.pairs}: {settings.length:,} tokens of {self._tokenizer.name} "
-                f"have no room for them: they take {taken:,}, and the questions at "
-                f"the end {last:,} of {settings.tail:,}. Give fewer pairs, fewer questions or a "
-                "larger length."
+                Problem(
+                    cli_option("pairs", settings.pairs),
+                    f": {settings.length:,} tokens of {self._tokenizer.name} have no room for "
+                    f"them: they take {taken:,}, and the questions at the end {last:,} of "
+                    f"{settings.tail:,}. Give fewer ",
+                    Setting("pairs"),
+                    IfHas("questions", ", fewer questions"),
+                    " or a larger length.",
+                )
             )
         free = [pair for pair in pairs if not pair.in_tail]
         placed = [entry for pair in free for entry in self._scatter(pair.lines, 0, space)]
@@ -256,8 +261,12 @@ class _Builder:
 
     def _no_length(self) -> ConfigError:
         return ConfigError(
-            f"--tokenizer: no document of {self._tokenizer.name} gets exactly "
-            f"{self._settings.length:,} tokens; give another --length"
+            Problem(
+                cli_option("tokenizer"),
+                f": no document of {self._tokenizer.name} gets exactly "
+                f"{self._settings.length:,} tokens; give another ",
+                cli_option("length"),
+            )
         )
 
     @property

@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import Allowed, ConfigError, Problem, cli_option
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.needles import NAMES
 from mtrain_cli.data.tokenizers import Tokenizer
@@ -104,8 +104,12 @@ class DepthGrid:
         room = length - sum(map(len, [*needles, *questions, *replies]))
         if room < _LEAST_TEXT:
             raise ConfigError(
-                f"--length {length}: too few tokens for {with_count(len(depths), 'needle')} and "
-                f"their questions; give {self._longest(len(depths)):,} or more"
+                Problem(
+                    cli_option("length", length),
+                    f": too few tokens for {with_count(len(depths), 'needle')} and their "
+                    "questions; give ",
+                    Allowed(f"{self._longest(len(depths)):,} or more"),
+                )
             )
         start = int(self._ends[random.randrange(len(self._ends) - 1)])
         parts: list[np.ndarray] = []

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import ConfigError, Problem, cli_option
 from mtrain_cli.inference.limits import require_whole_cache
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
@@ -130,6 +130,7 @@ class Plan:
     task: name of the task for messages; "" if unknown.
     mask: mask of the model. New tokens must see the whole cache.
     lengths: tokens of each request, those to generate included.
+    generates: whether a request asks for a text.
     """
 
     positions: int
@@ -140,6 +141,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.lengths: list[int] = []
+        self.generates = False
 
     @staticmethod
     def of(source: ModelSource, *, beyond: bool = False) -> Plan:
@@ -156,6 +158,7 @@ class Plan:
         return [(0.0, False)] * len(pairs)
 
     def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
+        self.generates = self.generates or bool(prompts)
         for prompt in prompts:
             if not prompt:
                 raise ConfigError(f"{self._place}a request has an empty prompt")
@@ -181,8 +184,14 @@ class Plan:
         if len(ids) + new > self.positions and not self.beyond:
             room = f" and {new:,} new ones" if new > 0 else ""
             raise ConfigError(
-                f"{self._place}a request has {len(ids):,} tokens{room}, more than the "
-                f"{self.positions:,} positions of the model. mtrain cuts no request: leave out the "
-                "task, give a smaller --num-fewshot, or add --beyond to go on anyway"
+                Problem(
+                    f"{self._place}a request has {len(ids):,} tokens{room}, more than the "
+                    f"{self.positions:,} positions of the model. mtrain cuts no request: leave out "
+                    "the task, give a smaller ",
+                    cli_option("num_fewshot"),
+                    ", or add ",
+                    cli_option("beyond", True),
+                    " to go on anyway",
+                )
             )
         self.lengths.append(len(ids) + max(new, 0))

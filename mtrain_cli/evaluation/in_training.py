@@ -7,10 +7,10 @@ go to the same folder in the run.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mtrain_cli.config.problem import Names
 from mtrain_cli.config.schema import NIAH, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.request import (
@@ -34,9 +34,12 @@ from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.conversion import tokenizer_of_data
 from mtrain_cli.training.trainer import Trainer
 
-# Options of `mtrain eval` in messages, and the keys that a run has for them.
-_OPTION = re.compile(r"--(length|haystack|needles|pairs)\b[ =]?")
-_KEYS = {"pairs": "needles"}
+# The keys of a run for options of `mtrain data needles` and `mtrain eval niah`.
+_KEYS = Names(
+    options=False,
+    other={"length": "eval.length", "pairs": "eval.needles", "tokenizer": "data.tokenizer"},
+    lacks=("questions",),
+)
 
 
 def requests(config: Config, run: Path, step: int = 0) -> list[EvaluationRequest]:
@@ -93,24 +96,10 @@ def require_tasks(config: Config) -> None:
     for request in requests(config, Path()):
         if request.kind != NIAH:
             continue
-        with _as_keys():
+        with _KEYS.in_errors():
             measurement = open_measurement(request, source, codec)
             for cell in measurement.cells():
                 next(measurement.items(cell))
-
-
-@contextlib.contextmanager
-def _as_keys() -> Iterator[None]:
-    """Name keys instead of options in the messages of a ConfigError."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(*map(_named, error.problems)) from None
-
-
-def _named(problem: str) -> str:
-    found = _OPTION.sub(lambda option: f"eval.{_KEYS.get(option[1], option[1])}=", problem)
-    return found if found.startswith("eval.") else f"eval.length: {found}"
 
 
 class TaskEvaluations(Callback):
@@ -127,7 +116,7 @@ class TaskEvaluations(Callback):
         scorer = Scorer(config, trainer.environment, trainer.tensor)
         scorer.decoder = trainer.decoder
         training = InTraining(scorer, codec_of(config), message)
-        with _as_keys():
+        with _KEYS.in_errors():
             self._runners = [
                 Runner(request, [config], trainer.environment, training=training)
                 for request in requests(config, run_dir.path, trainer.step)
@@ -178,6 +167,8 @@ class TaskEvaluations(Callback):
             self._out.mkdir(parents=True, exist_ok=True)
             lock = RunLock(self._out)
             folder = ResultsFolder.open(self._out, "..")
+            if folder.damage:
+                self._message(folder.damage, warning=True)
             if self._last is not None:
                 folder.drop_training(self._last)
         except ConfigError as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from mtrain_cli.config import documents, resolved_file
-from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, SENTENCES, Config, ConfigError
+from mtrain_cli.config.problem import ConfigError, Problem, Setting, cli_option
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, SENTENCES, Config
 from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.corpora import Corpus, stdlib_corpus
 from mtrain_cli.data.needles import NeedleSettings, needle_documents
@@ -38,6 +39,7 @@ from mtrain_cli.training.checkpoint_source import RESOLVED, run_of
 RULER = "ruler"
 LM_EVAL = "lm-eval"
 STDLIB = "stdlib"
+_IN_TRAINING = "training-"  # begins the identity of weights that a run trains
 _HAYSTACK_CHARACTERS = 1 << 23  # of a corpus, which then repeats
 
 
@@ -126,7 +128,12 @@ class Weights:
     @staticmethod
     def in_training(run: Path, step: int) -> Weights:
         """Return the weights that a run trains, after ``step`` optimizer steps."""
-        return Weights(str(run.absolute()), False, step, f"training-{step}")
+        return Weights(str(run.absolute()), False, step, f"{_IN_TRAINING}{step}")
+
+    @property
+    def is_in_training(self) -> bool:
+        """Whether a run trains these weights."""
+        return self.identity.startswith(_IN_TRAINING)
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,7 @@ def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCode
         read = partial(sequences_of_run, run)
         origin = HELD_OUT
     sequences = {length: read(length, request.samples) for length in request.lengths}
-    measurement = Perplexity(sequences, origin, options.short)
+    measurement = Perplexity(sequences, origin, options.short, read=read)
     if origin == HELD_OUT and request.samples:
         measurement.remarks = dict(_remarks(run, request.samples, sequences))
     if options.keys_from is not None:
@@ -240,8 +247,9 @@ def _remarks(
         if len(found) < min(wanted, held_out):
             yield (
                 length,
-                f"{len(found)} of {with_count(held_out, 'held-out sequence')} of "
-                f"{format_size(length)}: where a corpus ends, a sequence has fewer tokens",
+                f"{len(found)} of {with_count(held_out, 'held-out sequence')} "
+                f"{'has' if len(found) == 1 else 'have'} {length:,} tokens; shorter ones, at the "
+                "end of a corpus, do not count",
             )
 
 
@@ -289,7 +297,10 @@ def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:
 
 def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     options = request.niah
-    corpus = _haystack(options.haystack)
+    in_run = request.weights[0].is_in_training
+    key = Setting("eval.haystack") if in_run else cli_option("haystack")
+    given = replace(key, value=options.haystack)
+    corpus = _haystack(options.haystack, given)
     make: Callable[[int], Iterator[Item]]
     if options.form == PYTHON:
 
@@ -301,7 +312,7 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     else:
         text = _text(corpus)
         if not text.strip():
-            raise ConfigError(f"--haystack {options.haystack}: holds no text")
+            raise ConfigError(Problem(given, ": holds no text"))
         grid = DepthGrid(text, tokenizer)
         depths = [n / max(1, options.needles - 1) for n in range(options.needles)]
 
@@ -315,10 +326,12 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
     return Retrieval(request.lengths, make, origin)
 
 
-def _haystack(path: str) -> Corpus:
+def _haystack(path: str, given: Setting) -> Corpus:
+    """Open the text around needles. given: the setting that names it, for messages."""
     if path == STDLIB:
-        return stdlib_corpus(origin="--haystack stdlib")
-    return text_corpus(path, "text", path_option="--haystack", key_option="the haystack's key")
+        return stdlib_corpus(origin=str(given))
+    named = str(replace(given, value=None))
+    return text_corpus(path, "text", path_option=named, key_option="the haystack's key")
 
 
 def _text(corpus: Corpus) -> str:

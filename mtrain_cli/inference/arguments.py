@@ -1,47 +1,20 @@
 """Arguments of Python callers: checks of their types, and messages that name them.
 
 The functions under `mtrain_cli.api` do what commands do, whose messages name options of the command
-line. `named_arguments` replaces these names.
+line. `ARGUMENTS` names arguments instead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from pathlib import Path
 
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import Allowed, ConfigError, Names, Problem, Setting
 
-_NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?|inf|nan)\b"
-# An option, and its value if one follows: a number, a name in capitals, or a text before a colon.
-_OPTION = re.compile(rf"--([a-z][a-z-]*)(?:[ =]({_NUMBER}|[A-Z]{{2,}}\b|\S+(?=: )))?")
-_PROMPT_FILE = re.compile(r": --prompt-file .*")
-
-
-@contextlib.contextmanager
-def named_arguments() -> Iterator[None]:
-    """Name arguments instead of options in the messages of a ConfigError."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(*map(_named, error.problems)) from error.__cause__
-
-
-def _named(problem: str) -> str:
-    return _OPTION.sub(_argument, _PROMPT_FILE.sub("", problem))
-
-
-def _argument(option: re.Match[str]) -> str:
-    name, value = option[1].replace("-", "_"), option[2]
-    if name == "beyond":
-        return "beyond=True"
-    if value is None:
-        return name
-    return f"{name}={value.replace(',', '') if re.fullmatch(_NUMBER, value) else value}"
+ARGUMENTS = Names(options=False, lacks=("prompt_file",))
 
 
 def whole_number(name: str, value: object) -> int:
@@ -147,4 +120,5 @@ def _plain(value: object) -> object:
 
 
 def _wrong(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"{name}={reprlib.repr(value)}: must be {expected}")
+    given = Setting(name, reprlib.repr(value))
+    return ConfigError(Problem(given, ": must be ", Allowed(expected)))

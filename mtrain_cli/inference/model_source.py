@@ -6,9 +6,8 @@ torch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +17,12 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.mask_settings import CAUSAL
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.pipeline_parallel import require_whole_model
-from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
+from mtrain_cli.config.problem import Allowed, ConfigError, Names, Problem, Setting
+from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.model import huggingface_config
-from mtrain_cli.training.checkpoint_source import RESOLVED, find_source, run_of
+from mtrain_cli.training.checkpoint_source import RESOLVED, NotARunError, find_source, run_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # The settings that do not belong to the model.
 _SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")
+_GIVEN_BY_MODEL = Names(lacks=("seq",))
 
 
 @dataclass(frozen=True)
@@ -96,19 +97,23 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
         model, seq = huggingface_config.read_config(path)
         mask = huggingface_config.read_mask(path) or CAUSAL
         words = [*_defaults(), *_sizes(model), f"seq={seq}", *overrides]
-        with _without_longer_seq():
+        with _GIVEN_BY_MODEL.in_errors():
             config = compose.compose(words)
         config = dataclasses.replace(config, seq=seq, model=model, mask=mask)
         config = config.changed(data={"document_mask": False})  # a prompt is one document
     else:
         path = _find_run(path)
-        with _without_longer_seq():
+        with _GIVEN_BY_MODEL.in_errors():
             config = _config_of_run(run_of(path), overrides)
     require_whole_model(config, "mtrain generate` or `mtrain eval")
     if PATTERNS[config.sparsity.pattern].synthetic:
         raise ConfigError(
-            f"sparsity={config.sparsity.pattern}: chooses keys without regard to the prompt, so "
-            f"the model would read another text; allowed: {', '.join(_servable())}"
+            Problem(
+                Setting("sparsity", config.sparsity.pattern),
+                ": chooses keys without regard to the prompt, so the model would read another "
+                "text; allowed: ",
+                Allowed(", ".join(servable_patterns())),
+            )
         )
     return ModelSource(path, is_folder, config)
 
@@ -122,20 +127,12 @@ def _require_servable(word: str) -> None:
     """Refuse an unknown pattern with a list of those that can serve."""
     key, _, value = word.partition("=")
     if key in ("sparsity", "sparsity.pattern") and value not in PATTERNS:
-        raise ConfigError(f"{word}: {no_such('sparsity', value, _servable())}")
+        raise ConfigError(
+            Problem(Setting(key, value), ": ", no_such("sparsity", value, servable_patterns()))
+        )
 
 
-@contextlib.contextmanager
-def _without_longer_seq() -> Iterator[None]:
-    """Take the advice to give a longer seq out of a ConfigError: the model gives it."""
-    try:
-        yield
-    except ConfigError as error:
-        lines = (line.replace(", or a longer seq", "") for line in error.problems)
-        raise ConfigError(*(line.replace(", a longer seq or", " or") for line in lines)) from None
-
-
-def _servable() -> list[str]:
+def servable_patterns() -> list[str]:
     """Return the names of the patterns that look at their input."""
     return [name for name, found in PATTERNS.items() if not found.synthetic]
 
@@ -159,9 +156,7 @@ def _sizes(model: ModelConfig) -> list[str]:
 def _find_run(path: Path) -> Path:
     try:
         return find_source(path)
-    except ConfigError as error:
-        if "not a run or" not in error.problems[0]:
-            raise
+    except NotARunError:
         reason = "no model here" if path.exists() else "no such folder"
         raise ConfigError(
             f"{path}: {reason}. Give a Hugging Face folder (config.json and .safetensors files), a "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import Allowed, ConfigError, Problem, cli_option
 
 if TYPE_CHECKING:
     import torch
@@ -32,18 +32,21 @@ class Sampling:
 
     def require_valid(self) -> None:
         """Raise ConfigError with a line for each value out of range."""
-        problems = []
-        if not 0 <= self.temperature < math.inf:
-            problems.append(
-                f"--temperature {self.temperature:g}: must be 0 (always the most likely token) or "
-                "more"
-            )
-        if not 0 < self.top_p <= 1:
-            problems.append(f"--top-p {self.top_p:g}: must be above 0 and at most 1")
-        if self.top_k < 0:
-            problems.append(f"--top-k {self.top_k}: must be 0 (no limit) or more")
-        if not 0 <= self.seed < 2**63:
-            problems.append(f"--seed {self.seed}: must be between 0 and 2^63 - 1")
+        checks = [
+            (
+                cli_option("temperature", self.temperature),
+                0 <= self.temperature < math.inf,
+                "0 (always the most likely token) or more",
+            ),
+            (cli_option("top_p", self.top_p), 0 < self.top_p <= 1, "above 0 and at most 1"),
+            (cli_option("top_k", self.top_k), self.top_k >= 0, "0 (no limit) or more"),
+            (cli_option("seed", self.seed), 0 <= self.seed < 2**63, "between 0 and 2^63 - 1"),
+        ]
+        problems = [
+            Problem(given, ": must be ", Allowed(allowed))
+            for given, is_valid, allowed in checks
+            if not is_valid
+        ]
         if problems:
             raise ConfigError(*problems)
 

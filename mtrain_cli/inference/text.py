@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import ConfigError, IfHas, Problem, cli_option
 from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, parse_tokenizer
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.temporary_folders import private_folder
 from mtrain_cli.model.tokenizer_files import (
     GENERATION_CONFIG,
     TOKENIZER,
+    NoTokenizerError,
     TokenizerFiles,
     of_folder,
     token_ids,
@@ -89,19 +91,18 @@ def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
         ConfigError: ``folder`` has no tokenizer, or a tokenizer is broken.
     """
     if folder is not None:
+        given = cli_option("tokenizer", folder)
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "no such folder"
-            raise ConfigError(f"--tokenizer {folder}: {reason}; give a folder with tokenizer.json")
+            raise ConfigError(Problem(given, f": {reason}; give a folder with tokenizer.json"))
         try:
             return codec_of_files(of_folder(folder))
         except ConfigError as error:
-            raise ConfigError(*(f"--tokenizer {problem}" for problem in error.problems)) from None
+            lines = (line.removeprefix(str(folder)) for line in error.problems)
+            raise ConfigError(*(Problem(given, line) for line in lines)) from None
     if source.is_folder:
-        try:
+        with contextlib.suppress(NoTokenizerError):
             return codec_of_files(of_folder(source.path))
-        except ConfigError as error:
-            if "has no tokenizer files" not in error.problems[0]:
-                raise
         stop = _ids([token_ids(source.path)["eos_token_id"]])
         return TextCodec(None, stop, _missing(source, ""))
     from mtrain_cli.config import resolved_file
@@ -114,11 +115,13 @@ def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
     return codec_of_files(files)
 
 
-def _missing(source: ModelSource, reason: str) -> str:
+def _missing(source: ModelSource, reason: str) -> Problem:
     why = reason.removeprefix("no tokenizer: ").partition("; copy one")[0]
-    return (
-        f"{source.path}: has no tokenizer{f' ({why})' if why else ''}. Give --tokenizer FOLDER, or "
-        'prompts as token ids: --prompt-file FILE.jsonl with lines {"ids": [1, 2]}'
+    return Problem(
+        f"{source.path}: has no tokenizer{f' ({why})' if why else ''}. Give ",
+        cli_option("tokenizer", "FOLDER"),
+        ", or prompts as token ids",
+        IfHas("prompt_file", ': --prompt-file FILE.jsonl with lines {"ids": [1, 2]}'),
     )
 
 

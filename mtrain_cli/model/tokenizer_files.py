@@ -78,6 +78,10 @@ class TokenizerFiles:
             (folder / GENERATION_CONFIG).write_bytes(_json(generation | ids))
 
 
+class NoTokenizerError(ConfigError):
+    """A Hugging Face folder has no tokenizer."""
+
+
 def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
     """Return the tokenizer of a Hugging Face folder, with the ids of its config.json.
 
@@ -85,11 +89,14 @@ def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
         eos: id of the token that ends a document, for a folder that names no such token.
 
     Raises:
-        ConfigError: the folder has no tokenizer files, or a file cannot be read.
+        NoTokenizerError: the folder has no tokenizer files.
+        ConfigError: a file cannot be read.
     """
     files = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
     if not files.keys() - {GENERATION_CONFIG}:
-        raise ConfigError(f"{folder}: has no tokenizer files. Give a folder with tokenizer.json.")
+        raise NoTokenizerError(
+            f"{folder}: has no tokenizer files. Give a folder with tokenizer.json."
+        )
     ids = token_ids(folder)
     if TOKENIZER in files:
         files, ids = _complete(files, ids, _named_eos(files, eos))

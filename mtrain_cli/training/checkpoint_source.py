@@ -21,6 +21,10 @@ class NoCheckpointError(ConfigError, CheckpointError):
     """There is no intact checkpoint. The message has one line per damaged checkpoint."""
 
 
+class NotARunError(ConfigError):
+    """A path names neither a run nor a checkpoint of a run."""
+
+
 def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
     """Return the committed checkpoints of a run or of a checkpoints folder, newest first.
 
@@ -42,7 +46,8 @@ def find_source(source: Path) -> Path:
     """Return the folder that `source` of `export_checkpoint` names, without verifying checkpoints.
 
     Raises:
-        ConfigError: there is no such run, or the run has no checkpoint.
+        NotARunError: there is no such run.
+        NoCheckpointError: the run has no such checkpoint.
     """
     if not source.exists() and (run_dir.RUNS / source).is_dir():
         source = run_dir.RUNS / source
@@ -62,12 +67,15 @@ def run_of(source: Path) -> Path:
     """Return the run that `source` belongs to.
 
     source: folder of a run, its checkpoints folder, or a checkpoint.
+
+    Raises:
+        NotARunError: there is no such run.
     """
     resolved = source.resolve()
     for folder in (resolved, resolved.parent, resolved.parent.parent):
         if (folder / RESOLVED).is_file():
             return folder
-    raise ConfigError(
+    raise NotARunError(
         f"{source}: not a run or a run's checkpoint (no {RESOLVED} in this folder or above it). "
         "Give a run, such as runs/latest."
     )

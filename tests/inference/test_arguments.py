@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.problem import ConfigError, IfHas, Problem, cli_option
 from mtrain_cli.inference import arguments
 
 
@@ -66,23 +66,18 @@ def test_values_are_those_of_python():
 
 
 @pytest.mark.parametrize(
-    ("problem", "expected"),
+    ("parts", "expected"),
     [
-        ("--temperature -1: must be 0", "temperature=-1: must be 0"),
-        ("--top-p 1e+20: must be", "top_p=1e+20: must be"),
-        ("--temperature inf: must", "temperature=inf: must"),
-        ("with --max-new 1,000 it is", "with max_new=1000 it is"),
-        ("fits with --max-new 45. Give a smaller --max-new or", "fits with max_new=45. Give a "
-         "smaller max_new or"),
-        ("Give --max-new 7, or add --beyond to go on", "Give max_new=7, or add beyond=True to go "
-         "on"),
-        ("--tokenizer no: no such folder", "tokenizer=no: no such folder"),
-        ('Give --tokenizer FOLDER, or prompts as token ids: --prompt-file FILE.jsonl with {"ids"}',
-         "Give tokenizer=FOLDER, or prompts as token ids"),
-        ("a smaller --num-fewshot, or", "a smaller num_fewshot, or"),
+        ((cli_option("temperature", -1.0), ": must be 0"), "temperature=-1: must be 0"),
+        ((cli_option("top_p", 1e20), ": must be"), "top_p=1e+20: must be"),
+        ((cli_option("temperature", float("inf")), ": must"), "temperature=inf: must"),
+        (("Give a smaller ", cli_option("max_new"), " or"), "Give a smaller max_new or"),
+        (("add ", cli_option("beyond", True), " to go on"), "add beyond=True to go on"),
+        ((cli_option("tokenizer", Path("no")), ": no such"), "tokenizer=no: no such"),
+        (("as ids", IfHas("prompt_file", ": --prompt-file FILE")), "as ids"),
     ],
-)  # fmt: skip
-def test_messages_name_arguments(problem, expected):
-    with pytest.raises(ConfigError) as raised, arguments.named_arguments():
-        raise ConfigError("a", problem)
+)
+def test_messages_name_arguments(parts, expected):
+    with pytest.raises(ConfigError) as raised, arguments.ARGUMENTS.in_errors():
+        raise ConfigError("a", Problem(*parts))
     assert raised.value.problems == ("a", expected)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from reporting.training_runs import step, trained
 
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.training_figures import (
+    density_figure,
     held_out_figure,
     log_ticks,
     rate_restarts,
@@ -56,6 +59,21 @@ def test_moving_averages_are_unbiased_and_raw_values_stay(tmp_path):
     assert loss[0]["y"] == pytest.approx([4 - n / 40 for n in range(1, 41)], rel=1e-4)
     assert loss[1]["y"] != loss[0]["y"]
     assert "moving average" in figure.note
+
+
+def test_dips_of_the_density_are_explained_if_documents_are_masked(tmp_path):
+    metrics = tuple(
+        step(n, density=0.5 if n == 3 else 1.0, density_by_layer=[1.0, 0.9]) for n in range(1, 6)
+    )
+    masked = replace(
+        trained("one", tmp_path, settings={"data.document_mask": True}), metrics=metrics
+    )
+    for draw in (training_figure, density_figure):
+        assert "It dips in steps whose sequences have several documents" in draw([masked]).note
+    flat = replace(masked, metrics=metrics[:2])
+    whole = replace(masked, settings={"data.document_mask": False})
+    for source in (flat, whole):
+        assert "dips" not in training_figure([source]).note + density_figure([source]).note
 
 
 def test_ticks_of_log_axes_have_no_exponent():
