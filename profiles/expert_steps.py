@@ -114,10 +114,10 @@ def train_steps(_rank: int, _workers: int, words: tuple[str, ...], steps: int) -
     trainer = Trainer(config, environment)
     metrics = []
     for _ in range(steps):
-        _synchronize(trainer)
+        synchronize(trainer)
         began = time.perf_counter()
         result = trainer.train_step(False)
-        _synchronize(trainer)
+        synchronize(trainer)
         metrics.append(trainer.metrics(result, time.perf_counter() - began))
     exposed = _exposed(trainer)
     trainer.close()
@@ -133,10 +133,19 @@ def train_steps(_rank: int, _workers: int, words: tuple[str, ...], steps: int) -
     )
 
 
-def _synchronize(trainer: Trainer) -> None:
+def synchronize(trainer: Trainer) -> None:
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
     share(None, trainer.host_group)  # all workers begin together
+
+
+def step_seconds(trainer: Trainer) -> float:
+    """Train a step, and return its seconds on the slowest worker."""
+    synchronize(trainer)
+    began = time.perf_counter()
+    trainer.train_step(False)
+    synchronize(trainer)
+    return time.perf_counter() - began
 
 
 def _exposed(trainer: Trainer) -> tuple[float, float, float]:
@@ -146,11 +155,11 @@ def _exposed(trainer: Trainer) -> tuple[float, float, float]:
     if gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        _synchronize(trainer)
+        synchronize(trainer)
         with profiler_labels.label(profiler_labels.STEP):
             trainer.train_step(False)
             with profiler_labels.label(profiler_labels.CLOSING):
-                _synchronize(trainer)
+                synchronize(trainer)
     own: list[dict[str, Any]] = []
     found, sent = None, {}
     with suppress(OSError, ValueError, KeyError), tempfile.TemporaryDirectory() as folder:

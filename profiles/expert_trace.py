@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -53,6 +55,7 @@ class Trace:
     host: number of calls of each kind, and their host time.
     kernels: longest kernels: name, number, time.
     gaps: idle time by the operation that follows, number of gaps, and what the host did longest.
+    unrecorded: median of the steps before it, which the profiler does not slow down.
     """
 
     step: float
@@ -63,6 +66,7 @@ class Trace:
     host: dict[str, tuple[int, float]]
     kernels: list[tuple[str, int, float]]
     gaps: list[tuple[str, int, float, str]]
+    unrecorded: float = 0.0
 
 
 def tables(bench: expert_steps.Bench, layers: int | None) -> Iterator[str]:
@@ -88,12 +92,13 @@ def tables(bench: expert_steps.Bench, layers: int | None) -> Iterator[str]:
 
 def record(_rank: int, _workers: int, words: tuple[str, ...], steps: int) -> Trace:
     """Train as a worker of a `Pool`, and record one more step."""
+    began = time.perf_counter()
     config = compose(list(words))
     trainer = Trainer(config, replace(resolve_environment(config), launcher="mtrain"))
     gpu = trainer.device.type == "cuda"
-    for _ in range(steps):
-        trainer.train_step(False)
-    expert_steps._synchronize(trainer)
+    seconds = [expert_steps.step_seconds(trainer) for _ in range(steps)]
+    print(f"built and warm in {time.perf_counter() - began:.1f} s; steps:", seconds, flush=True)
+    expert_steps.synchronize(trainer)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -106,7 +111,8 @@ def record(_rank: int, _workers: int, words: tuple[str, ...], steps: int) -> Tra
         profiler.export_chrome_trace(str(file))
         text = file.read_text(encoding="utf-8", errors="replace")
     trainer.close()
-    return analyse(json.loads(text, strict=False)["traceEvents"], gpu=gpu)
+    trace = analyse(json.loads(text, strict=False)["traceEvents"], gpu=gpu)
+    return replace(trace, unrecorded=1e3 * statistics.median(seconds[2:] or seconds))
 
 
 def analyse(events: list[Event], *, gpu: bool) -> Trace:
@@ -239,7 +245,8 @@ def _gaps(work: list[Event], calls: list[Event]) -> list[tuple[str, int, float, 
 
 def _lines(trace: Trace) -> Iterator[str]:
     idle = f"idle {trace.idle:.1f} ms, idle or only messages {trace.compute_idle:.1f} ms"
-    yield f"step {trace.step:.1f} ms, {idle}, only rows travel {trace.exposed:.1f} ms"
+    yield f"step {trace.step:.1f} ms ({trace.unrecorded:.1f} without the profiler), {idle}, "
+    yield f"only rows travel {trace.exposed:.1f} ms"
     yield ""
     yield "| kind | ms | share | operations |"
     yield "|---|---|---|---|"

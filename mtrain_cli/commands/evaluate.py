@@ -270,8 +270,9 @@ def run_evaluation(
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.evaluation.request import EvaluationRequest
     from mtrain_cli.evaluation.results import model_name, require_own
+    from mtrain_cli.evaluation.runner import OTHERS_DONE
 
-    weights = _weights(first, common.checkpoints)
+    weights, failed = _weights(first, common.checkpoints)
     if (perplexity := options.get("perplexity")) is not None and perplexity.short is not None:
         weights = weights[::-1]  # the newest checkpoint chooses the key tokens of all
     root, out = _places(first, common.out)
@@ -294,13 +295,30 @@ def run_evaluation(
     lines = unused_by_model(words, configs)
     if line := longer_than_trained(first, max(lengths)):
         lines.append(f"--length {common.length}: {line}")
-    tasks, more = check_work(request, first, beyond=common.beyond)
-    warn([*lines, *more])
-    with _locked(out):
-        code = _evaluate(request, configs, environment, words, tasks)
-    if code:
-        raise typer.Exit(code)
-    _show(request, as_json=common.as_json)
+    work = check_work(request, first, beyond=common.beyond)
+    failed += work.failed
+    warn([*lines, *work.warnings, *(f"{line}; the others are evaluated" for line in failed)])
+    with _locked(out), _going_on(failed):
+        code = _evaluate(work.request, configs, environment, words, work.tasks)
+        if code:
+            raise typer.Exit(code)
+    _show(work.request, as_json=common.as_json)
+    if failed:
+        raise ConfigError(*failed, OTHERS_DONE)
+
+
+@contextlib.contextmanager
+def _going_on(failed: list[str]) -> Iterator[None]:
+    """Go on after an error that left all other results complete. Add its lines to ``failed``."""
+    from mtrain_cli.evaluation.runner import OTHERS_DONE
+
+    try:
+        yield
+    except ConfigError as error:
+        *lines, last = error.problems
+        if last != OTHERS_DONE:
+            raise ConfigError(*failed, *error.problems) from None
+        failed += lines
 
 
 def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[str, ModelSource]:
@@ -336,8 +354,10 @@ def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[s
     }
 
 
-def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
-    """Return the weights to evaluate, by their steps.
+def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...], list[str]]:
+    """Return the weights to evaluate, by their steps. Of all checkpoints, leave out damaged ones.
+
+    The second result has a line on each that is left out.
 
     Raises:
         ConfigError: there is no such checkpoint, or the checkpoint is damaged.
@@ -349,13 +369,16 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
     if source.is_folder:
         if checkpoints != "newest":
             raise ConfigError(f"--checkpoints {checkpoints}: a Hugging Face folder has none")
-        return (Weights.of_folder(source.path),)
+        return (Weights.of_folder(source.path),), []
     found = checkpoints_of(source.path)
     if checkpoints == "newest":
-        return (_newest_intact(source.path, found),)
+        return (_newest_intact(source.path, found),), []
     by_step = {int(path.name.removeprefix("step-")): path for path in reversed(found)}
     if checkpoints == "all":
-        return _intact(list(by_step.values()))
+        intact, problems = _intact(list(by_step.values()))
+        if not intact:
+            raise ConfigError(*problems)
+        return intact, problems
     steps = parse_items("--checkpoints", checkpoints, parse_whole_number, "100,200")
     for step in steps:
         if step not in by_step:
@@ -364,7 +387,13 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[Weights, ...]:
                 f"--checkpoints {checkpoints}: {source.path} has no checkpoint of step {step}; it "
                 f"has {held}"
             )
-    return _intact([by_step[step] for step in sorted(set(steps))])
+    intact, problems = _intact([by_step[step] for step in sorted(set(steps))])
+    if problems and intact:
+        others = ",".join(str(one.step) for one in intact)
+        problems[-1] += f". Give --checkpoints {others} to evaluate the others"
+    if problems:
+        raise ConfigError(*problems)
+    return intact, []
 
 
 def _newest_intact(path: Path, checkpoints: Sequence[Path]) -> Weights:
@@ -397,12 +426,8 @@ def _newest_intact(path: Path, checkpoints: Sequence[Path]) -> Weights:
     raise ConfigError(*problems)
 
 
-def _intact(checkpoints: Sequence[Path]) -> tuple[Weights, ...]:
-    """Return the weights of checkpoints.
-
-    Raises:
-        ConfigError: some are damaged. The message names the others.
-    """
+def _intact(checkpoints: Sequence[Path]) -> tuple[tuple[Weights, ...], list[str]]:
+    """Return the weights of checkpoints, and a line on each that is damaged."""
     from mtrain_cli.evaluation.request import DamagedCheckpointError, Weights
 
     intact: list[Weights] = []
@@ -412,12 +437,7 @@ def _intact(checkpoints: Sequence[Path]) -> tuple[Weights, ...]:
             intact.append(Weights.of_checkpoint(path))
         except DamagedCheckpointError as error:
             problems += error.problems
-    if problems and intact:
-        steps = ",".join(str(one.step) for one in intact)
-        problems[-1] += f". Give --checkpoints {steps} to evaluate the others"
-    if problems:
-        raise ConfigError(*problems)
-    return tuple(intact)
+    return tuple(intact), problems
 
 
 def _has_only_files(ruler: RulerOptions | None) -> bool:

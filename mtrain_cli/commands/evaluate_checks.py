@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,30 +46,46 @@ def require_short(short: int, option: str) -> None:
         )
 
 
-def check_work(
-    request: EvaluationRequest, source: ModelSource, *, beyond: bool
-) -> tuple[HarnessTasks | None, list[str]]:
-    """Check what to measure before any work. Return the tasks of lm-eval, if any, and warnings.
+@dataclass(frozen=True)
+class CheckedWork:
+    """What an evaluation can measure.
+
+    request: without the tasks and files that are damaged.
+    tasks: tasks of lm-eval; None for another evaluation.
+    warnings: lines for the user.
+    failed: lines on what is damaged.
+    """
+
+    request: EvaluationRequest
+    tasks: HarnessTasks | None = None
+    warnings: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+def check_work(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> CheckedWork:
+    """Check what to measure before any work.
 
     Raises:
-        ConfigError: a sample or a task cannot be made.
+        ConfigError: a sample or a task cannot be made, or all are damaged.
     """
     if request.kind == "lm-eval":
-        return _checked_tasks(request, source, beyond=beyond), []
-    return None, _check_samples(request, source, beyond=beyond)
+        tasks = _checked_tasks(request, source, beyond=beyond)
+        return CheckedWork(request, tasks, failed=tasks.failed)
+    return _check_samples(request, source, beyond=beyond)
 
 
-def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> list[str]:
-    """Make the first samples, so that mistakes are reported before any work. Return warnings.
+def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> CheckedWork:
+    """Make the first samples, so that mistakes are reported before any work.
 
     Raises:
         ConfigError: there is no tokenizer, or it is that of another model, a text or file is
-            missing, or a length is too short.
+            missing, a length is too short, or all files are damaged.
     """
     from mtrain_cli.evaluation.generated import Generated
     from mtrain_cli.evaluation.perplexity import Perplexity
     from mtrain_cli.evaluation.request import open_measurement
     from mtrain_cli.evaluation.runner import name_of, tokenizer_text
+    from mtrain_cli.evaluation.sources import DamagedFileError
     from mtrain_cli.inference.limits import require_hidden_labels, require_known_ids
     from mtrain_cli.inference.text import open_codec
 
@@ -77,22 +94,53 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
     if not isinstance(measurement, Generated):
         require_hidden_labels(source.config, "this evaluation")
     vocabulary, tokenizer = source.config.model.vocab_size, tokenizer_text(request, source)
+    damaged: dict[str, tuple[str, ...]] = {}
     for cell in measurement.cells():
         prompts = []
-        with _NEEDLES.in_errors():
-            if not cell.length:
-                prompts = [item["ids"] for item in measurement.items(cell)]
-            elif cell.length == min(request.lengths):
-                prompts = [next(measurement.items(cell))["ids"]]
+        try:
+            with _NEEDLES.in_errors():
+                if not cell.length:
+                    prompts = [item["ids"] for item in measurement.items(cell)]
+                elif cell.length == min(request.lengths):
+                    prompts = [next(measurement.items(cell))["ids"]]
+        except DamagedFileError as error:
+            damaged[cell.task] = error.problems
+            continue
         if isinstance(measurement, Perplexity):
             prompts += [sequence.ids for sequence in measurement.sequences[cell.length]]
         for ids in prompts:
             require_known_ids(ids, vocabulary, name_of(cell), tokenizer)
         if isinstance(measurement, Generated):
             _require_prompts(measurement, cell, source, prompts, beyond=beyond)
-    if not isinstance(measurement, Perplexity):
-        return []
-    return [f"perplexity: {line}" for line in measurement.remarks.values()]
+    if isinstance(measurement, Perplexity):
+        remarks = (f"perplexity: {line}" for line in measurement.remarks.values())
+        return CheckedWork(request, warnings=tuple(remarks))
+    return _without(request, damaged)
+
+
+def _without(request: EvaluationRequest, damaged: Mapping[str, Sequence[str]]) -> CheckedWork:
+    """Return a request without damaged tasks and files.
+
+    Args:
+        damaged: why each is damaged, by its name in the results.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    from mtrain_cli.evaluation.generated import FILE, PREFIX
+
+    options = request.ruler
+    tasks = tuple(task for task in options.tasks if f"{PREFIX}{task}" not in damaged)
+    files = tuple(file for file in options.files if f"{FILE}{Path(file).stem}" not in damaged)
+    failed = tuple(
+        line if line.startswith("--file") else f"{name}: {line}"
+        for name, lines in damaged.items()
+        for line in lines
+    )
+    if failed and not tasks and not files:
+        raise ConfigError(*failed)
+    left = replace(request, ruler=replace(options, tasks=tasks, files=files))
+    return CheckedWork(left, failed=failed)
 
 
 def _require_prompts(

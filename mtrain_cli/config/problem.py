@@ -87,12 +87,12 @@ class Names:
 
     @contextlib.contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Use these names in the messages of a ConfigError."""
+        """Use these names in the messages of a ConfigError, which keeps its class."""
         try:
             yield
         except ConfigError as error:
             problems = (Problem(*map(self.of, one.parts)) for one in error.problems)
-            raise ConfigError(*problems) from error.__cause__
+            raise type(error)(*problems) from error.__cause__
 
 
 class Problem(str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,7 @@ from typing import Any, cast
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation import ruler
 from mtrain_cli.evaluation.matching import clean_prediction, string_match_all
-from mtrain_cli.evaluation.measurement import Cell, Item, Row
+from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.results import PERCENT, Result, mean_and_error
 from mtrain_cli.evaluation.samples import read_samples
 from mtrain_cli.evaluation.sources import Sources
@@ -77,6 +77,12 @@ class Generated:
         used += [self.sources.words] if task == "cwe" else []
         return tuple(path.name for path in used if path is not None)
 
+    def details(self, cell: Cell) -> tuple[str, ...]:
+        if not cell.task.startswith(FILE):
+            return ()
+        file = self.file_of(cell)
+        return f"in {file.parent}", f"content {self._content(file)[:8]}"
+
     def items(self, cell: Cell) -> Iterator[Item]:
         if cell.task.startswith(FILE):
             made = read_samples(self.file_of(cell))
@@ -111,8 +117,14 @@ class Generated:
             return min(wanted, sum(1 for _ in read_samples(self.file_of(cell))))
         return wanted
 
+    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:  # noqa: ARG002
+        return ()  # the key of a result has the hash of a file
+
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Do nothing: the samples do not depend on the model."""
+
+    def after(self, origin: str) -> Measurement:  # noqa: ARG002 - nothing to learn
+        return self
 
     def tokens(self, cell: Cell) -> int:
         return cell.length

@@ -130,6 +130,7 @@ class Plan:
     task: name of the task for messages; "" if unknown.
     mask: mask of the model. New tokens must see the whole cache.
     lengths: tokens of each request, those to generate included.
+    generates: whether a request asks for a text.
     """
 
     positions: int
@@ -140,6 +141,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.lengths: list[int] = []
+        self.generates = False
 
     @staticmethod
     def of(source: ModelSource, *, beyond: bool = False) -> Plan:
@@ -156,6 +158,7 @@ class Plan:
         return [(0.0, False)] * len(pairs)
 
     def texts(self, prompts: Sequence[list[int]], how: Continuing) -> list[str]:
+        self.generates = self.generates or bool(prompts)
         for prompt in prompts:
             if not prompt:
                 raise ConfigError(f"{self._place}a request has an empty prompt")

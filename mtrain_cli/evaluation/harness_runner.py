@@ -7,6 +7,7 @@ the results keeps every answer, so that no request is computed twice.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.evaluation.continuations import pack_size, packs, score_together
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
@@ -33,6 +35,7 @@ from mtrain_cli.evaluation.harness_tasks import HarnessTasks
 from mtrain_cli.evaluation.request import EvaluationRequest
 from mtrain_cli.evaluation.results import Result, ResultsFolder, append_row, kept_rows, key_of
 from mtrain_cli.evaluation.runner import (
+    OTHERS_DONE,
     Setting,
     StoppedError,
     pattern_text,
@@ -49,6 +52,17 @@ from mtrain_cli.parallel.collectives import share
 
 ANSWERS = "answers.jsonl"
 _MARGIN = 8  # tokens before an ending string that are decoded again
+
+
+class _UnreadableError(Exception):
+    """A model cannot be loaded. All workers raise this together.
+
+    problems: lines for the user.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__(*problems)
+        self.problems = problems
 
 
 class EngineAnswers:
@@ -119,11 +133,12 @@ class HarnessRunner:
     ) -> None:
         self._request, self._environment, self._stop = request, environment, stop
         self._tasks, self._first = tasks, environment.rank == 0
-        self._settings = settings_of(request, configs)
+        self._settings = settings_of(request, configs, environment.device)
         folder = None if request.tokenizer is None else Path(request.tokenizer)
         self._codec = open_codec(self._settings[0].source(), folder)
         self._opened: tuple[int, EngineAnswers] | None = None
         self.device = environment.device
+        self._generates = True  # whether a task asks for texts; the first worker finds out
         self.calls = 0  # that computed something
         self._together = True  # whether the other workers wait for a call
 
@@ -133,7 +148,7 @@ class HarnessRunner:
         Raises:
             StoppedError: the user asked to stop.
             ConfigError: lm-eval or a task refuses to run, or the folder has results of another
-                model.
+                model. If weights are damaged, all others are evaluated before.
         """
         if not self._first:
             self._follow()
@@ -147,21 +162,35 @@ class HarnessRunner:
     def _lead(self) -> None:
         request, source = self._request, self._settings[0].source()
         folder = ResultsFolder.open(Path(request.out), request.model)
+        if folder.damage:
+            _warn(folder.damage, first=self._first)
         tasks = self._tasks or load_tasks(request)
         plan = tasks.plan(self._codec, Plan.of(source, beyond=True))
+        self._generates = plan.generates
         flop = plan_flop(plan, source.config)
         progress = EvaluationProgress(flop * len(self._settings))
         many = f"{len(plan.lengths):,} requests of {len(tasks.loaded['tasks'])} tasks"
         progress.say(f"{many}, up to {format_flop(flop)} each time (dense attention)")
+        failed: list[str] = []
+        lost = 0
         try:
             for number, setting in enumerate(self._settings):
                 started = time.perf_counter()
                 answers = _KeptAnswers(self, folder, number, setting, progress)
-                found = tasks.evaluate(self._codec, source.max_position, answers)
+                try:
+                    found = tasks.evaluate(self._codec, source.max_position, answers)
+                except _UnreadableError as error:
+                    failed += error.problems
+                    lost += 1
+                    progress.say(f"{setting.label}: cannot be loaded")
+                    continue
                 seconds = time.perf_counter() - started
                 self._keep(folder, setting, found, seconds, progress)
         finally:
             progress.close()
+        if failed:
+            others = [OTHERS_DONE] if lost < len(self._settings) else []
+            raise ConfigError(*dict.fromkeys(failed), *others)
 
     def origin(self, setting: Setting) -> dict[str, Any]:
         """Return what determines the answers of a model, for a key."""
@@ -178,7 +207,8 @@ class HarnessRunner:
     ) -> None:
         """Write results and samples that the folder lacks, or of which it has others.
 
-        A task that changed gives other samples under its name, even if it has as many.
+        A task that changed gives other samples under its name, even if it has as many. Otherwise a
+        result of fewer samples replaces none of more.
         """
         names: dict[str, Any] = {
             "length": 0,
@@ -188,21 +218,37 @@ class HarnessRunner:
         known = Result(
             key="", task="", pattern=pattern_text(setting.config), samples=0, score=None,
             error=None, unit="", seconds=seconds, **names,
+            settings=setting.labels_with(self._request.tokenizer),
+            details=(setting.weights_label,),
         )  # fmt: skip
-        for one in measured(found, known, self.origin(setting)):
+        changed = False
+        # Groups, which have no samples of their own, come after their tasks.
+        for one in sorted(
+            measured(found, known, self.origin(setting)), key=lambda one: not one.rows
+        ):
             key = one.result.key
             own = [{"key": key, "task": one.result.task, **names, **row} for row in one.rows]
             held = folder.samples.get(key, {})
             if any(row["index"] in held and not _equal(row, held[row["index"]]) for row in own):
                 folder.drop_samples(key)
-                held = {}
+                held, changed = {}, True
             for row in own:
                 if row["index"] not in held:
                     folder.add_sample(row)
             before = folder.results.get(key)
-            if before is None or replace(one.result, seconds=before.seconds) != before:
+            line = f"{one.result.task} {setting.label}: {score_text(one.result)}"
+            if (
+                before is not None
+                and before.samples > one.result.samples
+                and not (changed and not own)
+            ):
+                line += (
+                    f" on {with_count(one.result.samples, 'sample')}; the result on "
+                    f"{before.samples:,} stays: {score_text(before)}"
+                )
+            elif before is None or replace(one.result, seconds=before.seconds) != before:
                 folder.add_result(one.result)
-            progress.say(f"{one.result.task} {setting.label}: {score_text(one.result)}")
+            progress.say(line)
 
     def call(self, setting: int, kind: str, *arguments: Any) -> Any:
         """Compute a call on all workers. Only the first worker makes calls.
@@ -215,7 +261,11 @@ class HarnessRunner:
             self._send([])
             raise StoppedError
         self._send([setting, kind, *arguments])
-        result = self._compute(setting, kind, *arguments)
+        try:
+            result = self._compute(setting, kind, *arguments)
+        except _UnreadableError:
+            self._together = True
+            raise
         self._together = True
         return result
 
@@ -224,7 +274,8 @@ class HarnessRunner:
         while (call := share(None)[0]) is not None:
             if not call:
                 raise StoppedError
-            self._compute(*call)
+            with contextlib.suppress(_UnreadableError):
+                self._compute(*call)
 
     def _send(self, call: list[Any] | None) -> None:
         if self._environment.dims.workers > 1:
@@ -234,7 +285,7 @@ class HarnessRunner:
         self.calls += 1
         if self._opened is None or self._opened[0] != setting:
             self._opened = None  # frees the memory
-            self._opened = setting, self._open(self._settings[setting])
+            self._opened = setting, self._open_together(self._settings[setting])
         answers = self._opened[1]
         if kind == "scores":
             return answers.scores(arguments[0])
@@ -242,11 +293,25 @@ class HarnessRunner:
         how = Continuing(max_new, tuple(until), Sampling(**sampling))
         return answers.named_texts(prompts, how, names)
 
+    def _open_together(self, setting: Setting) -> EngineAnswers:
+        answers: EngineAnswers | None = None
+        problems: list[str] = []
+        try:
+            answers = self._open(setting)
+        except ConfigError as error:
+            problems = list(error.problems)
+        if self._environment.dims.workers > 1:
+            problems = next((found for found in share(problems) if found), [])
+        if answers is None or problems:
+            raise _UnreadableError(problems)
+        return answers
+
     def _open(self, setting: Setting) -> EngineAnswers:
         warn = partial(_warn, first=self._first)
         engine = Engine(setting.source(), self._environment, warn)
         if self._first:
-            report(describe(engine)[: 1 + (setting.attention != "dense")])
+            lines = describe(engine, generates=self._generates)
+            report(lines[: 1 + (setting.attention != "dense")])
         return EngineAnswers(engine, self._codec)
 
 

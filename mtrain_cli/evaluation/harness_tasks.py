@@ -35,10 +35,12 @@ class HarnessTasks:
 
     loaded: what lm-eval's TaskManager returns: tasks and groups by their names.
     samples: most samples of each task; None for all.
+    failed: lines on tasks that cannot be loaded, if others can.
     """
 
     loaded: Mapping[str, Any]
     samples: int | None
+    failed: tuple[str, ...] = ()
 
     @staticmethod
     def load(
@@ -51,9 +53,9 @@ class HarnessTasks:
             shots: solved examples before each question; None for what each task prescribes.
 
         Raises:
-            ConfigError: lm-eval is missing, there is no such task, or its data cannot be read.
+            ConfigError: lm-eval is missing, there is no such task, or no data can be read.
         """
-        loaded = _load(names, folder)
+        loaded, failed = _load(names, folder)
         for name, task in loaded["tasks"].items():
             for is_so, why in (
                 (getattr(task, "UNSAFE_CODE", False), "runs code that the model writes"),
@@ -65,7 +67,7 @@ class HarnessTasks:
             own = task.get_config("num_fewshot")
             if own is None or (shots is not None and own != 0):
                 task.set_config(key="num_fewshot", value=shots or 0)
-        return HarnessTasks(loaded, samples)
+        return HarnessTasks(loaded, samples, failed)
 
     def plan(self, codec: TextCodec, plan: Plan) -> Plan:
         """Count the requests of all tasks in a plan without requests, and return it.
@@ -113,8 +115,8 @@ class HarnessTasks:
             raise ConfigError(f"--tasks {name}: no requests ({_reason(error)})") from None
 
 
-def _load(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
-    """Return what lm-eval's TaskManager loads."""
+def _load(names: Sequence[str], folder: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return what lm-eval's TaskManager loads, and a line on each name that it cannot load."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -124,7 +126,8 @@ def _load(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
     if folder is not None:
         # Reading the files of all tasks of lm-eval takes seconds.
         with contextlib.suppress(Exception), _quiet():
-            return TaskManager(include_path=folder, include_defaults=False).load(list(names))
+            manager = TaskManager(include_path=folder, include_defaults=False)
+            return manager.load(list(names)), ()
     try:
         with _quiet():
             manager = TaskManager(include_path=folder)
@@ -136,14 +139,26 @@ def _load(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
                 f"--tasks {name}: no such task of lm-eval{did_you_mean(name, manager.all_tasks)}; "
                 "`lm-eval ls tasks` lists them"
             )
-    try:
-        with _quiet():
-            return manager.load(list(names))
-    except Exception as error:  # tasks are code of many authors
-        raise ConfigError(
-            f"--tasks {','.join(names)}: lm-eval cannot load this ({_reason(error)}). It reads the "
-            "data from the Hugging Face Hub, or from its cache"
-        ) from None
+    return _load_each(manager, names)
+
+
+def _load_each(manager: Any, names: Sequence[str]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Do as `_load`. Tasks are code of many authors, and read data that may be damaged."""
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            with _quiet():
+                manager.load([name])
+        except Exception as error:
+            failed[name] = (
+                f"--tasks {name}: lm-eval cannot load this ({_reason(error)}). It reads the data "
+                "from the Hugging Face Hub, or from its cache"
+            )
+    left = [name for name in names if name not in failed]
+    if not left:
+        raise ConfigError(*failed.values())
+    with _quiet():
+        return manager.load(left), tuple(failed.values())
 
 
 def _reason(error: BaseException) -> str:

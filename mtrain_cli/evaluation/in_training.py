@@ -167,6 +167,8 @@ class TaskEvaluations(Callback):
             self._out.mkdir(parents=True, exist_ok=True)
             lock = RunLock(self._out)
             folder = ResultsFolder.open(self._out, "..")
+            if folder.damage:
+                self._message(folder.damage, warning=True)
             if self._last is not None:
                 folder.drop_training(self._last)
         except ConfigError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +45,10 @@ class Measurement(Protocol):
         """Return the settings, for the user. Reports show those in which results differ."""
         ...
 
+    def details(self, cell: Cell) -> tuple[str, ...]:
+        """Return further settings, for `Result.details`."""
+        ...
+
     def items(self, cell: Cell) -> Iterator[Item]:
         """Yield the samples of a cell. Only the first worker calls this.
 
@@ -61,6 +65,10 @@ class Measurement(Protocol):
         """Return how many of the wanted samples the cell has."""
         ...
 
+    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:
+        """Return the numbers of rows from the disk whose samples the cell no longer has."""
+        ...
+
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Take what the first model and attention decide for all others.
 
@@ -68,6 +76,13 @@ class Measurement(Protocol):
             origin: hash of the model and its attention.
             label: their name for the user.
             rows: the rows of all their cells.
+        """
+        ...
+
+    def after(self, origin: str) -> Measurement:
+        """Return the measurement as it will be after `learn`, to find keys and costs.
+
+        origin: hash of the model and attention from which to learn.
         """
         ...
 

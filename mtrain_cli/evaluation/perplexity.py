@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +20,8 @@ import numpy as np
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.held_out_text import Sequence as TextSequence
-from mtrain_cli.evaluation.measurement import Cell, Item, Row
-from mtrain_cli.evaluation.results import NATS, Part, Result, weighted_mean_and_error
+from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
+from mtrain_cli.evaluation.results import HELD_OUT_TEXT, NATS, Part, Result, weighted_mean_and_error
 from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.training.evaluation import bucket_edges
 
@@ -29,6 +29,7 @@ TASK = "perplexity"
 HELD_OUT = "held out"
 LEAST_GAIN = 2.0  # nats, alpha of LongPPL
 LEAST_LOG_P = -2.0  # beta of LongPPL
+_BEGIN = 32  # tokens of a text
 STRIDES = 4  # a short context has 1 to 1 + 1 / STRIDES times its length, as in LongPPL
 
 KeyPlaces = Mapping[str, Sequence[int]]
@@ -46,6 +47,8 @@ class Perplexity:
     key_label: name of the source of ``keys``, for the user.
     keys_from: folder of ``keys``; "" if they come from a model of this evaluation.
     remarks: why a length has fewer sequences than the run held out, by length.
+    read: reads at most a number of sequences of a length, for rows beyond ``sequences``; None if
+        there are no more.
     """
 
     sequences: Mapping[int, Sequence[TextSequence]]
@@ -56,7 +59,9 @@ class Perplexity:
     key_label: str = ""
     keys_from: str = ""
     remarks: Mapping[int, str] = field(default_factory=dict)
+    read: Callable[[int, int], Sequence[TextSequence]] | None = None
     together: int = 1
+    _texts: dict[int, list[str]] = field(default_factory=dict, init=False, repr=False)
 
     def cells(self) -> list[Cell]:
         return [Cell(TASK, length) for length in self.sequences]
@@ -67,11 +72,19 @@ class Perplexity:
         return {"origin": self.origin, "text": text, "short": self.short, "keys": self.key_origin}
 
     def labels(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002 - the same for all lengths
-        labels = [] if self.origin == HELD_OUT else [f"text {Path(self.origin).name}"]
+        is_held_out = self.origin == HELD_OUT
+        labels = [HELD_OUT_TEXT if is_held_out else f"text {Path(self.origin).name}"]
         if self.short is not None:
             labels.append(f"short {format_size(self.short)}")
             labels += [f"keys from {self.keys_from}"] if self.keys_from else []
         return tuple(labels)
+
+    def details(self, cell: Cell) -> tuple[str, ...]:
+        ids = self.sequences[cell.length][0].ids
+        folder = "" if self.origin == HELD_OUT else f"in {Path(self.origin).absolute().parent}"
+        # The beginning is mostly that of other lengths, too.
+        begin, whole = text_hash(ids[:_BEGIN])[:8], text_hash(ids)[:8]
+        return folder, f"text begins {begin}", f"first sequence {whole}"
 
     def items(self, cell: Cell) -> Iterator[Item]:
         for sequence in self.sequences[cell.length]:
@@ -132,11 +145,35 @@ class Perplexity:
     def count(self, cell: Cell, wanted: int) -> int:
         return min(wanted, len(self.sequences[cell.length]))
 
+    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:
+        """Return the rows of sequences that the text no longer has, or has at another place."""
+        texts = self._texts_of(cell.length, max(rows, default=-1) + 1)
+        return [
+            index
+            for index, row in rows.items()
+            if index >= len(texts) or row.get("text") != texts[index]
+        ]
+
+    def _texts_of(self, length: int, count: int) -> list[str]:
+        """Return the hashes of the first ``count`` sequences, or of all if there are fewer."""
+        texts = self._texts.get(length, [])
+        if len(texts) < count:
+            found = self.sequences[length]
+            if len(found) < count and self.read is not None:
+                found = self.read(length, count)
+            texts = self._texts[length] = [text_hash(sequence.ids) for sequence in found]
+        return texts
+
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Take the key tokens of the first model and attention for all others."""
         if self.short is not None and self.keys is None:
             self.keys = {row["text"]: row["keys"] for row in rows if "text" in row}
             self.key_origin, self.key_label = origin, label
+
+    def after(self, origin: str) -> Measurement:
+        if self.short is None or self.keys is not None:
+            return self
+        return replace(self, keys={}, key_origin=origin)
 
     def tokens(self, cell: Cell) -> int:
         again = 0

@@ -233,7 +233,7 @@ def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCode
         read = partial(sequences_of_run, run)
         origin = HELD_OUT
     sequences = {length: read(length, request.samples) for length in request.lengths}
-    measurement = Perplexity(sequences, origin, options.short)
+    measurement = Perplexity(sequences, origin, options.short, read=read)
     if origin == HELD_OUT and request.samples:
         measurement.remarks = dict(_remarks(run, request.samples, sequences))
     if options.keys_from is not None:
@@ -253,8 +253,9 @@ def _remarks(
         if len(found) < min(wanted, held_out):
             yield (
                 length,
-                f"{len(found)} of {with_count(held_out, 'held-out sequence')} of "
-                f"{format_size(length)}: where a corpus ends, a sequence has fewer tokens",
+                f"{len(found)} of {with_count(held_out, 'held-out sequence')} "
+                f"{'has' if len(found) == 1 else 'have'} {length:,} tokens; shorter ones, at the "
+                "end of a corpus, do not count",
             )
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from mtrain_cli.launch.run_lock import LOCK
 FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
 NATS, PERCENT = "nats", "%"
+HELD_OUT_TEXT = "held-out text"  # in the settings of a result
+_MOST_SHOWN = 5  # most numbers of lines in a message
 IN_TRAINING = "in_training"  # key of a sample that a run measured during training
 
 
@@ -64,6 +66,8 @@ class Result:
     key_tokens: number of key tokens, with their loss in nats; None if it was not asked for.
     note: what a reader must know to compare the score.
     settings: settings of the samples, for the user. Reports show those in which results differ.
+    details: further settings, from the most telling to the least. Reports show one if results of
+        equal ``settings`` differ in it.
     """
 
     key: str
@@ -81,6 +85,7 @@ class Result:
     key_tokens: Part | None = None
     note: str = ""
     settings: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -131,11 +136,13 @@ class ResultsFolder:
 
     samples: rows of samples by the key of their result and by their number.
     results: results by their key, in the order of the file.
+    damage: a line on results that could not be read; "" if there are none.
     """
 
     path: Path
     samples: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
+    damage: str = ""
 
     @staticmethod
     def open(path: Path, model: str) -> ResultsFolder:
@@ -155,8 +162,11 @@ class ResultsFolder:
             key, index = row.get("key"), row.get("index")
             if isinstance(key, str) and isinstance(index, int) and index >= 0:
                 opened.samples.setdefault(key, {})[index] = row
-        for result in _results(kept_rows(path / RESULTS)):
-            opened.results[result.key] = result
+        file = path / RESULTS
+        if file.exists():
+            opened.results, opened.damage = _read(file)
+            if opened.damage or not file.read_bytes().endswith(b"\n"):
+                _rewrite(file, map(asdict, opened.results.values()))
         return opened
 
     def drop_training(self, after: int) -> None:
@@ -254,11 +264,16 @@ def remove_unused(created: Sequence[Path]) -> None:
 
 def read_results(folder: Path) -> list[Result]:
     """Return the results in a folder, or in the folder of a run; an empty list if it has none."""
+    return read_whole_results(folder)[0]
+
+
+def read_whole_results(folder: Path) -> tuple[list[Result], str]:
+    """Do as `read_results`. Also return a line on results that cannot be read, or ""."""
     for place in (folder / FOLDER, folder):
         if (place / ABOUT).is_file() and (place / RESULTS).is_file():
-            by_key = {result.key: result for result in _results(_rows(place / RESULTS))}
-            return list(by_key.values())
-    return []
+            by_key, damage = _read(place / RESULTS)
+            return list(by_key.values()), damage
+    return [], ""
 
 
 def read_sample_rows(folder: Path) -> list[dict[str, Any]]:
@@ -279,14 +294,26 @@ def _is_after(row: Mapping[str, Any], step: int) -> bool:
     return not isinstance(own, int) or own > step
 
 
-def _results(rows: Iterable[dict[str, Any]]) -> list[Result]:
-    results = []
-    for row in rows:
+def _read(file: Path) -> tuple[dict[str, Result], str]:
+    """Return the results of a file by their keys, and a line on damaged lines or ""."""
+    results: dict[str, Result] = {}
+    damaged = []
+    for number, row in _numbered_rows(file):
         try:
-            results.append(documents.checked(Result, row))
+            result = documents.checked(Result, row or {})
         except documents.UnreadableError:
-            continue
-    return results
+            damaged.append(number)
+        else:
+            results[result.key] = result
+    if not damaged:
+        return results, ""
+    shown = ", ".join(map(str, damaged[:_MOST_SHOWN])) + " and more" * (len(damaged) > _MOST_SHOWN)
+    several = len(damaged) > 1
+    return results, (
+        f"{file}: line{'s' * several} {shown} {'are' if several else 'is'} damaged; "
+        f"{'these results are' if several else 'this result is'} not shown. Give the same "
+        "`mtrain eval` again"
+    )
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
@@ -312,11 +339,20 @@ def kept_rows(file: Path) -> list[dict[str, Any]]:
 
 def _rows(file: Path) -> Iterable[dict[str, Any]]:
     """Yield the JSON objects of a file. Skip other lines, such as one that a crash cut short."""
+    return (row for _, row in _numbered_rows(file) if row is not None)
+
+
+def _numbered_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number of each line that is not blank, and its JSON object; None for other lines.
+
+    The number counts from 1.
+    """
     with file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict):
-                yield row
+                row = None
+            yield number, row if isinstance(row, dict) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from mtrain_cli.data.needles import NeedleDocument
 from mtrain_cli.data.tokenizers import Tokenizer
 from mtrain_cli.evaluation.depth_grid import DepthSample
 from mtrain_cli.evaluation.forced import forced
-from mtrain_cli.evaluation.measurement import Cell, Item, Row
+from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.results import (
     PERCENT,
     Part,
@@ -52,6 +52,9 @@ class Retrieval:
         form = str(self.origin.get("form", ""))
         return (form, *(f"{name} {value}" for name, value in shown.items()))
 
+    def details(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002 - the same for all lengths
+        return (f"haystack files {str(self.origin.get('corpus', ''))[:8]}",)
+
     def items(self, cell: Cell) -> Iterator[Item]:
         return self.make(cell.length)
 
@@ -66,8 +69,14 @@ class Retrieval:
     def count(self, cell: Cell, wanted: int) -> int:  # noqa: ARG002 - any number can be made
         return wanted
 
+    def stale(self, cell: Cell, rows: Mapping[int, Row]) -> Collection[int]:  # noqa: ARG002
+        return ()  # the key determines the rows
+
     def learn(self, origin: str, label: str, rows: Sequence[Row]) -> None:
         """Do nothing: the needles do not depend on the model."""
+
+    def after(self, origin: str) -> Measurement:  # noqa: ARG002 - nothing to learn
+        return self
 
     def tokens(self, cell: Cell) -> int:
         return cell.length

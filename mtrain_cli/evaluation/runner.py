@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
+from mtrain_cli.evaluation.generated import Generated
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
 from mtrain_cli.evaluation.results import IN_TRAINING, PERCENT, Result, ResultsFolder, key_of
@@ -30,6 +31,9 @@ from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.collectives import share
+from mtrain_cli.training.resolution import compute_dtype
+
+OTHERS_DONE = "all other results are complete"  # the last line after those on what failed
 
 
 class StoppedError(Exception):
@@ -38,10 +42,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """Weights with one attention.
-
-    pattern: settings of the attention that determine its results.
-    """
+    """Weights with one attention. ``config`` names the compute dtype, not ``auto``."""
 
     weights: Weights
     attention: str
@@ -63,16 +64,37 @@ class Setting:
         step = "" if self.weights.step is None else f"step {self.weights.step}, "
         return f"{step}{self.attention}"
 
+    @property
+    def weights_label(self) -> str:
+        """Return what tells apart weights of one step, for `Result.details`."""
+        return f"weights {self.weights.identity}"
+
+    def labels_with(self, tokenizer: str | None) -> tuple[str, ...]:
+        """Return settings for `Result.settings`. tokenizer: as in `EvaluationRequest`."""
+        own = () if tokenizer is None else (f"tokenizer {Path(tokenizer).name}",)
+        pattern = asdict(self.config.sparsity).items()
+        keys = (f"{key} {value}" for key, value in pattern if value is not None)
+        return (*own, *keys, f"dtype {self.config.train.dtype}")
+
     def source(self) -> ModelSource:
         return ModelSource(Path(self.weights.path), self.weights.is_folder, self.config)
 
 
-def settings_of(request: EvaluationRequest, configs: Sequence[Config]) -> list[Setting]:
+def settings_of(
+    request: EvaluationRequest, configs: Sequence[Config], device: str
+) -> list[Setting]:
     """Return each of the request's weights with each of its attentions, in this order.
 
-    configs: configuration of each attention.
+    Args:
+        configs: configuration of each attention.
+        device: ``cuda`` or ``cpu``. It determines the dtype that ``auto`` means, so that samples
+            of the two devices do not mix.
     """
-    pairs = list(zip(request.attentions, configs, strict=True))
+    resolved = [
+        config.changed(train={"dtype": str(compute_dtype(config, device)).removeprefix("torch.")})
+        for config in configs
+    ]
+    pairs = list(zip(request.attentions, resolved, strict=True))
     return [Setting(weights, *pair) for weights in request.weights for pair in pairs]
 
 
@@ -94,6 +116,7 @@ class Runner:
     stop: returns whether the user asked to stop. Only the first worker's counts.
     training: the model in training to evaluate instead of weights on disk.
     problem: why results in training could not be written; "" if they were.
+    failed: lines on samples that cannot be made, and on weights that cannot be loaded.
     """
 
     def __init__(
@@ -106,8 +129,10 @@ class Runner:
     ) -> None:
         self._request, self._environment, self._stop = request, environment, stop
         self._training, self.problem = training, ""
+        self.failed: list[str] = []
+        self._complete = 0  # results
         self._first = environment.rank == 0
-        self._settings = settings_of(request, configs)
+        self._settings = settings_of(request, configs, environment.device)
         source = self._settings[0].source()
         self._vocabulary = source.config.model.vocab_size
         self._tokenizer = tokenizer_text(request, source)
@@ -129,10 +154,14 @@ class Runner:
 
         Raises:
             StoppedError: the user asked to stop.
-            ConfigError: a sample does not fit, or the folder holds results of another model.
+            ConfigError: a sample does not fit, or the folder holds results of another model. If
+                weights or samples are damaged, the first worker measures all else before.
         """
         request = self._request
-        self.run_in(ResultsFolder.open(Path(request.out), request.model) if self._first else None)
+        folder = ResultsFolder.open(Path(request.out), request.model) if self._first else None
+        if folder is not None and folder.damage:
+            self._warn(folder.damage)
+        self.run_in(folder)
 
     def run_at(self, step: int, folder: ResultsFolder | None) -> None:
         """Measure the model in training after ``step`` steps. folder: as in `run_in`."""
@@ -151,33 +180,52 @@ class Runner:
             self._measure_all(folder, progress)
         finally:
             progress.close()
+        if self._first and self.failed:
+            others = [OTHERS_DONE] if self._complete else []
+            raise ConfigError(*dict.fromkeys(self.failed), *others)
 
     def _measure_all(self, folder: ResultsFolder | None, progress: EvaluationProgress) -> None:
         if self._first:
             progress.say(self._outlook(progress.remaining))
         for setting in self._settings:
-            engine: Scorer | None = None
-            rows: list[Row] = []
-            for cell in self._measurement.cells():
-                key = "" if folder is None else self._key(folder, setting, cell)
-                steps = self._steps(folder, key, cell)
-                measured = False
-                started = time.perf_counter()
-                for items in self._shared(steps):
-                    if engine is None:
-                        engine = self._open(setting, progress)
-                    found = self._measure(engine, cell, [item["item"] for item in items])
-                    measured = True
-                    if folder is not None:
-                        self._keep(folder, key, setting, cell, items, found)
-                        work = self._cost(setting, cell) * len(items)
-                        progress.advance(work, f"{name_of(cell)} {setting.label}")
-                if folder is not None:
-                    rows += folder.samples.get(key, {}).values()
-                    seconds = time.perf_counter() - started if measured else 0.0
-                    self._finish(folder, key, setting, cell, seconds, progress)
-            if folder is not None:
+            rows = self._measure_setting(folder, setting, progress)
+            if folder is not None and rows is not None:
                 self._measurement.learn(setting.origin, setting.label, rows)
+
+    def _measure_setting(
+        self, folder: ResultsFolder | None, setting: Setting, progress: EvaluationProgress
+    ) -> list[Row] | None:
+        """Measure all cells. Return the first worker's rows; None if the weights are damaged."""
+        engine: Scorer | None = None
+        rows: list[Row] = []
+        for cell in self._measurement.cells():
+            key = "" if folder is None else self._key(folder, setting, cell, self._measurement)
+            failures, measured, started = len(self.failed), False, time.perf_counter()
+            for items in self._shared(self._possible(self._steps(folder, key, cell), cell)):
+                if engine is None:
+                    engine = self._opened(setting, progress)
+                if engine is None:
+                    return None
+                found = self._measure(engine, cell, [item["item"] for item in items])
+                measured = True
+                if folder is not None:
+                    self._keep(folder, key, setting, cell, items, found)
+                    work = self._cost(setting, cell, self._measurement) * len(items)
+                    progress.advance(work, f"{name_of(cell)} {setting.label}")
+            if folder is None or len(self.failed) > failures:
+                continue
+            rows += folder.samples.get(key, {}).values()
+            seconds = time.perf_counter() - started if measured else 0.0
+            self._finish(folder, key, setting, cell, seconds, progress)
+        return rows
+
+    def _possible(self, steps: Iterator[list[Item]], cell: Cell) -> Iterator[list[Item]]:
+        """Yield groups of samples up to the first that cannot be made."""
+        try:
+            yield from steps
+        except ConfigError as error:
+            name = name_of(cell)
+            self.failed += [p if name in p else f"{name}: {p}" for p in error.problems]
 
     def _outlook(self, flop: float) -> str:
         """Return a line on what is left to compute. The cost of files is not known."""
@@ -187,12 +235,29 @@ class Runner:
         texts = [f"up to {format_flop(flop)} to compute (dense attention)"] if any(lengths) else []
         return " and ".join([*texts, *(["the samples of --file"] if 0 in lengths else [])])
 
+    def _opened(self, setting: Setting, progress: EvaluationProgress) -> Scorer | None:
+        """Return the model; None on all workers if one of them cannot load it."""
+        engine: Scorer | None = None
+        problems: list[str] = []
+        try:
+            engine = self._open(setting, progress)
+        except ConfigError as error:
+            problems = list(error.problems)
+        if self._environment.dims.workers > 1 and self._training is None:
+            problems = next((found for found in share(problems) if found), [])
+        if not problems:
+            return engine
+        self.failed += problems
+        progress.say(f"{setting.label}: cannot be loaded")
+        return None
+
     def _open(self, setting: Setting, progress: EvaluationProgress) -> Scorer:
         if self._training is not None:
             return self._training.scorer
         engine = Engine(setting.source(), self._environment, self._warn)
         if self._first:
-            for line in describe(engine)[: 1 + (setting.attention != "dense")]:
+            lines = describe(engine, generates=isinstance(self._measurement, Generated))
+            for line in lines[: 1 + (setting.attention != "dense")]:
                 progress.say(line)
         return engine
 
@@ -237,9 +302,11 @@ class Runner:
             yield group
 
     def _whole_rows(self, folder: ResultsFolder, key: str, cell: Cell) -> dict[int, Row]:
-        """Return the rows of a result, and forget those that are damaged."""
+        """Return the rows of a result. Forget those that are damaged, or of another text."""
         rows = folder.samples.get(key, {})
         for index in [index for index, row in rows.items() if not self._is_whole(row, cell)]:
+            del rows[index]
+        for index in self._measurement.stale(cell, rows):
             del rows[index]
         return rows
 
@@ -313,6 +380,7 @@ class Runner:
         before = folder.results.get(key)
         if not chosen:
             return
+        self._complete += 1
         known = Result(
             key=key,
             task=cell.task,
@@ -325,7 +393,11 @@ class Runner:
             error=None,
             unit="",
             seconds=seconds + (before.seconds if before is not None else 0.0),
-            settings=(*self._measurement.labels(cell), *self._common_labels(setting)),
+            settings=(
+                *self._measurement.labels(cell),
+                *setting.labels_with(self._request.tokenizer),
+            ),
+            details=(*self._measurement.details(cell), setting.weights_label),
         )
         result = self._measurement.result(chosen, known)
         if result == before:
@@ -334,16 +406,11 @@ class Runner:
         say = progress.say if self._training is None else self._training.say
         say(f"{name_of(cell)} {setting.label}: {score_text(result)}")
 
-    def _common_labels(self, setting: Setting) -> tuple[str, ...]:
-        tokenizer = self._request.tokenizer
-        own = () if tokenizer is None else (f"tokenizer {Path(tokenizer).name}",)
-        pattern = asdict(setting.config.sparsity).items()
-        keys = (f"{key} {value}" for key, value in pattern if value is not None)
-        return (*own, *keys, f"dtype {setting.config.train.dtype}")
-
-    def _key(self, folder: ResultsFolder, setting: Setting, cell: Cell) -> str:
+    def _key(
+        self, folder: ResultsFolder, setting: Setting, cell: Cell, measurement: Measurement
+    ) -> str:
         """Return the key of a result: that from training if the run measured it then."""
-        own = {"task": cell.task, "length": cell.length, **self._measurement.settings(cell)}
+        own = {"task": cell.task, "length": cell.length, **measurement.settings(cell)}
         step = setting.weights.step
         if step is not None and self._request.model == "..":
             weights = Weights.in_training(Path(setting.weights.path), step)
@@ -352,10 +419,10 @@ class Runner:
                 return trained
         return key_of({**own, "model": setting.origin})
 
-    def _cost(self, setting: Setting, cell: Cell) -> float:
+    def _cost(self, setting: Setting, cell: Cell, measurement: Measurement) -> float:
         if not cell.length:
             return 1.0
-        share_of = self._measurement.tokens(cell) / cell.length
+        share_of = measurement.tokens(cell) / cell.length
         return forward_flop(setting.config, cell.length) * share_of
 
     def _work(self, folder: ResultsFolder | None) -> tuple[float, float]:
@@ -363,13 +430,16 @@ class Runner:
         total = done = 0.0
         if folder is None:
             return total, done
+        measurement = self._measurement
         for setting in self._settings:
-            for cell in self._measurement.cells():
-                cost = self._cost(setting, cell)
-                held = self._whole_rows(folder, self._key(folder, setting, cell), cell).keys()
+            for cell in measurement.cells():
+                cost = self._cost(setting, cell, measurement)
+                key = self._key(folder, setting, cell, measurement)
+                held = self._whole_rows(folder, key, cell).keys()
                 wanted = range(self._measurement.count(cell, self._request.samples))
                 total += cost * len(held | set(wanted))
                 done += cost * len(held)
+            measurement = measurement.after(setting.origin)
         return total, done
 
     def _warn(self, line: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import replacing
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
+from mtrain_cli.evaluation.sources import DamagedFileError
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def read_samples(path: Path) -> Iterator[Sample]:
     """Yield the samples of a .jsonl file of RULER, or of another file with ``outputs``.
 
     Raises:
-        ConfigError: the file cannot be read, has no samples, or a line is not a sample.
+        ConfigError: the file cannot be read.
+        DamagedFileError: it has no samples, or a line is not a sample.
     """
     missing = f"--file {path}: no such file. Give a .jsonl file of samples."
     with explain_read_errors(f"--file {path}:", missing), path.open("rb") as file:
@@ -78,7 +79,7 @@ def read_samples(path: Path) -> Iterator[Sample]:
                 yield _parse(line, f"--file {path}: line {number}", number - 1)
                 empty = False
         if empty:
-            raise ConfigError(
+            raise DamagedFileError(
                 f"--file {path}: has no samples; give lines with the keys input and outputs"
             )
 
@@ -87,22 +88,24 @@ def _parse(line: bytes, location: str, index: int) -> Sample:
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{location} is not JSON ({documents.reason(error)})") from None
+        raise DamagedFileError(f"{location} is not JSON ({documents.reason(error)})") from None
     if not isinstance(record, dict):
-        raise ConfigError(f"{location} is not a JSON object with the keys input and outputs")
+        raise DamagedFileError(f"{location} is not a JSON object with the keys input and outputs")
     for key in ("input", "outputs"):
         if key not in record:
             names = ", ".join(list(record)[:12]) or "none"
-            raise ConfigError(f"{location} has no key {key}. Its keys: {names}")
+            raise DamagedFileError(f"{location} has no key {key}. Its keys: {names}")
     outputs = record["outputs"]
     if not _is_answers(outputs):
-        raise ConfigError(f"{location}: outputs must be a list of one or more texts")
+        raise DamagedFileError(f"{location}: outputs must be a list of one or more texts")
     text, prefix = record["input"], record.get("answer_prefix", "")
     if not isinstance(text, str) or not isinstance(prefix, str):
-        raise ConfigError(f"{location}: input and answer_prefix must be texts")
+        raise DamagedFileError(f"{location}: input and answer_prefix must be texts")
     numbers = [record.get(key, 0) for key in ("index", "length", "token_position_answer")]
     if not all(isinstance(value, int) for value in numbers):
-        raise ConfigError(f"{location}: index, length and token_position_answer must be integers")
+        raise DamagedFileError(
+            f"{location}: index, length and token_position_answer must be integers"
+        )
     given = record.get("token_position_answer")
     return Sample(
         record.get("index", index), text, tuple(outputs), record.get("length", 0), prefix, given

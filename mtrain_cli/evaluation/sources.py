@@ -15,6 +15,10 @@ from mtrain_cli.data.checked_files import explain_read_errors
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
+class DamagedFileError(ConfigError):
+    """A file of the user can be read, but does not hold what it should."""
+
+
 @dataclass(frozen=True)
 class Sources:
     """Files that the user gives.
@@ -66,9 +70,9 @@ def read_haystack(path: Path) -> list[str]:
             try:
                 text = path.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise ConfigError(f"{path}: cannot be read ({reason(error)})") from None
+                raise DamagedFileError(f"{path}: cannot be read ({reason(error)})") from None
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"{path}: holds no text")
+        raise DamagedFileError(f"{path}: holds no text")
     return re.sub(r"\s+", " ", text).split(" ")
 
 
@@ -88,7 +92,7 @@ def read_words(path: Path) -> list[str]:
     """
     words = _read(path, lambda content: list(content.values()))
     if not all(isinstance(word, str) for word in words):
-        raise ConfigError(f"{path}: must be a JSON object whose values are words")
+        raise DamagedFileError(f"{path}: must be a JSON object whose values are words")
     return words
 
 
@@ -116,7 +120,7 @@ def _read(path: Path, parse: Callable[[Any], Any]) -> Any:
         try:
             return parse(read_json(path))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}: cannot be read ({reason(error)})") from None
+            raise DamagedFileError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def _parse_squad(content: Any) -> Questions:

@@ -66,8 +66,11 @@ class AnswerPrinter:
         return f"{line}; {reached} ended at --max-new" if ended else line
 
 
-def describe(engine: Engine) -> list[str]:
-    """Return the lines of a banner: the model, and the attention of prompts and of new tokens."""
+def describe(engine: Engine, *, generates: bool = True) -> list[str]:
+    """Return the lines of a banner: the model, and the attention of prompts and of new tokens.
+
+    generates: whether there are new tokens.
+    """
     choices, model = engine.choices, engine.config.model
     dims, device = engine.environment.dims, engine.device.type
     workers = ""
@@ -81,10 +84,11 @@ def describe(engine: Engine) -> list[str]:
         pattern += f" under {mask.describe()}"
     step = "" if engine.step is None else f", step {engine.step}"
     dtype = str(choices.dtype).removeprefix("torch.")
+    attention = f"{pattern}, kernel {choices.kernel.name}"
     new = f"dense over the whole cache, kernel {engine.decode_kernel}"
     return [
         f"{model.name}{step}: {model.num_layers} layers, {dtype} on {device}{workers}",
-        f"prompts: {pattern}, kernel {choices.kernel.name}; new tokens: {new}",
+        f"prompts: {attention}; new tokens: {new}" if generates else f"attention: {attention}",
     ]
 
 

@@ -326,10 +326,11 @@ def open_source(path: Path) -> ReportSource:
         (open_records(folder) for folder in (path, path / PROFILE) if (folder / SUMMARY).is_file()),
         None,
     )
-    results = tuple(evaluation_results.read_results(path))
+    results, lost = evaluation_results.read_whole_results(path)
     metrics, damaged = _metrics(path, alone=recorded is None and not results)
+    damaged = "; ".join(filter(None, (damaged, lost)))
     if recorded is None and not metrics and not results:
-        raise ConfigError(_nothing(path))
+        raise ConfigError(lost or _nothing(path))
     cases: tuple[CaseAnalysis, ...] = ()
     experts: tuple[ExpertAnalysis, ...] = ()
     if recorded is not None:
@@ -376,7 +377,7 @@ def open_source(path: Path) -> ReportSource:
         metrics,
         steps_wanted=_steps_wanted(path) if metrics else None,
         evaluations=tuple(read_evaluations(path)),
-        results=results,
+        results=tuple(results),
         settings=_settings(path, recorded),
         restarts=tuple(restart.read_restarts(RunDir(path))),
         experts=experts,

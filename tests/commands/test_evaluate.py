@@ -210,6 +210,21 @@ def test_samples_without_outputs_and_too_long_ones_are_refused():
     assert "exceeds the 4,096 positions" in refused(*words, "--length", "64k")
 
 
+def test_a_damaged_file_of_a_task_leaves_the_others(tmp_path):
+    for name, line in (("good", '{"input": "a", "outputs": ["b"]}'), ("bad", '{"input": "a", ')):
+        (tmp_path / f"{name}.jsonl").write_text(line + "\n")
+    files = [
+        word for name in ("bad", "good") for word in ("--file", str(tmp_path / f"{name}.jsonl"))
+    ]
+    few = ("--max-new", "1", "--out", str(tmp_path / "out"))
+    done = evaluate("ruler", "run", "--tasks", "", *files, *few, code=2)
+    *_, line, last = done.stderr.splitlines()
+    assert line.startswith(f"mtrain: --file {tmp_path}/bad.jsonl: line 1 is not JSON")
+    assert last == "mtrain: all other results are complete"
+    assert "file:good" in done.stdout
+    assert [result.task for result in read_results(tmp_path / "out")] == ["file:good"]
+
+
 def test_results_of_another_model_are_refused(tmp_path, run):
     other = small_run(tmp_path)
     words = ("--length", "512", "--needles", "2", "--samples", "1")
@@ -244,10 +259,13 @@ def test_several_checkpoints_have_a_line_per_attention_in_the_report(tmp_path, m
     small_run(tmp_path, "topology.device=cpu", steps=(20, 40, 60))
     words = ("perplexity", "run", "--text", "text.txt", "--length", "128", "--samples", "2")
     Path("run/checkpoints/step-40/manifest.json").write_text("x")
-    damage = refused(*words, "--checkpoints", "all")
+    damage = refused(*words, "--checkpoints", "20,40,60")
     assert "step-40: manifest.json cannot be read" in damage
     assert damage.endswith(". Give --checkpoints 20,60 to evaluate the others")
-    done = evaluate(*words, "--checkpoints", "60,20", "--json", *SPARSE)
+    done = evaluate(*words, "--checkpoints", "all", "--json", *SPARSE, code=2)
+    line, last = done.stderr.splitlines()[-2:]
+    assert "step-40: manifest.json cannot be read" in line
+    assert last == "mtrain: all other results are complete"
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(one["step"], one["attention"]) for one in results] == [
         (step, name) for step in (20, 60) for name in ("dense", "vertical_slash")

@@ -15,13 +15,15 @@ GREEDY, SAMPLED = Continuing(6, ("a",)), Continuing(4, (), Sampling(1.0))
 
 @dataclass
 class FakeTasks:
-    """A task with four questions of two choices each, and one with prompts.
+    """A task with questions of two choices each, and one with prompts.
 
     target: the right choice of each question.
+    count: number of questions, up to four.
     asked: what `Answers` returned, of each evaluation.
     """
 
     target: int = 0
+    count: int = 4
 
     def __post_init__(self) -> None:
         self.loaded = {"tasks": {"choices": None, "prompts": None}}
@@ -39,7 +41,7 @@ class FakeTasks:
         texts = answers.texts([*questions, questions[0]], GREEDY)
         sampled = answers.texts([questions[0]] * 3, SAMPLED)
         self.asked.append((list(map(tuple, scores)), texts, sampled))
-        first = [scores[2 * n][0] > scores[2 * n + 1][0] for n in range(4)]
+        first = [scores[2 * n][0] > scores[2 * n + 1][0] for n in range(self.count)]
         right = [float(one == (self.target == 0)) for one in first]
         samples = [
             {"doc_id": n, "target": self.target, "filtered_resps": scores[2 * n : 2 * n + 2],
@@ -47,7 +49,7 @@ class FakeTasks:
             for n, one in enumerate(right)
         ]  # fmt: skip
         return {
-            "results": {"choices": {"acc,none": sum(right) / 4, "sample_len": 4}},
+            "results": {"choices": {"acc,none": sum(right) / self.count, "sample_len": self.count}},
             "samples": {"choices": samples},
             "n-shot": {"choices": 0},
             "versions": {"choices": 1},

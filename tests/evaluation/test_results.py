@@ -20,6 +20,7 @@ from mtrain_cli.evaluation.results import (
     model_name,
     read_results,
     read_sample_rows,
+    read_whole_results,
     require_own,
     weighted_mean_and_error,
 )
@@ -71,6 +72,32 @@ def test_a_line_cut_short_is_dropped_and_the_next_line_is_whole(tmp_path):
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["index"] for line in lines] == [0, 1]
     assert ResultsFolder.open(tmp_path, "m").samples["k1"].keys() == {0, 1}
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"key": "k2", "task": "niah"}'])
+def test_a_damaged_line_is_named_until_the_folder_is_written_again(tmp_path, damage):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_result(dataclasses.replace(RESULT, key="k0"))
+    folder.add_result(RESULT)
+    file = tmp_path / "results.jsonl"
+    first, second = file.read_text().splitlines()
+    file.write_text(f"{first}\n\n{damage}\n{second}\n")
+    results, line = read_whole_results(tmp_path)
+    assert [result.key for result in results] == ["k0", "k1"]
+    assert line == (
+        f"{file}: line 3 is damaged; this result is not shown. Give the same `mtrain eval` again"
+    )
+    again = ResultsFolder.open(tmp_path, "m")
+    assert (again.damage, list(again.results)) == (line, ["k0", "k1"])
+    assert read_whole_results(tmp_path) == (results, "")
+
+
+def test_several_damaged_lines_are_one_message(tmp_path):
+    ResultsFolder.open(tmp_path, "m")
+    (tmp_path / "results.jsonl").write_text("{\n" * 8)
+    results, line = read_whole_results(tmp_path)
+    assert results == []
+    assert "lines 1, 2, 3, 4, 5 and more are damaged; these results are not shown" in line
 
 
 @pytest.mark.parametrize("row", [{"index": -1}, {"index": "0"}, {"index": 0.0}, {"key": 1}])

@@ -81,6 +81,7 @@ def test_the_banner_names_both_kinds_of_attention(tmp_path, capsys):
         "hf: 3 layers, float32 on cpu",
         "prompts: dense, kernel sdpa; new tokens: dense over the whole cache, kernel sdpa",
     ]
+    assert describe(engine(folder), generates=False)[1] == "attention: dense, kernel sdpa"
     sparse = describe(engine(folder, "sparsity=moba"))
     assert sparse[1].startswith("prompts: moba (")
     write_run(tmp_path / "run")

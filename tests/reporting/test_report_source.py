@@ -12,6 +12,7 @@ from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, writ
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.resolved_file import save
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.results import Result, ResultsFolder
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.records.metrics import StepMetrics
@@ -193,6 +194,22 @@ def test_a_profile_shows_despite_damaged_metrics_with_a_remark(tmp_path, content
     (tmp_path / "alone" / "metrics.jsonl").write_text(content)
     with pytest.raises(ConfigError):
         open_source(tmp_path / "alone")
+
+
+def test_a_damaged_result_of_an_evaluation_is_a_remark(tmp_path):
+    folder = ResultsFolder.open(tmp_path / "run" / "evaluation", "..")
+    folder.add_result(Result("k1", "niah", 512, "dense", "", 3, 2, 50.0, 5.0, "%"))
+    file = folder.path / "results.jsonl"
+    with file.open("a") as lines:
+        lines.write('{"key": "k2", "ta\n')
+    source = open_source(tmp_path / "run")
+    assert len(source.results) == 1
+    (remark,) = source.remarks
+    assert remark.startswith(f"{file}: line 2 is damaged; ")
+    assert remark.endswith("Give the same `mtrain eval` again")
+    file.write_text("{\n")
+    with pytest.raises(ConfigError, match="line 1 is damaged"):
+        open_source(tmp_path / "run")
 
 
 def test_ranks_are_shortened():

@@ -521,7 +521,8 @@ def test_a_plan_shows_the_masks_of_the_data(tmp_path):
     assert module.mask_rows(plain) == []
     masked = plain.changed(data={"mask_key": "mask"})
     shown = text(dry_run(dataclasses.replace(masked, seq=128)), 200)
-    assert "from the data (data.mask_key=mask), at most 2 intervals of keys per query; 0." in shown
+    assert "from the data (data.mask_key=mask), at most 2 intervals of keys per query; " in shown
+    assert "% of the pairs of a causal mask" in shown
     assert "masks of the first 6 sequences were read; memory and stages assume causal" in shown
     assert "% of it attention (masks of the data)" in shown
     assert "a sequence may hold several, each with its own mask" in shown
