@@ -111,11 +111,11 @@ def _main(words: list[str], folder: str, environment: dict[str, str], outputs: l
         os.dup2(opened, target)
         os.close(opened)
     os.chdir(folder)
-    subprocess_handler.Popen = _ForkedWorker  # type: ignore[attr-defined]
+    subprocess_handler.Popen = ForkedWorker  # type: ignore[attr-defined]
     _become(words, environment)
 
 
-class _ForkedWorker(subprocess.Popen):
+class ForkedWorker(subprocess.Popen):
     """A worker that torch's agent starts: forked from this process, not a new program."""
 
     def _execute_child(self, args: Sequence[str], *more: Any, **_: Any) -> None:
@@ -133,6 +133,9 @@ def _become(words: list[str], environment: Mapping[str, str], buffered: bool = T
     """Run the module ``words[0]`` as the main program of this forked process, and exit."""
     gc.freeze()  # never finalize what belongs to the parent
     atexit._clear()
+    for signum in signal.valid_signals():  # a new program keeps only what is ignored
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
