@@ -134,13 +134,17 @@ def styled(name: str, x: Sequence[Any], y: Sequence[Any], number: int, **more: A
 
     number: number of the line in its figure.
     """
-    colour = PALETTE[number % len(PALETTE)]
-    dash, symbol = _STROKES[number // len(PALETTE) % len(_STROKES)]
-    strokes = {
+    turn, at = divmod(number, len(PALETTE))
+    return line(name, x, y, PALETTE[at], **stroke(PALETTE[at], turn), **more)
+
+
+def stroke(colour: str, turn: int) -> Trace:
+    """Return the dash and marker of a line. turn: number of earlier lines of the same color."""
+    dash, symbol = _STROKES[turn % len(_STROKES)]
+    return {
         "line": {"color": colour, "dash": dash},
         "marker": {"color": colour, "size": 6, "symbol": symbol},
     }
-    return line(name, x, y, colour, **strokes, **more)
 
 
 def heat(z: Any, x: Sequence[Any], y: Sequence[Any], unit: str, hover: str, **more: Any) -> Trace:

@@ -283,14 +283,12 @@ def _over_steps(evaluations: Sequence[Evaluation]) -> list[Trace]:
         for b in e.buckets:
             if b.loss is not None:
                 losses.setdefault((b.begin, b.end), []).append((e.step, b.loss))
-    longest_first = [
-        _losses(
-            f"{format_size(begin)} to {format_size(end)}",
-            losses[begin, end],
-            _BUCKETS[-1 - min(i, len(_BUCKETS) - 1)],
-        )
-        for i, (begin, end) in enumerate(sorted(losses, reverse=True))
-    ]
+    longest_first = []
+    for number, (begin, end) in enumerate(sorted(losses, reverse=True)):
+        turn, at = divmod(number, len(_BUCKETS))
+        colour = _BUCKETS[-1 - at]
+        trace = _losses(f"{format_size(begin)} to {format_size(end)}", losses[begin, end], colour)
+        longest_first.append({**trace, **plots.stroke(colour, turn)})
     return longest_first[::-1]
 
 

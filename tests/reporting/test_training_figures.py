@@ -17,6 +17,7 @@ from mtrain_cli.reporting.training_figures import (
     smoothed,
     training_figure,
 )
+from mtrain_cli.training.evaluation import ContextBucket, Evaluation
 
 
 def test_held_out_losses_are_drawn_over_steps_and_by_context(tmp_path):
@@ -29,6 +30,16 @@ def test_held_out_losses_are_drawn_over_steps_and_by_context(tmp_path):
     assert (end["x"], begin["y"], end["y"]) == ([128, 1024], [4.0, 3.5], [3.0, 2.5])
     assert [trace["name"] for trace in views["by context, over steps"]] == ["0 to 128", "128 to 1k"]
     assert views["by context, over steps"][1]["y"] == [3.5, 2.5]
+
+
+def test_many_ranges_of_context_look_different(tmp_path):
+    ends = [128 << n for n in range(14)]  # up to 1m
+    buckets = tuple(ContextBucket(end // 2, end, 10, 3.0) for end in ends)
+    evaluations = tuple(Evaluation(n, 3.0, 140, 2, 0.1, "dense", buckets) for n in (0, 40))
+    source = replace(trained("one", tmp_path), evaluations=evaluations)
+    *_, view = held_out_figure([source]).views
+    looks = {(line["line"]["color"], line["line"]["dash"]) for line in view.data}
+    assert len(looks) == 14
 
 
 def test_restarts_of_run_and_learning_rate_are_marked(tmp_path):
