@@ -18,7 +18,8 @@ from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 class FixedPattern(FixedSettings):
     """Draw each layer's index from a seed, so a layer has the same index in every step.
 
-    Sequences of equal length have the same index.
+    Sequences with an equal number of blocks have the same index, apart from columns past their end:
+    a text that is one token shorter than those of the training keeps what it was trained with.
 
     seed: seed of layer 0. Layer n uses seed + 1000 n.
     part: which of several equal parts of the heads this worker has, and the number of parts. Every
@@ -87,7 +88,8 @@ def _draw(
     """Draw the index of a batch from the length of each sequence.
 
     The chosen diagonals and columns do not depend on ``blocks``, because padding depends on the
-    number of workers and on the layout.
+    number of workers and on the layout. They are drawn for the whole blocks of a sequence. Columns
+    past its end are not used.
 
     lengths: number of tokens of each sequence.
     heads: number of this worker's heads.
@@ -96,14 +98,18 @@ def _draw(
     place, parts = pattern.part
     own = slice(heads * place, heads * (place + 1))
     every = heads * parts
-    drawn = {length: pattern.draw(layer, 1, every, max(1, length)) for length in set(lengths)}
+    drawn = {}
+    for length in set(lengths):
+        whole = max(1, -(-length // pattern.block)) * pattern.block
+        all_columns = pattern.columns >= length > 0
+        drawn[length] = pattern.draw(layer, 1, every, length if all_columns else whole)
     unused = blocks * pattern.block
     slashes, columns = [], []
-    for index in (drawn[length] for length in lengths):
+    for length in lengths:
+        index = drawn[length]
         drawn_slashes, drawn_columns = index.slashes[:, own], index.columns[:, own]
         slashes.append(torch.nn.functional.pad(drawn_slashes, (0, blocks - index.blocks)))
-        is_unused = drawn_columns == index.blocks * pattern.block
-        columns.append(drawn_columns.masked_fill(is_unused, unused))
+        columns.append(drawn_columns.masked_fill(drawn_columns >= length, unused))
     max_slashes = max(index.max_slashes for index in drawn.values())
     tensors = (torch.cat(slashes).to(device), torch.cat(columns).to(device))
     return VerticalSlash(pattern.block, blocks, *tensors, max_slashes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention.equal_indices import same_index
-from sparsity.small_batch import BLOCK, inputs, pattern
+from sparsity.small_batch import BLOCK, SEQ, inputs, pattern
 
 from mtrain_cli.sparsity.fixed import FixedPattern, fixed_index
 from mtrain_cli.sparsity.pattern import display_name
@@ -51,6 +51,15 @@ def test_every_layer_draws_its_own_fixed_index():
     assert same_index(made.estimate(q, k, masked, 0), first)
     assert not torch.equal(first.slashes, second.slashes)
     assert not torch.equal(first.columns, second.columns)
+
+
+def test_a_text_one_token_shorter_keeps_the_index_of_the_training():
+    made = FixedPattern(BLOCK, 3, 100, 0.0, 1)
+    whole = -(-SEQ // BLOCK) * BLOCK
+    long, short = (made.estimate(*inputs(0, length=length), 0) for length in (SEQ, SEQ - 1))
+    assert torch.equal(long.slashes, short.slashes)
+    assert torch.equal(long.columns.masked_fill(long.columns >= SEQ - 1, whole), short.columns)
+    assert (long.columns == SEQ - 1).any(), "the last token is a column of some head"
 
 
 @pytest.mark.parametrize("density", [0.05, 0.3, 0.6, 0.9])
