@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain_cli.config.mask_settings import LAYER_KINDS
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config
 
 # The kinds of layers under `sparsity.dense_layers`.
 SPARSE_KINDS = ("sparse", "dense")
@@ -38,17 +38,3 @@ def problems(config: Config) -> Iterator[str]:
         )
     if config.topology.pipeline_parallel > 1:
         yield f"{given}: is not supported with topology.pipeline_parallel; give 0"
-    if config.profile.every > 0:
-        yield f"{given}: is not supported with profile.every={config.profile.every}; give 0"
-
-
-def require_sparse_layers(config: Config, command: str) -> None:
-    """Raise ConfigError if a command that takes all layers to be alike is to use dense layers.
-
-    Args:
-        command: the command, such as ``mtrain simulate``.
-    """
-    if dense := config.sparsity.dense_layers:
-        raise ConfigError(
-            f"sparsity.dense_layers={dense}: not supported by `{command}`; leave this setting out"
-        )

@@ -151,6 +151,7 @@ def replay(
             work,
             setup,
             kernel=kernel,
+            dense_kernel=facts.get("dense_kernel"),
             calibration=calibration,
             number=number,
             rows=True,
