@@ -288,8 +288,8 @@ def _note_times(
             causal = len(plan.masks) * causal_pairs(facts["seq"])
             times["density"] = plan.allowed_pairs / causal
         sparse, dense = by_kind
-        if attention.case.choices.pattern is not None:
-            # The density of the case is the mean of the two measured layers.
+        if attention.case.choices.pattern is not None and facts["density"] is not None:
+            # The density of the case is the mean of the two measured layers. Rank 0 knows it.
             sparse["density"] = 2 * facts["density"] - dense["density"]
         facts["kinds"] = dict(zip(layer_kinds(attention.case.config), by_kind, strict=True))
 
