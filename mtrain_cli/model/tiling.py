@@ -13,6 +13,7 @@ _PRODUCT_ROWS = 128
 # exposed, and none with fewer rows than keep matrix products fast. The same for parts of experts.
 _CHUNKS, _CHUNK_ROWS = 4, 2048
 ONE_ADDITION = 2  # chunks of experts whose gradients of weights one addition sums
+_ALIGNMENT = 16  # bytes that a GPU reads at once: rows of a message begin at a multiple
 
 
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
@@ -121,6 +122,19 @@ def expert_parts(own_tokens: int, own_experts: int, chunks: int) -> int:
     """
     most = max(1, min(_CHUNKS, own_tokens // _CHUNK_ROWS) // chunks)
     return max(n for n in range(1, most + 1) if own_experts % n == 0)
+
+
+def scored_row(hidden: int, itemsize: int) -> int:
+    """Return the elements of a row that takes a score with it to another worker.
+
+    The score is at the end of the row, in its own dtype.
+
+    Args:
+        hidden: size of a hidden state.
+        itemsize: bytes per element of the hidden state.
+    """
+    each = _ALIGNMENT // itemsize
+    return (-(-hidden // each) + 1) * each
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:
