@@ -197,8 +197,7 @@ class _SharedExperts(torch.autograd.Function):
             dx = journey.start_back(dx_RC, part, dscores_R)
             del dx_RC
             # While the gradients travel, add up those of the weights.
-            sums.add("down", part, *later, ends_L)
-            later.clear()
+            sums.add("down", part, later.pop(0), later.pop(), ends_L)
             sums.add("gate_up", part, dgate_up_RW, x_RC, ends_L)
             del dgate_up_RW, x_RC
             yield
