@@ -80,7 +80,7 @@ def _depart(
 
 
 @triton.jit(do_not_specialize=["places"], do_not_specialize_on_alignment=["OUT_SCORES"])
-def _sum(
+def _sum_rows(
     ROWS, SCORES, PLACE, OUT, OUT_SCORES, places, STRIDE: tl.constexpr,
     SCORE_STRIDE: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SCORED: tl.constexpr, HIGH: tl.constexpr,
@@ -120,19 +120,18 @@ def _gate_back(
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     score = tl.load(SCORES + row)
-    high, dtype = score.dtype, INNER.dtype.element_ty
-    gate = tl.load(GATE_UP + row * 2 * WIDTH + column, mask=mask, other=0.0).to(high)
-    up = tl.load(GATE_UP + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(high)
-    dinner = tl.load(DINNER + row * WIDTH + column, mask=mask, other=0.0).to(high)
+    gate = tl.load(GATE_UP + row * 2 * WIDTH + column, mask=mask, other=0.0).to(score.dtype)
+    up = tl.load(GATE_UP + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(score.dtype)
+    dinner = tl.load(DINNER + row * WIDTH + column, mask=mask, other=0.0).to(score.dtype)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
     outer = silu * up
     tl.store(DSCORES + row, tl.sum(dinner * outer, 0))
-    tl.store(INNER + row * WIDTH + column, (outer * score).to(dtype), mask=mask)
+    tl.store(INNER + row * WIDTH + column, (outer * score).to(INNER.dtype.element_ty), mask=mask)
     douter = dinner * score
     dgate = douter * up * (sigmoid + silu * (1.0 - sigmoid))
-    tl.store(DGATE_UP + row * 2 * WIDTH + column, dgate.to(dtype), mask=mask)
-    dup = (douter * silu).to(dtype)
+    tl.store(DGATE_UP + row * 2 * WIDTH + column, dgate.to(INNER.dtype.element_ty), mask=mask)
+    dup = (douter * silu).to(INNER.dtype.element_ty)
     tl.store(DGATE_UP + row * 2 * WIDTH + WIDTH + column, dup, mask=mask)
 
 
@@ -289,7 +288,7 @@ def summed(
     if tokens == 0:
         return
     into, scores, strides = _scored(rows_SD, scores_TK)
-    _sum[(tokens,)](
+    _sum_rows[(tokens,)](
         rows_SD, scores, place_S, out_TC, into, len(rows_SD), *strides,
         len(place_S) // tokens, width, _block(width), scores_TK is not None,
         tl.float64 if high == torch.float64 else tl.float32,

@@ -76,8 +76,8 @@ def test_chunks_of_experts_fit_their_budget_and_let_messages_overlap(
         (10**6, 5, 1, 1),
         (10**6, 64, 2, 2),
         (10**6, 64, 3, 1),  # the chunks are enough
-        (4096, 64, 1, 2),
-        (4095, 64, 1, 1),  # small messages are not split
+        (8192, 64, 1, 2),
+        (8191, 64, 1, 1),  # small messages are not split
         (5, 1, 1, 1),
     ],
 )
