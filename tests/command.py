@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import warm
 
 import mtrain_cli
 
@@ -21,7 +22,4 @@ def python_path(*folders: Path) -> str:
 def mtrain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)  # `auto` would pick Triton's interpreter
-    command = [sys.executable, "-m", "mtrain_cli", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250
-    )
+    return warm.run("mtrain_cli.__main__", arguments, folder, environment, timeout=250)

@@ -19,7 +19,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Triton reads the variable when its functions are defined, and some tests remove the variable.
     with contextlib.suppress(ImportError):
-        import triton  # noqa: F401
+        import triton_interpreter
+
+        triton_interpreter.remember_types()
     # Create no kernel cache next to the tests' temporary folders.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
 

@@ -31,7 +31,7 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
     Returns the results in rank order. A failing process fails the test.
     """
-    _start_server()
+    start_server()
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _main,
@@ -56,7 +56,7 @@ def environment(
     return Environment("cpu", dims, per_node or world, rank, rank, "mtrain", world)
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the server unless it runs. It looks for `gloo_server` in its working folder."""
     multiprocessing.set_forkserver_preload(["gloo_server"])
     with contextlib.chdir(Path(__file__).parent):

@@ -1,20 +1,31 @@
-"""Do once what every process of `gloo.run` would do for itself: import, and compose a config.
+"""Do once what every process of `gloo.run` and `warm.run` would do: import, and compose a config.
 
-The server from which the processes are forked imports this module. Test modules import pytest, and
-optimizers import torch._dynamo.
+The server from which the processes are forked imports this module. Test modules import pytest,
+optimizers import torch._dynamo, and records import pandas.
 """
 
 import atexit
+import contextlib
 import gc
 import os
 
+import pandas  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.fsdp  # noqa: F401
 
+import mtrain_cli.commands.app
+import mtrain_cli.commands.train_worker
+import mtrain_cli.launch.agent
+import mtrain_cli.launch.worker
 import mtrain_cli.training.loop  # noqa: F401
 from mtrain_cli.composition.compose import compose
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError):
+        import triton_interpreter
+
+        triton_interpreter.remember_types()
 compose([])
 # A process need not visit the objects of the server in each of its garbage collections.
 gc.collect()

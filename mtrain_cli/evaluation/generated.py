@@ -77,6 +77,12 @@ class Generated:
         used += [self.sources.words] if task == "cwe" else []
         return tuple(path.name for path in used if path is not None)
 
+    def details(self, cell: Cell) -> tuple[str, ...]:
+        if not cell.task.startswith(FILE):
+            return ()
+        file = self.file_of(cell)
+        return f"in {file.parent}", f"content {self._content(file)[:8]}"
+
     def items(self, cell: Cell) -> Iterator[Item]:
         if cell.task.startswith(FILE):
             made = read_samples(self.file_of(cell))

@@ -52,6 +52,7 @@ def measured(found: Mapping[str, Any], known: Result, origin: Mapping[str, Any])
                 score=scale * value if math.isfinite(value) else None,
                 error=None if error is None else scale * error,
                 unit=unit,
+                details=(*([] if version is None else [f"version {version}"]), *known.details),
                 note=f"{shots}-shot" if task in found["samples"] else "group",
             )
             results.append(Measured(result, rows))

@@ -218,6 +218,8 @@ class HarnessRunner:
         known = Result(
             key="", task="", pattern=pattern_text(setting.config), samples=0, score=None,
             error=None, unit="", seconds=seconds, **names,
+            settings=setting.labels_with(self._request.tokenizer),
+            details=(setting.weights_label,),
         )  # fmt: skip
         changed = False
         # Groups, which have no samples of their own, come after their tasks.

@@ -45,6 +45,10 @@ class Measurement(Protocol):
         """Return the settings, for the user. Reports show those in which results differ."""
         ...
 
+    def details(self, cell: Cell) -> tuple[str, ...]:
+        """Return further settings, for `Result.details`."""
+        ...
+
     def items(self, cell: Cell) -> Iterator[Item]:
         """Yield the samples of a cell. Only the first worker calls this.
 

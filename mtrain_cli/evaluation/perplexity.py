@@ -21,7 +21,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.held_out_text import Sequence as TextSequence
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
-from mtrain_cli.evaluation.results import NATS, Part, Result, weighted_mean_and_error
+from mtrain_cli.evaluation.results import HELD_OUT_TEXT, NATS, Part, Result, weighted_mean_and_error
 from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.training.evaluation import bucket_edges
 
@@ -29,6 +29,7 @@ TASK = "perplexity"
 HELD_OUT = "held out"
 LEAST_GAIN = 2.0  # nats, alpha of LongPPL
 LEAST_LOG_P = -2.0  # beta of LongPPL
+_BEGIN = 32  # tokens of a text
 STRIDES = 4  # a short context has 1 to 1 + 1 / STRIDES times its length, as in LongPPL
 
 KeyPlaces = Mapping[str, Sequence[int]]
@@ -71,11 +72,19 @@ class Perplexity:
         return {"origin": self.origin, "text": text, "short": self.short, "keys": self.key_origin}
 
     def labels(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002 - the same for all lengths
-        labels = [] if self.origin == HELD_OUT else [f"text {Path(self.origin).name}"]
+        is_held_out = self.origin == HELD_OUT
+        labels = [HELD_OUT_TEXT if is_held_out else f"text {Path(self.origin).name}"]
         if self.short is not None:
             labels.append(f"short {format_size(self.short)}")
             labels += [f"keys from {self.keys_from}"] if self.keys_from else []
         return tuple(labels)
+
+    def details(self, cell: Cell) -> tuple[str, ...]:
+        ids = self.sequences[cell.length][0].ids
+        folder = "" if self.origin == HELD_OUT else f"in {Path(self.origin).absolute().parent}"
+        # The beginning is mostly that of other lengths, too.
+        begin, whole = text_hash(ids[:_BEGIN])[:8], text_hash(ids)[:8]
+        return folder, f"text begins {begin}", f"first sequence {whole}"
 
     def items(self, cell: Cell) -> Iterator[Item]:
         for sequence in self.sequences[cell.length]:

@@ -52,6 +52,9 @@ class Retrieval:
         form = str(self.origin.get("form", ""))
         return (form, *(f"{name} {value}" for name, value in shown.items()))
 
+    def details(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002 - the same for all lengths
+        return (f"haystack files {str(self.origin.get('corpus', ''))[:8]}",)
+
     def items(self, cell: Cell) -> Iterator[Item]:
         return self.make(cell.length)
 

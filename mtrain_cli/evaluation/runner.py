@@ -64,6 +64,18 @@ class Setting:
         step = "" if self.weights.step is None else f"step {self.weights.step}, "
         return f"{step}{self.attention}"
 
+    @property
+    def weights_label(self) -> str:
+        """Return what tells apart weights of one step, for `Result.details`."""
+        return f"weights {self.weights.identity}"
+
+    def labels_with(self, tokenizer: str | None) -> tuple[str, ...]:
+        """Return settings for `Result.settings`. tokenizer: as in `EvaluationRequest`."""
+        own = () if tokenizer is None else (f"tokenizer {Path(tokenizer).name}",)
+        pattern = asdict(self.config.sparsity).items()
+        keys = (f"{key} {value}" for key, value in pattern if value is not None)
+        return (*own, *keys, f"dtype {self.config.train.dtype}")
+
     def source(self) -> ModelSource:
         return ModelSource(Path(self.weights.path), self.weights.is_folder, self.config)
 
@@ -381,7 +393,11 @@ class Runner:
             error=None,
             unit="",
             seconds=seconds + (before.seconds if before is not None else 0.0),
-            settings=(*self._measurement.labels(cell), *self._common_labels(setting)),
+            settings=(
+                *self._measurement.labels(cell),
+                *setting.labels_with(self._request.tokenizer),
+            ),
+            details=(*self._measurement.details(cell), setting.weights_label),
         )
         result = self._measurement.result(chosen, known)
         if result == before:
@@ -389,13 +405,6 @@ class Runner:
         self._write(partial(folder.add_result, result))
         say = progress.say if self._training is None else self._training.say
         say(f"{name_of(cell)} {setting.label}: {score_text(result)}")
-
-    def _common_labels(self, setting: Setting) -> tuple[str, ...]:
-        tokenizer = self._request.tokenizer
-        own = () if tokenizer is None else (f"tokenizer {Path(tokenizer).name}",)
-        pattern = asdict(setting.config.sparsity).items()
-        keys = (f"{key} {value}" for key, value in pattern if value is not None)
-        return (*own, *keys, f"dtype {setting.config.train.dtype}")
 
     def _key(
         self, folder: ResultsFolder, setting: Setting, cell: Cell, measurement: Measurement

@@ -214,16 +214,24 @@ class TrainingProfile(Callback):
         if not steady:
             return count
         more = statistics.median(self._recorded) / statistics.median(steady) - 1
-        return (
-            f"{count}; each took {more:+.1%} longer than other steps, plus "
-            f"{statistics.median(self._after):.2f} s to collect and write"
-        )
+        return f"{count}; {cost_of_recording(more, statistics.median(self._after))}"
 
     def _warn(self) -> None:
         """Show a problem that occurred since the last call."""
         problem, self.problem = self.problem, None
         if problem:
             self._message(problem, warning=True)
+
+
+def cost_of_recording(more: float, after: float) -> str:
+    """Return what a recorded step costs, for the user.
+
+    Args:
+        more: its time / the time of another step - 1.
+        after: seconds to collect and write its records.
+    """
+    change = f"{more:.1%} longer" if more >= 0 else f"{-more:.1%} less time"
+    return f"a recorded step took {change} than the others, and {after:.2f} s to write its records"
 
 
 def _numbered(

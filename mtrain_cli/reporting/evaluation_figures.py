@@ -50,24 +50,25 @@ def _depth_maps(sources: Named) -> Figure:
 
 
 def _by_context(sources: Named) -> Figure:
-    """Draw the loss by context: a line per run, checkpoint, length and attention."""
+    """Draw the loss by context: a line per run, checkpoint, length and attention.
+
+    Of more lines than a reader can tell apart, draw those of the newest checkpoints.
+    """
+    found = [
+        (run, result)
+        for run, results in sources
+        for result in results
+        if result.unit == NATS and result.parts
+    ]
+    newest = sorted(range(len(found)), key=lambda at: found[at][1].step or 0)[-plots.STYLES :]
     lines: list[plots.Trace] = []
-    for run, results in sources:
-        for result in results:
-            if result.unit != NATS or not result.parts:
-                continue
-            name = f"{run}, " if len(sources) > 1 else ""
-            label = f"{name}{format_size(result.length)} {result.attention}{_step(result.step)}"
-            spread = [1.96 * part.error if part.error else 0.0 for part in result.parts]
-            lines.append(
-                plots.line(
-                    escape(label),
-                    [part.end for part in result.parts],
-                    [part.score for part in result.parts],
-                    plots.PALETTE[len(lines) % len(plots.PALETTE)],
-                    error_y={"type": "data", "array": plots.numbers(spread), "thickness": 1},
-                )
-            )
+    for run, result in (found[at] for at in sorted(newest)):
+        name = f"{run}, " if len(sources) > 1 else ""
+        label = f"{name}{format_size(result.length)} {result.attention}{_step(result.step)}"
+        ends, scores = [p.end for p in result.parts], [p.score for p in result.parts]
+        spread = [1.96 * part.error if part.error else 0.0 for part in result.parts]
+        bars = {"type": "data", "array": plots.numbers(spread), "thickness": 1}
+        lines.append(plots.styled(escape(label), ends, scores, len(lines), error_y=bars))
     ticks = sorted({end for line in lines for end in line["x"]})
     x = plots.axis(
         "earlier tokens (up to)", type="log", tickvals=ticks,
@@ -76,6 +77,11 @@ def _by_context(sources: Named) -> Figure:
     layout = plots.layout(340 + 8 * len(lines), x, plots.axis("loss, nats per token"))
     views = [FigureView(("loss by context",), lines, layout)] if lines else []
     note = "Bars: 1.96 standard errors over the sequences."
+    if len(lines) < len(found):
+        note += (
+            f" Shows {len(lines)} of {len(found)} lines, those of the newest checkpoints. The "
+            "tables have all."
+        )
     return Figure("loss-by-context", "Loss by context", (), views, note, together=True)
 
 
@@ -95,11 +101,10 @@ def _over_steps(sources: Named) -> Figure:
                 if len(found) > 1:
                     task, length, attention = kind
                     label = f"{task} {format_size(length) if length else ''} {attention}"
-                    colour = plots.PALETTE[number % len(plots.PALETTE)]
                     steps, scores = [r.step for r in found], [r.score for r in found]
                     spread = [1.96 * r.error if r.error else 0.0 for r in found]
                     bars = {"type": "data", "array": plots.numbers(spread), "thickness": 1}
-                    lines.append(plots.line(escape(label), steps, scores, colour, error_y=bars))
+                    lines.append(plots.styled(escape(label), steps, scores, number, error_y=bars))
             if lines:
                 name = f"{run}, " if len(sources) > 1 else ""
                 layout = plots.layout(340, plots.axis("step"), plots.axis(unit))

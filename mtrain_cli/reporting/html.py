@@ -14,6 +14,7 @@ from mtrain_cli import __version__, resource_dir
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.results import Result
 from mtrain_cli.reporting import (
     attention_tables,
     elements,
@@ -23,6 +24,7 @@ from mtrain_cli.reporting import (
     tables,
 )
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
+from mtrain_cli.reporting.evaluation_names import named_settings
 from mtrain_cli.reporting.evaluation_tables import evaluation_tables
 from mtrain_cli.reporting.figures import figures
 from mtrain_cli.reporting.pipeline_page import HEADS, NOTE, pipeline_cells
@@ -294,7 +296,17 @@ def _evaluations(sources: Sequence[ReportSource]) -> str:
         for each in evaluation_tables(source.results):
             table = elements.table(each.heads, each.rows, range(each.words))
             content += f"<h4>{escape(each.title)}</h4>{table}{elements.note(each.note)}"
+        content += _legend(source.results)
     return elements.section("Evaluations", content)
+
+
+def _legend(results: Sequence[Result]) -> str:
+    """Return what names of tables and figures stand for, if they have more than an attention."""
+    named = named_settings(results)
+    listed = elements.definition_list(
+        [(f"{one.task}: {one.name}", "; ".join(one.settings)) for one in named]
+    )
+    return f"<h4>Names in these tables and in figures</h4>{listed}" if named else ""
 
 
 def _attention(source: ReportSource) -> str:

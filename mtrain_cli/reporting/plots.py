@@ -14,6 +14,9 @@ from mtrain_cli.records.record_sums import EXPOSED, LATE
 Trace = dict[str, Any]
 # Colors of runs or exchanges.
 PALETTE = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
+# Dash and marker of the lines that have the same color, in turn.
+_STROKES = (("solid", "circle"), ("dash", "square"), ("dot", "diamond"), ("dashdot", "cross"))
+STYLES = len(PALETTE) * len(_STROKES)  # lines that a reader can tell apart
 # Colors of the categories of attention's time.
 COLOURS = {
     ATTENTION: "#2f6fb5",
@@ -123,6 +126,24 @@ def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any
         "line": {"color": colour},
         "marker": {"color": colour, "size": 6},
         **more,
+    }
+
+
+def styled(name: str, x: Sequence[Any], y: Sequence[Any], number: int, **more: Any) -> Trace:
+    """Return a line whose color, dash and marker differ from those of the `STYLES` - 1 before it.
+
+    number: number of the line in its figure.
+    """
+    turn, at = divmod(number, len(PALETTE))
+    return line(name, x, y, PALETTE[at], **stroke(PALETTE[at], turn), **more)
+
+
+def stroke(colour: str, turn: int) -> Trace:
+    """Return the dash and marker of a line. turn: number of earlier lines of the same color."""
+    dash, symbol = _STROKES[turn % len(_STROKES)]
+    return {
+        "line": {"color": colour, "dash": dash},
+        "marker": {"color": colour, "size": 6, "symbol": symbol},
     }
 
 

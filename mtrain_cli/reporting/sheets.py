@@ -15,6 +15,7 @@ from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, P
 from mtrain_cli.records.attention_files import without_lists
 from mtrain_cli.records.study_rows import sheet_rows
 from mtrain_cli.reporting.comparison import comparison
+from mtrain_cli.reporting.evaluation_names import distinguished
 from mtrain_cli.reporting.expert_step_tables import time_rows
 from mtrain_cli.reporting.expert_tables import balance_rows, routing_rows, share_rows
 from mtrain_cli.reporting.pipeline_page import pipeline_rows
@@ -184,13 +185,17 @@ def _positions(source: ReportSource) -> Iterator[Row]:
 
 def _results(source: ReportSource) -> Iterator[Row]:
     """Yield a row per result of `mtrain eval`, then a row per part of it."""
-    for r in source.results:
+    for r, named in zip(source.results, distinguished(source.results), strict=True):
         names = {"run": source.name, "step": r.step, "task": r.task, "length": r.length}
         names |= {"attention": r.attention, "unit": r.unit}
-        yield {**names, "begin": None, "end": None, "count": r.samples, **_with_error(r)}
+        # The name in tables and figures, all settings, and the key in results.jsonl.
+        settings = "; ".join((*r.settings, *filter(None, r.details)))
+        about = {"name": named.attention, "settings": settings, "key": r.key}
+        whole = {"begin": None, "end": None, "count": r.samples}
+        yield {**names, **whole, **_with_error(r), **about}
         for part in r.parts:
             span = {"begin": part.begin, "end": part.end, "count": part.count}
-            yield {**names, **span, **_with_error(part)}
+            yield {**names, **span, **_with_error(part), **about}
 
 
 def _with_error(scored: Result | Part) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -33,6 +34,10 @@ _CURVES = (
     ("HFU, share of peak FLOP/s", "mfu_executed", True),
     ("density", "density", True),
     ("peak memory, GiB", "peak_memory_gib", True),
+)
+_DIPS = (
+    "Density: computed pairs / causal pairs of the whole sequence. It dips in steps whose "
+    "sequences have several documents or padding, since their mask allows fewer pairs."
 )
 _LOG_FROM = 30.0  # If max / min of the gradient norm exceeds this, the axis is logarithmic.
 
@@ -102,7 +107,18 @@ def curves(
         )
     if any(len(source.metrics) > points for source in sources):
         notes.append(f"Long curves show {points} steps.")
-    return Figure(name, title, (), views, " ".join(notes), together=True)
+    if any(key == "density" for _, key, _ in quantities):
+        notes.append(_density_note(sources))
+    return Figure(name, title, (), views, " ".join(filter(None, notes)), together=True)
+
+
+def _density_note(sources: Sequence[ReportSource]) -> str:
+    """Return why density changes from step to step, if documents are masked and it does."""
+    for source in sources:
+        own = [step.density for step in source.metrics if step.density]
+        if source.settings.get("data.document_mask") and own and min(own) < 0.95 * max(own):
+            return _DIPS
+    return ""
 
 
 def _quantity(
@@ -267,23 +283,22 @@ def _over_steps(evaluations: Sequence[Evaluation]) -> list[Trace]:
         for b in e.buckets:
             if b.loss is not None:
                 losses.setdefault((b.begin, b.end), []).append((e.step, b.loss))
-    longest_first = [
-        _losses(
-            f"{format_size(begin)} to {format_size(end)}",
-            losses[begin, end],
-            _BUCKETS[-1 - min(i, len(_BUCKETS) - 1)],
-        )
-        for i, (begin, end) in enumerate(sorted(losses, reverse=True))
-    ]
+    longest_first = []
+    for number, (begin, end) in enumerate(sorted(losses, reverse=True)):
+        turn, at = divmod(number, len(_BUCKETS))
+        colour = _BUCKETS[-1 - at]
+        trace = _losses(f"{format_size(begin)} to {format_size(end)}", losses[begin, end], colour)
+        longest_first.append({**trace, **plots.stroke(colour, turn)})
     return longest_first[::-1]
 
 
 def density_figure(sources: Sequence[ReportSource]) -> Figure:
     """Draw a heat map of the density, by layer and step of training."""
     hover = "step %{x}, layer %{y}: %{z:.2%}"
-    return layers_over_steps(
+    drawn = layers_over_steps(
         "density", "Density by layer", sources, "density_by_layer", "density", hover
     )
+    return replace(drawn, note=_density_note(sources))
 
 
 def layers_over_steps(

@@ -45,6 +45,10 @@ GPU_MEMORY = (
     ("141 GB (H200)", 139.8),
     ("180 GB (B200)", 178.3),
 )
+_PACKED = (
+    "data.document_mask=true packs documents, but this mask counts positions from the start of the "
+    "sequence, not of a document; give data.document_mask=false"
+)
 # What attention does with packed documents, by data.document_mask.
 DOCUMENTS = {
     True: "a sequence may hold several (data.document_mask=true); FLOP are those of one, as in "
@@ -257,6 +261,11 @@ def _dense_parts(config: Config) -> str:
     return " and ".join(text for text, number in zip(counts, given, strict=True) if number)
 
 
+def _of_causal(pairs: float, seq: int) -> str:
+    """Return ``3.1% of the pairs of a causal mask``."""
+    return f"{100 * pairs / causal_pairs(seq):.3g}% of the pairs of a causal mask"
+
+
 def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str, str]]:
     """Return a row on the mask, and a row on the labels that it shows; no rows if it is causal.
 
@@ -270,14 +279,17 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str,
         if read is None:
             return [("mask", own)]
         if read.masks:
-            own += f"; {read.pairs / causal_pairs(config.seq):.3g} of the pairs of causal"
+            own += f"; {_of_causal(read.pairs, config.seq)}"
         return [("mask", own), ("", read.describe())]
     if config.mask.kind == "causal":
         return []
     mask = MaskRule.of(config).undivided(config.seq, config.seq)
     inside = ", inside each document" if config.data.document_mask else ""
-    share = mask.pairs / causal_pairs(config.seq)
-    rows = [("mask", f"{config.mask.describe()}{inside}; {share:.3g} of the pairs of causal")]
+    share = _of_causal(mask.pairs, config.seq)
+    rows = [("mask", f"{config.mask.describe()}{inside}; {share}")]
+    # Token ids may hold one document per sequence, such as a video.
+    if config.mask.counts_from_start and config.data.document_mask and config.data.kind != "tokens":
+        rows.append(("warning", _PACKED))
     if config.mask.is_mixed:
         layers = config.model.num_layers
         full = sum(map(config.mask.is_full, range(layers)))

@@ -70,7 +70,7 @@ def test_triton_equals_the_oracle(kind, documents, where):
         make_problem(
             1,
             kind,
-            seq=117,
+            seq=85,
             block=16,
             heads=4,
             kv_heads=2,
@@ -101,7 +101,7 @@ def test_triton_serves_sliding_windows(kind, where, documents, window):
     p = make_problem(
         1,
         kind,
-        seq=117,
+        seq=85,
         block=16,
         heads=4,
         kv_heads=2,
@@ -113,6 +113,23 @@ def test_triton_serves_sliding_windows(kind, where, documents, window):
     check(TritonKernel(), p, 1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+def test_triton_serves_columns_and_diagonals_at_every_distance(window):
+    """Columns fill several words of covered bits; a window cuts diagonals behind full blocks."""
+    from mtrain_cli.attention.triton_kernel import TritonKernel
+
+    p = make_problem(
+        1, "both", seq=85, block=16, heads=2, kv_heads=1, dim=16, documents=False, window=window,
+        where="whole",
+    )  # fmt: skip
+    index = p.tiles.index
+    slashes = index.slashes.clone()
+    slashes[0, 0] = True
+    columns = torch.arange(85, dtype=torch.int32).expand(2, 2, -1).contiguous()
+    many = replace(index, slashes=slashes, columns=columns, max_slashes=0)
+    check(TritonKernel(), replace(p, tiles=p.tiles.with_index(many)), 1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "where"), [("gated", "whole"), ("local gated", "striped"), ("gated", "later queries")]
 )
@@ -122,7 +139,7 @@ def test_query_gates_are_exact(name, kind, where):
 
     kernel = TritonKernel() if name == "triton" else SdpaKernel()
     p = make_problem(
-        6, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
+        6, kind, seq=85, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
     )
     assert not torch.equal(
         p.tiles.seen(), p.tiles.with_index(without_gates(p.tiles.index)).seen()
@@ -293,8 +310,8 @@ def test_flash4_with_exact_block_attention_equals_the_oracle(monkeypatch, kind, 
 @pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
 @pytest.mark.parametrize("rows", [16, 64])
 def test_sdpa_equals_the_oracle(monkeypatch, kind, documents, where, rows):
-    monkeypatch.setattr("mtrain_cli.attention.sdpa.MASK_BYTES", 4 * 4 * 117 * rows)
+    monkeypatch.setattr("mtrain_cli.attention.sdpa.MASK_BYTES", 4 * 4 * 85 * rows)
     problem = make_problem(
-        2, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
+        2, kind, seq=85, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
     )
     check(SdpaKernel(), problem, 1e-5)

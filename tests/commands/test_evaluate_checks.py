@@ -34,8 +34,8 @@ def test_a_run_says_which_held_out_sequences_are_too_short_and_what_it_did_not_t
     words = ("perplexity", str(run), "--length", "512,513")
     short, trained = sorted(warnings_of(*words), key=lambda line: "--length" in line)
     assert short == (
-        "mtrain: warning: perplexity: 1 of 2 held-out sequences of 512: where a corpus ends, a "
-        "sequence has fewer tokens"
+        "mtrain: warning: perplexity: 1 of 2 held-out sequences has 512 tokens; shorter ones, at "
+        "the end of a corpus, do not count"
     )
     assert trained.startswith("mtrain: warning: --length 512,513: the run trained only on")
     (first, _) = read_results(run)

@@ -11,7 +11,13 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation import perplexity
 from mtrain_cli.evaluation.held_out_text import Sequence
 from mtrain_cli.evaluation.measurement import Cell
-from mtrain_cli.evaluation.perplexity import Perplexity, key_places, short_losses, text_hash
+from mtrain_cli.evaluation.perplexity import (
+    HELD_OUT,
+    Perplexity,
+    key_places,
+    short_losses,
+    text_hash,
+)
 from mtrain_cli.evaluation.results import Result
 
 RESULT = Result("k", "perplexity", 300, "dense", "", 3, 1, None, None, "")
@@ -40,6 +46,18 @@ def test_buckets_add_up_to_the_loss(model):
     assert row["buckets"][1][3] == pytest.approx(losses[128:256].mean())
     parts = own.result([row, row], RESULT).parts
     assert [(part.begin, part.count) for part in parts] == [(0, 256), (128, 256), (256, 86)]
+
+
+def test_settings_name_the_text_and_details_where_it_is():
+    sequences = {n: [Sequence(np.array(tokens(128)[:n], np.int32))] for n in (64, 128)}
+    own, other = Perplexity(sequences, "/x/a/book.txt"), Perplexity(sequences, HELD_OUT)
+    short, long = own.cells()
+    assert (own.labels(short), other.labels(short)) == (("text book.txt",), ("held-out text",))
+    folder, begins, first = own.details(short)
+    assert folder == "in /x/a"
+    assert own.details(long)[1] == begins
+    assert own.details(long)[2] != first
+    assert other.details(short) == ("", begins, first)
 
 
 def test_borders_of_documents_do_not_count_and_context_starts_again(model):

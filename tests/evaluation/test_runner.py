@@ -151,6 +151,18 @@ def test_a_complete_evaluation_with_a_short_context_has_nothing_left(run, capsys
     assert f"up to {format_flop(one)} to compute" in capsys.readouterr().err
 
 
+def test_a_damaged_result_is_named_and_written_again(run, capsys):
+    request = request_of(run, NIAH, samples=1, niah=needles(run))
+    runner_of(run, request).run()
+    file = run / "evaluation/results.jsonl"
+    before = file.read_text()
+    file.write_text(before[:-9] + "\n")
+    capsys.readouterr()
+    runner_of(run, request).run()
+    assert f"mtrain: warning: {file}: line 1 is damaged; this" in capsys.readouterr().err
+    assert json.loads(file.read_text())["score"] == json.loads(before)["score"]
+
+
 def test_forced_scoring_names_no_attention_of_new_tokens(run, capsys):
     request = request_of(run, PERPLEXITY, attentions=BOTH, samples=1, perplexity=texts(run))
     runner_of(run, request).run()
@@ -214,10 +226,9 @@ def test_results_of_an_unknown_dtype_are_shown_but_not_continued(run):
 
 
 def test_the_settings_of_a_result_name_another_tokenizer(run):
-    own = runner_of(run, request_of(run, NIAH))
-    assert not any("tokenizer" in one for one in own._common_labels(own._settings[0]))
-    own._request = dataclasses.replace(own._request, tokenizer="models/small")
-    assert own._common_labels(own._settings[0])[0] == "tokenizer small"
+    (setting,) = runner_of(run, request_of(run, NIAH))._settings
+    assert not any("tokenizer" in one for one in setting.labels_with(None))
+    assert setting.labels_with("models/small")[0] == "tokenizer small"
 
 
 def test_damaged_rows_are_measured_again(run, capsys):

@@ -272,10 +272,14 @@ def cells(
     names: tuple[str, ...] = ("causal", "docs"),
     head_counts: tuple[tuple[int, int], ...] = HEADS,
     ways: tuple[Way, ...] = WAYS,
+    stride: int = 1,
 ) -> dict[str, float]:
     """The largest difference from the oracle on this rank, for every cell; or for one mask of each
     way, heads, layout and index, in turn, so that each mask still meets every two of these; even
     numbers of workers begin with the other one.
+
+    stride: test every stride-th cell. A stride of 3 leaves every two of way, heads, layout and
+        index together, and a stride of 2 leaves every two of way, layout and mask.
     """
     dtype = getattr(torch, dtype_name)
     kernel = _KERNELS[kernel_name]()
@@ -321,7 +325,10 @@ def cells(
                         + INDICES.index(kind)
                         + world
                     )
-                    for mask_name in names if every else (names[turn % len(names)],):
+                    chosen = names if every else (names[turn % len(names)],)
+                    for mask_name in chosen:
+                        if (turn + (every and names.index(mask_name))) % stride:
+                            continue
                         name = (heads, kv_heads, mask_name, kind, layout.padded_seq)
                         if name not in expected:
                             expected[name] = oracle(heads, kv_heads, mask_name, index)
@@ -380,23 +387,24 @@ CASES = [
 
 # The float64 cases test the same exchanges more exactly.
 USUAL = [
-    pytest.param(case, world, False, id=f"{case[0]}-{world}")
+    pytest.param(case, world, False, 3, id=f"{case[0]}-{world}")
     for case, worlds in zip(CASES, ((2,), (1, 3)), strict=True)
     for world in worlds
 ]
 # Four workers, for the exchanges over nodes.
-USUAL.append(pytest.param(("sdpa", "float32", INDICES[:2], 1e-5), 4, False, id="sdpa-4"))
+USUAL.append(pytest.param(("sdpa", "float32", INDICES[:2], 1e-5), 4, False, 3, id="sdpa-4"))
 EVERY = [
-    pytest.param(case, world, True, id=f"{case[0]}-{world}-every", marks=pytest.mark.slow)
+    pytest.param(case, world, True, 1, id=f"{case[0]}-{world}-every", marks=pytest.mark.slow)
     for case in CASES
     for world in (1, 2, 3, 4, 6)
 ]
 
 
-@pytest.mark.parametrize(("case", "world", "every"), [*USUAL, *EVERY])
-def test_output_and_gradients_equal_the_oracle(case, world, every):
+@pytest.mark.parametrize(("case", "world", "every", "stride"), [*USUAL, *EVERY])
+def test_output_and_gradients_equal_the_oracle(case, world, every, stride):
     kernel, dtype, kinds, tolerance = case
-    for rank, worst in enumerate(gloo.run(world, cells, kernel, dtype, kinds, every)):
+    given = (kernel, dtype, kinds, every, ("causal", "docs"), HEADS, WAYS, stride)
+    for rank, worst in enumerate(gloo.run(world, cells, *given)):
         assert len(worst) > 100
         bad = {cell: difference for cell, difference in worst.items() if not difference < tolerance}
         assert not bad, f"rank {rank}: {bad}"
@@ -406,22 +414,30 @@ OTHERS = tuple(name for name in MASKS if name not in ("causal", "docs"))
 
 
 @pytest.mark.parametrize(
-    ("kernel", "world"),
-    [("reference", 1), pytest.param("sdpa", 2, marks=pytest.mark.slow), ("sdpa", 3)],
+    ("kernel", "world", "stride"),
+    [
+        ("reference", 1, 2),
+        ("sdpa", 3, 2),
+        *(pytest.param("sdpa", world, 1, marks=pytest.mark.slow) for world in (2, 3)),
+    ],
 )
-def test_every_mask_equals_the_oracle(kernel, world):
+def test_every_mask_equals_the_oracle(kernel, world, stride):
     """Dense attention in every layout and exchange."""
-    given = (kernel, "float64", ("dense",), True, OTHERS, ((4, 2),))
+    given = (kernel, "float64", ("dense",), True, OTHERS, ((4, 2),), WAYS, stride)
     for rank, worst in enumerate(gloo.run(world, cells, *given)):
         assert len(worst) > 100
         bad = {cell: difference for cell, difference in worst.items() if not difference <= 1e-12}
         assert not bad, f"rank {rank}: {bad}"
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_indices_compose_with_sliding_windows(world):
+@pytest.mark.parametrize(
+    ("world", "stride"),
+    [(1, 3), (3, 3), *(pytest.param(world, 1, marks=pytest.mark.slow) for world in (2, 3))],
+)
+def test_indices_compose_with_sliding_windows(world, stride):
     names = tuple(name for name in CAUSAL_INTERVALS if name in OTHERS)
-    given = ("reference", "float64", ("vertical_slash", "bitmap"), False, names)
+    kinds = ("vertical_slash", "bitmap")
+    given = ("reference", "float64", kinds, False, names, HEADS, WAYS, stride)
     for rank, worst in enumerate(gloo.run(world, cells, *given)):
         bad = {cell: difference for cell, difference in worst.items() if not difference <= 1e-12}
         assert not bad, f"rank {rank}: {bad}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import mtrain
 
+from mtrain_cli.profiling.periodic_profile import cost_of_recording
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import load_indices
 from mtrain_cli.records.record_files import open_records
@@ -19,6 +20,13 @@ WORDS = [
     "sparsity.max_slashes=2", "sparsity.max_columns=64",
     "train.global_batch=2", "train.micro_batch=1",
 ]  # fmt: skip
+
+
+def test_the_cost_of_recording_is_a_plain_sentence():
+    assert cost_of_recording(0.236, 0.31) == (
+        "a recorded step took 23.6% longer than the others, and 0.31 s to write its records"
+    )
+    assert "took 1.2% less time than the others" in cost_of_recording(-0.012, 0.31)
 
 
 def train(folder: Path, *words: str) -> list[dict]:

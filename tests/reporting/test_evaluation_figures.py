@@ -9,6 +9,7 @@ from reporting.test_evaluation_tables import NIAH, SPARSE
 
 from mtrain_cli.evaluation.results import NATS, Part
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
+from mtrain_cli.reporting.plots import STYLES
 
 
 def test_a_map_has_a_row_per_depth_and_a_column_per_length():
@@ -31,6 +32,24 @@ def test_losses_have_a_line_per_length_and_attention_with_errors():
     assert (lines[0]["x"], lines[0]["y"]) == ([128, 256], [3.0, 2.0])
     assert lines[0]["error_y"]["array"] == [0.196, 0.0]
     assert lines[0]["name"].startswith("&lt;run&gt;, 8k dense")
+
+
+def test_many_lines_of_losses_look_different_or_are_left_out_with_a_word():
+    parts = (Part(0, 128, 9, 3.0, 0.1), Part(128, 256, 9, 2.0, None))
+    one = dataclasses.replace(NIAH, task="perplexity", unit=NATS, parts=parts)
+    many = [dataclasses.replace(one, key=str(n), step=n) for n in range(12)]
+    _, contexts, _ = evaluation_figures([("run", many)])
+    looks = {
+        (line["line"]["color"], line["line"]["dash"], line["marker"]["symbol"])
+        for line in contexts.views[0].data
+    }
+    assert len(looks) == 12
+    assert "Shows" not in contexts.note
+    many = [dataclasses.replace(one, key=str(n), step=n) for n in range(STYLES + 3)]
+    _, contexts, _ = evaluation_figures([("run", many)])
+    lines = contexts.views[0].data
+    assert (len(lines), lines[0]["name"]) == (STYLES, "8k dense, step 3")
+    assert f"Shows {STYLES} of {STYLES + 3} lines, those of the newest checkpoints" in contexts.note
 
 
 def test_checkpoints_give_a_line_over_steps():

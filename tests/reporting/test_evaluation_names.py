@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from mtrain_cli.evaluation.results import PERCENT, Part, Result
+from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
-from mtrain_cli.reporting.evaluation_names import distinguished
+from mtrain_cli.reporting.evaluation_names import distinguished, named_settings
 from mtrain_cli.reporting.evaluation_tables import evaluation_tables
 
 ONE = Result(
@@ -33,11 +33,61 @@ def test_other_lengths_steps_tasks_and_attentions_need_no_settings():
     assert found == ["dense", "dense", "dense", "dense", "moba"]
 
 
-def test_results_with_equal_settings_are_numbered():
-    """Weights may differ, and earlier versions did not record the settings."""
-    assert names(ONE, dataclasses.replace(ONE, key="c")) == ["dense (1)", "dense (2)"]
-    old = [dataclasses.replace(ONE, key=key, settings=()) for key in "xy"]
-    assert names(*old, ONE) == ["dense (1)", "dense (2)", "dense (3)"]
+def test_results_with_equal_settings_have_keys_that_a_later_result_does_not_change():
+    """Earlier versions did not record the settings."""
+    first, second, third = (
+        dataclasses.replace(ONE, key=f"{digit * 16}", settings=()) for digit in "xyz"
+    )
+    assert names(first) == ["dense"]
+    assert names(first, second) == ["dense (xxxx)", "dense (yyyy)"]
+    assert names(third, first, second) == ["dense (zzzz)", "dense (xxxx)", "dense (yyyy)"]
+    (one, _) = named_settings([first, second])
+    assert (one.task, one.name, one.settings) == ("niah", "dense (xxxx)", (f"key {'x' * 16}",))
+
+
+def loss(key: str, *settings: str, details: tuple[str, ...] = (), **changes) -> Result:
+    plain = dataclasses.replace(ONE, task="perplexity", unit=NATS, key=key)
+    return dataclasses.replace(plain, settings=settings, details=details, **changes)
+
+
+def test_all_names_have_the_text_if_texts_differ():
+    held_out = loss("a", "held-out text", "dtype float32")
+    book = loss("b", "text book.txt", "dtype float32")
+    sparse = loss("c", "held-out text", "block 16", "dtype float32", attention="moba")
+    assert names(held_out, sparse) == ["dense", "moba"]
+    found = names(held_out, book, sparse)
+    assert found == ["dense, held-out text", "dense, text book.txt", "moba, held-out text"]
+    # Also of other lengths, and if an earlier version did not name the held-out text.
+    longer = loss("d", "dtype float32", length=1024)
+    assert names(longer, book) == ["dense, held-out text", "dense, text book.txt"]
+
+
+def test_texts_of_one_name_are_told_apart_by_what_differs():
+    of = "text book.txt"
+    one = loss("a", of, details=("in /x/a", "text begins 1", "weights 3"))
+    two = loss("b", of, details=("in /x/b", "text begins 1", "weights 3"))
+    assert names(one, two) == ["dense, in a", "dense, in b"]
+    changed = loss("c", of, details=("in /x/b", "text begins 2", "weights 3"))
+    assert names(two, changed) == ["dense, text begins 1", "dense, text begins 2"]
+    again = loss("d", of, details=("in /x/b", "text begins 2", "weights 4"))
+    assert names(one, two, changed, again) == [
+        "dense, in a",
+        "dense, in b, text begins 1",
+        "dense, in b, text begins 2, weights 3",
+        "dense, in b, text begins 2, weights 4",
+    ]
+    far = loss("e", of, details=("in /y/a", "text begins 1", "weights 3"))
+    assert names(one, far) == ["dense, in /x/a", "dense, in /y/a"]
+
+
+def test_only_names_with_settings_need_a_legend():
+    longer = dataclasses.replace(ONE, length=1024, details=("weights 4",))
+    assert named_settings([ONE, longer]) == []
+    named = named_settings([ONE, TWO, longer])
+    assert [(one.name, one.settings) for one in named] == [
+        ("dense, seed 1", ("needles 3", "seed 1")),
+        ("dense, seed 2", ("needles 3", "seed 2")),
+    ]
 
 
 def test_shots_of_lm_eval_tell_results_apart():

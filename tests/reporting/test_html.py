@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from masked_documents import masked_store
+from reporting.test_evaluation_names import ONE, TWO
 from reporting.training_runs import trained
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
@@ -42,6 +43,15 @@ def page_of(folder: Path, **more) -> tuple[str, dict]:
         [open_source(recorded_once(folder, PLAY, layers=(0, 3), iterations=3, **more))],
     ).read_text()
     return text, {figure["name"]: figure["views"] for figure in figures_in(text)}
+
+
+def test_names_of_evaluations_have_a_legend(tmp_path):
+    text = write_page(
+        tmp_path / "report.html", [ReportSource("run", tmp_path, results=(ONE, TWO))]
+    ).read_text()
+    assert "<dt>niah: dense, seed 2</dt><dd>needles 3; seed 2</dd>" in text
+    alone = write_page(tmp_path / "report.html", [ReportSource("run", tmp_path, results=(ONE,))])
+    assert "Names in these tables" not in alone.read_text()
 
 
 def unpack(text: str, name: str) -> str:
@@ -271,8 +281,10 @@ def test_the_mask_of_a_run_has_its_share_and_a_picture(tmp_path):
     window = ["mask=sliding_window", "mask.window=64", "mask.full_every=2", "seq=256"]
     text, _ = page(tmp_path, run_with(tmp_path / "window", *window))
     share = (256 * 64 - 64 * 63 // 2) / (256 * 257 // 2)
-    named = f"sliding_window, window 64, full_every 2, inside each document; {share:.3g} of the"
-    assert f"<h3>Mask</h3><dl><dt>mask</dt><dd>{named} pairs of causal</dd>" in text
+    named = (
+        f"sliding_window, window 64, full_every 2, inside each document; {100 * share:.3g}% of the"
+    )
+    assert f"<h3>Mask</h3><dl><dt>mask</dt><dd>{named} pairs of a causal mask</dd>" in text
     assert "2 of 4 layers see all earlier tokens instead" in text
     (picture,) = re.findall(
         r'<svg role="img" width="128" height="128" class="mask">.*?</svg>', text

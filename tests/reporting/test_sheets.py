@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 
 import pytest
+from reporting.test_evaluation_names import ONE, TWO
 from reporting.test_tables import heavy
 from synthetic_records import Play, recorded_once, ring
 
-from mtrain_cli.reporting.report_source import open_source
+from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.sheets import sheets
+
+
+def test_settings_and_keys_tell_rows_of_evaluations_apart(tmp_path):
+    one = dataclasses.replace(ONE, details=("", "weights 4"))
+    source = ReportSource("run", tmp_path, results=(one, TWO))
+    (sheet,) = sheets([source])
+    found = [(row["name"], row["settings"], row["key"]) for row in sheet.rows]
+    first = ("dense, seed 1", "needles 3; seed 1; weights 4", "a")
+    second = ("dense, seed 2", "needles 3; seed 2", "b")
+    assert found == [first, first, second, second]  # each with a row of its part
+    assert [row["begin"] for row in sheet.rows] == [None, 0, None, 0]
 
 
 def test_sheets_are_read_back_with_their_numbers(tmp_path):

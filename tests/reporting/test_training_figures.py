@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from reporting.training_runs import step, trained
 
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.training_figures import (
+    density_figure,
     held_out_figure,
     log_ticks,
     rate_restarts,
     smoothed,
     training_figure,
 )
+from mtrain_cli.training.evaluation import ContextBucket, Evaluation
 
 
 def test_held_out_losses_are_drawn_over_steps_and_by_context(tmp_path):
@@ -26,6 +30,16 @@ def test_held_out_losses_are_drawn_over_steps_and_by_context(tmp_path):
     assert (end["x"], begin["y"], end["y"]) == ([128, 1024], [4.0, 3.5], [3.0, 2.5])
     assert [trace["name"] for trace in views["by context, over steps"]] == ["0 to 128", "128 to 1k"]
     assert views["by context, over steps"][1]["y"] == [3.5, 2.5]
+
+
+def test_many_ranges_of_context_look_different(tmp_path):
+    ends = [128 << n for n in range(14)]  # up to 1m
+    buckets = tuple(ContextBucket(end // 2, end, 10, 3.0) for end in ends)
+    evaluations = tuple(Evaluation(n, 3.0, 140, 2, 0.1, "dense", buckets) for n in (0, 40))
+    source = replace(trained("one", tmp_path), evaluations=evaluations)
+    *_, view = held_out_figure([source]).views
+    looks = {(line["line"]["color"], line["line"]["dash"]) for line in view.data}
+    assert len(looks) == 14
 
 
 def test_restarts_of_run_and_learning_rate_are_marked(tmp_path):
@@ -56,6 +70,21 @@ def test_moving_averages_are_unbiased_and_raw_values_stay(tmp_path):
     assert loss[0]["y"] == pytest.approx([4 - n / 40 for n in range(1, 41)], rel=1e-4)
     assert loss[1]["y"] != loss[0]["y"]
     assert "moving average" in figure.note
+
+
+def test_dips_of_the_density_are_explained_if_documents_are_masked(tmp_path):
+    metrics = tuple(
+        step(n, density=0.5 if n == 3 else 1.0, density_by_layer=[1.0, 0.9]) for n in range(1, 6)
+    )
+    masked = replace(
+        trained("one", tmp_path, settings={"data.document_mask": True}), metrics=metrics
+    )
+    for draw in (training_figure, density_figure):
+        assert "It dips in steps whose sequences have several documents" in draw([masked]).note
+    flat = replace(masked, metrics=metrics[:2])
+    whole = replace(masked, settings={"data.document_mask": False})
+    for source in (flat, whole):
+        assert "dips" not in training_figure([source]).note + density_figure([source]).note
 
 
 def test_ticks_of_log_axes_have_no_exponent():

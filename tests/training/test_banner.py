@@ -99,11 +99,11 @@ def test_the_banner_gives_the_reason_for_a_balanced_layout_once():
 def test_the_banner_names_the_mask_and_its_pairs():
     words = ["mask=sliding_window", "mask.window=64", "seq=4k", "topology.workers=1"]
     pairs = sum(min(position + 1, 64) for position in range(4096))
-    share = f"{pairs / (4096 * 4097 / 2):.3g} of the pairs of causal"
+    share = f"{100 * pairs / (4096 * 4097 / 2):.3g}% of the pairs of a causal mask"
     mask = "mask sliding_window, window 64"
     assert f"{mask}, inside each document; {share}" in banner_of(*words)
     assert f"{mask}; {share}" in banner_of(*words, "data.document_mask=false")
-    assert "of the pairs of causal" not in banner_of("topology.workers=1")
+    assert "of a causal mask" not in banner_of("topology.workers=1")
 
 
 def test_the_banner_warns_that_a_cluster_does_not_change_a_run_on_the_cpu(monkeypatch):

@@ -266,7 +266,8 @@ def test_accumulation_and_data_parallel_groups_split_the_global_batch():
     ],
 )
 def test_few_labels_are_a_warning(words, line):
-    planned = compose(["seq=4k", "topology.device=cpu", "topology.workers=2", *words])
+    one = "data.document_mask=false"
+    planned = compose(["seq=4k", "topology.device=cpu", "topology.workers=2", one, *words])
     found = [text for label, text in module.mask_rows(planned) if label == "warning"]
     assert bool(found) == bool(line)
     assert all(line in text for text in found)
@@ -495,13 +496,33 @@ def test_an_assumed_number_of_gpus_is_marked_as_such():
     assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"
 
 
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (["recipe=video", "data=stdlib"], True),
+        (["recipe=video", "data=stdlib", "data.document_mask=false"], False),
+        (["recipe=video"], False),
+        (["recipe=video", "data.document_mask=true"], False),  # a document may be a video
+        (["mask=prefix_lm"], True),
+        (["mask=sliding_window"], False),
+        (["mask=sliding_window", "mask.global_tokens=8"], True),
+    ],
+)
+def test_a_mask_of_the_whole_sequence_with_packed_documents_is_a_warning(words, warned):
+    rows = module.mask_rows(compose(words, plan=True))
+    found = [text for label, text in rows if label == "warning" and "packs documents" in text]
+    assert len(found) == warned
+    assert all(text.endswith("give data.document_mask=false") for text in found)
+
+
 def test_a_plan_shows_the_masks_of_the_data(tmp_path):
     words = ["data=tokens", f"data.path={masked_store(tmp_path)}", "topology.device=cpu"]
     plain = compose([*words, "model.vocab_size=264"])
     assert module.mask_rows(plain) == []
     masked = plain.changed(data={"mask_key": "mask"})
     shown = text(dry_run(dataclasses.replace(masked, seq=128)), 200)
-    assert "from the data (data.mask_key=mask), at most 2 intervals of keys per query; 0." in shown
+    assert "from the data (data.mask_key=mask), at most 2 intervals of keys per query; " in shown
+    assert "% of the pairs of a causal mask" in shown
     assert "masks of the first 6 sequences were read; memory and stages assume causal" in shown
     assert "% of it attention (masks of the data)" in shown
     assert "a sequence may hold several, each with its own mask" in shown

@@ -1,0 +1,120 @@
+"""Run a module of mtrain as a command, in a process forked from the warm server.
+
+The imports of a new process take three seconds, and one command starts several processes. The
+server (`gloo_server`) has imported what they need. A forked process takes over the command line,
+the environment, the working folder and the output, as a new process does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import gloo
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+_OWN_FOLDER = str(Path(__file__).parent)
+
+
+def run(
+    module: str,
+    arguments: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout: float,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module arguments`` in ``folder`` and return its exit code and output.
+
+    The workers that it starts through torch's agent are forked from it.
+
+    Raises:
+        subprocess.TimeoutExpired: the command takes longer than ``timeout`` seconds.
+    """
+    gloo.start_server()
+    words = [module, *arguments]
+    with tempfile.TemporaryDirectory() as outputs:
+        streams = [Path(outputs, name) for name in ("stdout", "stderr")]
+        process = mp.get_context("forkserver").Process(
+            target=_main, args=(words, str(folder), dict(environment), list(map(str, streams)))
+        )
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout, *(s.read_bytes() for s in streams))
+        stdout, stderr = (stream.read_text() for stream in streams)
+        return subprocess.CompletedProcess(words, process.exitcode, stdout, stderr)
+
+
+def _main(words: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
+    for target, path in enumerate((os.devnull, *outputs)):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(opened, target)
+        os.close(opened)
+    os.chdir(folder)
+    subprocess_handler.Popen = _ForkedWorker  # type: ignore[attr-defined]
+    _become(words, environment)
+
+
+class _ForkedWorker(subprocess.Popen):
+    """A worker that torch's agent starts: forked from this process, not a new program."""
+
+    def _execute_child(self, args: Sequence[str], *more: Any, **_: Any) -> None:
+        environment = more[5]
+        words = list(args)[list(args).index("-m") + 1 :]
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks, for example
+            _become(words, environment, buffered=False)
+        self._child_created = True
+
+
+def _become(words: list[str], environment: Mapping[str, str], buffered: bool = True) -> NoReturn:
+    """Run the module ``words[0]`` as the main program of this forked process, and exit."""
+    gc.freeze()  # never finalize what belongs to the parent
+    atexit._clear()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stdout.reconfigure(write_through=not buffered)
+    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    ours = {_OWN_FOLDER, str(Path(_OWN_FOLDER).parent), ""}
+    sys.path[:] = [os.getcwd(), *filter(None, paths), *(p for p in sys.path if p not in ours)]
+    sys.argv[:] = words
+    random.seed()
+    np.random.seed()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    code: object = 1
+    try:
+        importlib.import_module(words[0]).main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0)
