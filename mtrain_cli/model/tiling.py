@@ -12,10 +12,11 @@ _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
 # exposed, and none with fewer rows than keep matrix products fast.
 _CHUNKS, _CHUNK_ROWS = 4, 2048
-# The same for parts of experts. A part costs the host about as much time as the messages of 2,048
-# tokens take, and hides at most these: ten kernels, nine products and five messages in both passes.
-# So with fewer tokens, a second part gains nothing. From the steps of profiles/notes.md,
-# 2026-11-26, "host time of experts": at 8K on two H100s, two parts took longer than one.
+# The same for parts of experts, but a part also takes time of the host: ten kernels, nine products
+# and five messages in both passes, about 0.5 ms (an estimate; 0.2 ms without their launches on a
+# CPU: profiles/notes.md, 2026-11-26, "host time of experts"). It hides the messages of its tokens,
+# 0.28 ms for 1,024 tokens of Qwen3-30B-A3B at 300 GB/s. So small parts gain nothing: with parts of
+# 2,048 tokens, a step at 8K on two H100s took longer than with one part.
 _PART_TOKENS = 4096
 ONE_ADDITION = 2  # chunks of experts whose gradients of weights one addition sums
 _ALIGNMENT = 16  # bytes that a GPU reads at once: rows of a message begin at a multiple

@@ -51,8 +51,8 @@ TOKEN = 2 * 8 * (2 * 2048 + 7 * 768)  # bytes
         (10**6, 0, 2, "auto", 1),  # parts of the experts let messages overlap
         (10**6, 0, 64, "auto", 2),  # two parts of two experts
         (10**6, 0, 128, "auto", 4),
-        (2047, 0, 128, "auto", 1),
-        (4096, 0, 128, "auto", 2),
+        (4095, 0, 128, "auto", 1),
+        (8192, 0, 128, "auto", 2),
         (100, 100 * TOKEN, 1, "auto", 1),
         (101, 100 * TOKEN, 1, "auto", 2),
         (8192, 1024 * TOKEN, 128, "auto", 8),  # the limit needs more than the messages
