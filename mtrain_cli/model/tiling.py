@@ -120,8 +120,8 @@ def expert_parts(own_tokens: int, own_experts: int, chunks: int) -> int:
     """Return the number of parts in which a worker of an expert group computes its experts.
 
     While one part is computed, the rows of other parts travel. So do those of other chunks: with
-    more chunks, a chunk needs fewer parts. Small messages are not split: each part takes time of the
-    host.
+    more chunks, a chunk needs fewer parts. Small messages are not split: each part takes
+    time of the host.
 
     Args:
         own_tokens, chunks: tokens of a worker, and the number of their chunks.
