@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli import install_command
-from mtrain_cli.config.problem import ConfigError, Names, Problem, Setting
+from mtrain_cli.config.problem import Allowed, ConfigError, Names, Problem, Setting
 from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import with_count
 from mtrain_cli.inference import arguments
 from mtrain_cli.inference.arguments import ARGUMENTS
 
@@ -217,10 +218,14 @@ class Model:
         )
         if len(ids) < 2:
             raise ConfigError(
-                f"token_losses: {len(ids)} token{'s' * (len(ids) != 1)}; give at least 2, since "
-                "the first has no loss"
+                Problem(
+                    Setting("tokens"),
+                    f": has {with_count(len(ids), 'token')}; give ",
+                    Allowed("at least 2"),
+                    ", since the first has no loss",
+                )
             )
-        require_hidden_labels(self.source.config, "token_losses")
+        require_hidden_labels(self.source.config, "a score")
         require_prompts(self.source, [ids], 0, beyond=beyond)
         return TokenScores(*self._engine.token_scores(ids))
 

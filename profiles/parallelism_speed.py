@@ -192,20 +192,24 @@ def pipeline(bench: Bench) -> Iterator[str]:
             )
 
 
-def one(bench: Bench, before: Path | None) -> Iterator[str]:
-    """Yield the rows of one GPU. Each run has new processes, and runs take turns."""
+def one(bench: Bench, before: Path | None, attentions: list[str]) -> Iterator[str]:
+    """Yield the rows of one GPU: two rounds, in which the checkouts take turns.
+
+    Each run has new processes.
+    """
     bench.peer()
     here = Path(__file__).parents[1]
     yield "| attention | s / step | in the other checkout | before / now |"
     yield "|---|---|---|---|"
-    for name, more in (("dense", ()), ("vertical_slash", SPARSE)):
-        words = bench.words(*more, workers=1)
-        turns = [here, before or here] * 2
-        now, then, again, later = (train_elsewhere(turn, *words).seconds for turn in turns)
-        yield (
-            f"| {name} | {now:.3f}, {again:.3f} | {then:.3f}, {later:.3f} "
-            f"| {(then + later) / (now + again):.3f} |"
-        )
+    for number in range(2):
+        for name in attentions:
+            words = bench.words(*(SPARSE if name == "vertical_slash" else ()), workers=1)
+            turns = [here, before or here]
+            if number:  # what warms the GPU first changes
+                turns.reverse()
+            seconds = {turn: train_elsewhere(turn, *words).seconds for turn in turns}
+            now, then = seconds[here], seconds[before or here]
+            yield f"| {name} | {now:.3f} | {then:.3f} | {then / now:.3f} |"
 
 
 def main() -> None:
@@ -218,6 +222,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="training steps of a run, at least 3")
     parser.add_argument("--cluster", default="h200_1x8", help="cluster of the predictions")
     parser.add_argument("--before", type=Path, help="with `one`: another checkout of mtrain")
+    parser.add_argument("--attention", default="dense,vertical_slash", help="with `one`")
     parser.add_argument("--logs", type=Path, help="existing folder for what the workers print")
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare losses first"
@@ -236,7 +241,11 @@ def main() -> None:
         if given.check and given.what != "one":
             check(bench)
         tables = {"tensor": tensor, "pipeline": pipeline}
-        rows = one(bench, given.before) if given.what == "one" else tables[given.what](bench)
+        rows = (
+            one(bench, given.before, given.attention.split(","))
+            if given.what == "one"
+            else tables[given.what](bench)
+        )
         for line in rows:
             print(line, flush=True)
 

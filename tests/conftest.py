@@ -28,18 +28,22 @@ if not torch.cuda.is_available():
 MAX_PROCESSES = 8  # each test may start up to five more
 # The files that take longest begin first, so that no process has one of them left at the end.
 LONGEST = (
-    "commands/test_profile_imbalance.py",
-    "profiling/test_periodic_profile.py",
+    "docs/test_commands.py",
     "training/test_pipeline.py",
-    "commands/test_profile_step.py",
     "parallel/test_context_attention.py",
+    "training/test_memory_search.py",
     "training/test_tensor_parallel_training.py",
     "evaluation/test_in_training.py",
-    "training/test_memory_search.py",
+    "training/test_sparse_training.py",
+    "training/test_memory.py",
+    "commands/test_profile_imbalance.py",
+    "attention/test_sparse_kernels.py",
+    "kernels/test_spans.py",
+    "training/test_trainer.py",
+    "launch/test_local.py",
+    "training/test_expert_parallel_training.py",
     "training/test_dry_run.py",
     "training/test_state_memory.py",
-    "commands/test_lost_worker.py",
-    "launch/test_local.py",
 )
 
 

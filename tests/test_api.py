@@ -112,7 +112,8 @@ def test_attention_and_losses(folder):
          "attention=dense: sparsity=moba gives a pattern, too"),
         (lambda m: load(m.source.path, tokenizer="no"), "tokenizer=no: no such folder"),
         (lambda m: m.generate([[1, 5000]]), "the id 5000 at token 2"),
-        (lambda m: m.token_losses("a"), "token_losses: 1 token; give at least 2"),
+        (lambda m: m.token_losses("a"), "tokens: has 1 token; give at least 2"),
+        (lambda m: m.token_scores([]), "tokens: has 0 tokens; give at least 2"),
     ],
 )  # fmt: skip
 def test_mistakes_raise_config_errors(folder, call, problem):
@@ -127,7 +128,7 @@ def test_a_prefix_lm_generates_but_has_no_losses(tmp_path):
     write_run(tmp_path / "prefix", "mask=prefix_lm", "mask.prefix=48")
     model = load(tmp_path / "prefix")
     assert len(model.generate("a", max_new=3, ignore_end=True)[0].ids) == 3
-    with pytest.raises(api.ConfigError, match=r"prefix 48: token_losses needs the loss of each"):
+    with pytest.raises(api.ConfigError, match=r"prefix 48: a score needs the loss of each"):
         model.token_losses("abc")
 
 

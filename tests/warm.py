@@ -29,6 +29,62 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 _OWN_FOLDER = str(Path(__file__).parent)
 
 
+class Command:
+    """A running ``python -m module arguments`` in ``folder``, with parts of Popen's interface.
+
+    The workers that it starts through torch's agent are forked from it.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        gloo.start_server()
+        self.args = [module, *arguments]
+        self._folder = tempfile.TemporaryDirectory()
+        self._streams = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
+        outputs = list(map(str, self._streams))
+        self._process = mp.get_context("forkserver").Process(
+            target=_main, args=(self.args, str(folder), dict(environment), outputs)
+        )
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: the command takes longer.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for the end and return what the command wrote to stdout and stderr."""
+        self.wait(timeout)
+        stdout, stderr = (stream.read_text() for stream in self._streams)
+        return stdout, stderr
+
+    def send_signal(self, signum: int) -> None:
+        if self._process.exitcode is None:
+            assert self._process.pid is not None
+            os.kill(self._process.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 def run(
     module: str,
     arguments: Sequence[str],
@@ -36,28 +92,17 @@ def run(
     environment: Mapping[str, str],
     timeout: float,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m module arguments`` in ``folder`` and return its exit code and output.
-
-    The workers that it starts through torch's agent are forked from it.
+    """Run a `Command` and return its exit code and output.
 
     Raises:
         subprocess.TimeoutExpired: the command takes longer than ``timeout`` seconds.
     """
-    gloo.start_server()
-    words = [module, *arguments]
-    with tempfile.TemporaryDirectory() as outputs:
-        streams = [Path(outputs, name) for name in ("stdout", "stderr")]
-        process = mp.get_context("forkserver").Process(
-            target=_main, args=(words, str(folder), dict(environment), list(map(str, streams)))
-        )
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(words, timeout, *(s.read_bytes() for s in streams))
-        stdout, stderr = (stream.read_text() for stream in streams)
-        return subprocess.CompletedProcess(words, process.exitcode, stdout, stderr)
+    command = Command(module, arguments, folder, environment)
+    try:
+        stdout, stderr = command.communicate(timeout)
+    finally:
+        command.kill()
+    return subprocess.CompletedProcess(command.args, command.returncode or 0, stdout, stderr)
 
 
 def _main(words: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> None:
@@ -66,11 +111,11 @@ def _main(words: list[str], folder: str, environment: dict[str, str], outputs: l
         os.dup2(opened, target)
         os.close(opened)
     os.chdir(folder)
-    subprocess_handler.Popen = _ForkedWorker  # type: ignore[attr-defined]
+    subprocess_handler.Popen = ForkedWorker  # type: ignore[attr-defined]
     _become(words, environment)
 
 
-class _ForkedWorker(subprocess.Popen):
+class ForkedWorker(subprocess.Popen):
     """A worker that torch's agent starts: forked from this process, not a new program."""
 
     def _execute_child(self, args: Sequence[str], *more: Any, **_: Any) -> None:
@@ -88,6 +133,9 @@ def _become(words: list[str], environment: Mapping[str, str], buffered: bool = T
     """Run the module ``words[0]`` as the main program of this forked process, and exit."""
     gc.freeze()  # never finalize what belongs to the parent
     atexit._clear()
+    for signum in signal.valid_signals():  # a new program keeps only what is ignored
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)

@@ -165,7 +165,7 @@ def _corpus(
     """
     from mtrain_cli.data.corpora import stdlib_corpus
     from mtrain_cli.data.mds_corpus import mds_corpus, mds_folders
-    from mtrain_cli.data.text_files import text_corpus, token_corpus
+    from mtrain_cli.data.text_files import refuse_unread_key, text_corpus, token_corpus
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     path = Path(source).expanduser()
@@ -191,7 +191,9 @@ def _corpus(
         return stdlib_corpus(origin="SOURCE=stdlib")
     if fields is not None:
         return token_corpus(source, fields)
-    return text_corpus(source, text_key, path_option="SOURCE", key_option="--text-key")
+    corpus = text_corpus(source, text_key, path_option="SOURCE", key_option="--text-key")
+    refuse_unread_key(corpus, text_key)
+    return corpus
 
 
 def _parse_count(option: str, text: str) -> int:

@@ -81,7 +81,7 @@ def needles(
     if path.exists():
         raise ConfigError(f"OUT={out}: already holds {_FILE}; delete it or give another folder")
     first = next(made)  # a mistake leaves no folder behind
-    with writing(path):
+    with writing(f"OUT={out}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, first, made)
     console = Console(soft_wrap=True, highlight=False)

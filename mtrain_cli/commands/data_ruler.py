@@ -83,7 +83,7 @@ def ruler(
         console.print(f"Words of wonderwords, SHA-256 {identity()}")
     for (tokens, task), path in files.items():
         made = generate(task, tokens, samples, opened, sources=sources)
-        with writing(path):
+        with writing(f"OUT={out}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             count = write_samples(path, made)
         console.print(f"Wrote {path}: {with_count(count, 'sample')}")

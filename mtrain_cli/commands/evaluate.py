@@ -372,7 +372,7 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...]
         return (Weights.of_folder(source.path),), []
     found = checkpoints_of(source.path)
     if checkpoints == "newest":
-        return (Weights.of_checkpoint(found[0]),), []
+        return (_newest_intact(source.path, found),), []
     by_step = {int(path.name.removeprefix("step-")): path for path in reversed(found)}
     if checkpoints == "all":
         intact, problems = _intact(list(by_step.values()))
@@ -396,16 +396,46 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...]
     return intact, []
 
 
+def _newest_intact(path: Path, checkpoints: Sequence[Path]) -> Weights:
+    """Return the weights of the first intact checkpoint. Warn of those before it.
+
+    Args:
+        path: what the user gave.
+        checkpoints: newest first.
+
+    Raises:
+        ConfigError: all are damaged.
+    """
+    from mtrain_cli.evaluation.request import DamagedCheckpointError, Weights
+    from mtrain_cli.launch.manifest import incomplete_after
+    from mtrain_cli.training.checkpoint_source import others_beside
+
+    problems: list[str] = []
+    for one in checkpoints:
+        try:
+            weights = Weights.of_checkpoint(one)
+        except DamagedCheckpointError as error:
+            problems += error.problems
+            continue
+        incomplete = [] if one == path else incomplete_after(one)
+        warn([f"{folder}: is incomplete; using {one.name} instead" for folder in incomplete])
+        warn([f"{line}; using the previous checkpoint instead" for line in problems])
+        return weights
+    if len(problems) == 1:
+        problems[0] += others_beside(checkpoints[0])
+    raise ConfigError(*problems)
+
+
 def _intact(checkpoints: Sequence[Path]) -> tuple[tuple[Weights, ...], list[str]]:
     """Return the weights of checkpoints, and a line on each that is damaged."""
-    from mtrain_cli.evaluation.request import Weights
+    from mtrain_cli.evaluation.request import DamagedCheckpointError, Weights
 
     intact: list[Weights] = []
     problems: list[str] = []
     for path in checkpoints:
         try:
             intact.append(Weights.of_checkpoint(path))
-        except ConfigError as error:
+        except DamagedCheckpointError as error:
             problems += error.problems
     return tuple(intact), problems
 
@@ -428,14 +458,16 @@ def _places(source: ModelSource, out: Path | None) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Keep other evaluations out of a folder of results."""
+    """Keep other evaluations out of a folder of results. An unused new folder does not stay."""
+    from mtrain_cli.evaluation.results import remove_unused
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.run_lock import RunLock
 
     if job_rank():
         yield
         return
-    with writing(out):
+    created = [place for place in (out, *out.parents) if not place.exists()]
+    with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
     try:
         lock = RunLock(out)
@@ -447,6 +479,7 @@ def _locked(out: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+        remove_unused(created)
 
 
 def _evaluate(

@@ -84,7 +84,7 @@ def show(
         print_table(console, _layouts(view, workers))
     say(console, layouts_note(masks[0].shares[0].prices, topology.cluster))
     if plot is not None:
-        with writing(plot):
+        with writing(f"--plot {plot}"):
             _draw(plot, masks, config)
         console.print(f"drawn to {plot}", highlight=False)
 

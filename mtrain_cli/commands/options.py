@@ -143,13 +143,19 @@ def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., Non
 
 @contextlib.contextmanager
 def writing(place: object) -> Iterator[None]:
-    """Turn a disk error into a `RunError` that names the file or folder."""
-    from mtrain_cli.launch.failures import RunError
+    """Turn an OSError into one that names the file or folder that the user gave.
+
+    Raises:
+        RunError: the disk is full or failed.
+        ConfigError: nothing can be written to this place.
+    """
+    from mtrain_cli.launch.failures import write_failure
 
     try:
         yield
     except OSError as error:
-        raise RunError(f"{place}: could not be written ({error.strerror or error})") from error
+        line = f"{place}: could not be written ({error.strerror or error})"
+        raise write_failure(error, line) from error
 
 
 def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) -> list[str]:

@@ -110,7 +110,7 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     from mtrain_cli.learning import package_corpus
     from mtrain_cli.learning.outcomes import predictions_file
 
-    with writing(study.folder):
+    with writing(f"--out {study.folder}"):
         study.folder.mkdir(parents=True, exist_ok=True)
         study.save()
         written = study.folder / predictions_file().name

@@ -190,7 +190,7 @@ def _write(folder: Path, content: dict[str, Any], tables: Sequence[StudyTable]) 
     from mtrain_cli.records.record_files import write_summary
     from mtrain_cli.records.study_rows import STUDY_ROWS
 
-    with writing(folder):
+    with writing(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / STUDY_ROWS).open("w", newline="", encoding="utf-8") as file:
             _write_rows(file, tables)

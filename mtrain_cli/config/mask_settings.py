@@ -157,6 +157,11 @@ class MaskConfig:
         return dict(zip(LAYER_KINDS, (window, full), strict=True))
 
     @property
+    def counts_from_start(self) -> bool:
+        """Whether the visible keys depend on the position of a token in the sequence."""
+        return self.kind in ("prefix_lm", "video") or bool(self.global_tokens)
+
+    @property
     def plain_window(self) -> int | None:
         """The window of a sliding window without global tokens; None for other masks."""
         is_plain = self.kind == "sliding_window" and not self.global_tokens

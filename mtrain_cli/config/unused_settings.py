@@ -141,6 +141,7 @@ _READERS = {
     "model.rope.low_freq_factor": ("model.rope.scaling", "llama3"),
     "model.rope.high_freq_factor": ("model.rope.scaling", "llama3"),
 }
+_PLAIN_TEXT = (".txt", ".md", ".py")
 _INTERVALS = ("train.checkpoint_every", "train.eval_every", "profile.every")
 
 
@@ -152,6 +153,9 @@ def _ineffective_keys(config: Config) -> Iterator[tuple[str, str]]:
         is_open = name == "train.checkpoint_keep" and config.train.memory == "auto"
         if values[reader] != needed and not is_open:
             yield name, f"{reader}={values[reader]}; only {reader}={needed} uses it"
+    path = config.data.path
+    if config.data.kind == "text" and path and Path(path).suffix.lower() in _PLAIN_TEXT:
+        yield "data.text_key", f"data.path={path} is plain text, which has no keys"
     yield from eval_tasks.without_effect(config)
     for name in _INTERVALS:
         if values[name] > config.train.steps:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from mtrain_cli import install_command
-from mtrain_cli.config.schema import ConfigError, DataConfig
+from mtrain_cli.config.problem import ConfigError, Problem, cli_option
+from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
 from mtrain_cli.data.parquet_pages import rows_per_read
@@ -122,6 +123,20 @@ def text_corpus(
     return _open(path, path_option, TextField(RecordKey(text_key, key_option)), READERS)
 
 
+def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
+    """Raise ConfigError if a key other than the usual one is given, but no file has keys.
+
+    Args:
+        text_key: value of --text-key.
+    """
+    if text_key != TEXT_KEY and not any(
+        unit.name.lower().endswith(_OF_RECORDS) for unit in corpus.units
+    ):
+        given, kinds = cli_option("text_key", text_key), " or ".join(_OF_RECORDS)
+        line = f": {corpus.origin} has no {kinds} file, and other files have no keys; leave it out"
+        raise ConfigError(Problem(given, line))
+
+
 def token_corpus(path: str, fields: TokenFields, path_option: str = "SOURCE") -> Corpus:
     """Open the corpus of token ids in a .jsonl or .parquet file, or in a folder of them.
 
@@ -149,9 +164,9 @@ def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Rea
     elif root.suffix.lower() in readers or not root.exists():
         files = [root]
     else:
+        kind = f"a {root.suffix} file" if root.suffix else "a file without a suffix"
         raise ConfigError(
-            f"{origin}: cannot read a {root.suffix or 'nameless'} file as {content}. Give a "
-            f"{kinds} file, or a folder of them."
+            f"{origin}: cannot read {kind} as {content}. Give a {kinds} file, or a folder of them."
         )
     digest = hashlib.sha256(fields.identity.encode())
     units = []
@@ -355,6 +370,7 @@ def _json_kind(value: Any) -> str:
 
 
 Reader = Callable[[Path, str, Fields, int], Iterator[Document]]
+TEXT_KEY = "text"  # the usual key of the text
 READERS: dict[str, Reader] = dict.fromkeys((".txt", ".md", ".py"), _read_plain)
 READERS |= {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 _OF_RECORDS = (".jsonl", ".parquet")  # kinds of files that can hold token ids

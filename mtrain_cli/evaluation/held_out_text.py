@@ -12,7 +12,7 @@ from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import TokenStore
-from mtrain_cli.data.text_files import text_corpus
+from mtrain_cli.data.text_files import refuse_unread_key, text_corpus
 from mtrain_cli.data.token_cache import cached_store
 from mtrain_cli.data.tokenizers import Tokenizer
 
@@ -54,6 +54,7 @@ def sequences_of_files(
         ConfigError: the path cannot be read, or no document is long enough.
     """
     corpus = text_corpus(path, text_key, path_option="--text", key_option="--text-key")
+    refuse_unread_key(corpus, text_key)
     store, _ = cached_store(corpus, tokenizer)
     tokens = np.diff(store.offsets)
     if not len(tokens) or tokens.max() < length:

@@ -86,6 +86,10 @@ class HarnessOptions:
     num_fewshot: int | None = None
 
 
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint is damaged."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """The weights of a model.
@@ -116,12 +120,14 @@ class Weights:
         """Return the weights of a checkpoint.
 
         Raises:
-            ConfigError: the checkpoint is damaged.
+            DamagedCheckpointError: the manifest is unreadable, or a file has another size.
         """
         try:
             manifest = Manifest.read(path)
         except ManifestError as error:
-            raise ConfigError(f"{path}: {error}") from None
+            raise DamagedCheckpointError(f"{path}: {error}") from None
+        if wrong := manifest.wrong_sizes(path):
+            raise DamagedCheckpointError(f"{path}: {'; '.join(wrong)}")
         crc = zlib.crc32(json.dumps(asdict(manifest)["files"], sort_keys=True).encode())
         return Weights(str(path.absolute()), False, manifest.step, f"{manifest.step}-{crc:08x}")
 

@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -18,6 +19,7 @@ from typing import Any
 from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.run_lock import LOCK
 
 FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
@@ -228,7 +230,7 @@ def require_own(path: Path, model: str) -> None:
         raise ConfigError(f"--out {path}: is a file; give a folder")
     about = path / ABOUT
     if not about.is_file():
-        if path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir()):
+        if path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
             raise ConfigError(
                 f"--out {path}: is not empty and holds no results of `mtrain eval`; give a new "
                 "folder"
@@ -243,6 +245,21 @@ def require_own(path: Path, model: str) -> None:
         raise ConfigError(
             f"--out {path}: holds results of another model, {found}; give another folder"
         )
+
+
+def remove_unused(created: Sequence[Path]) -> None:
+    """Remove a folder without samples, and its parents.
+
+    Args:
+        created: the folder and its parents that an evaluation created, the folder first.
+    """
+    if not created or (created[0] / SAMPLES).exists() or (created[0] / RESULTS).exists():
+        return
+    for name in (ABOUT, LOCK):
+        (created[0] / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it holds something else
+        for place in created:
+            place.rmdir()
 
 
 def read_results(folder: Path) -> list[Result]:

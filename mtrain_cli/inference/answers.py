@@ -82,11 +82,12 @@ def describe(engine: Engine, *, generates: bool = True) -> list[str]:
     mask = engine.config.mask
     if mask.kind != "causal":
         pattern += f" under {mask.describe()}"
+    step = "" if engine.step is None else f", step {engine.step}"
     dtype = str(choices.dtype).removeprefix("torch.")
     attention = f"{pattern}, kernel {choices.kernel.name}"
     new = f"dense over the whole cache, kernel {engine.decode_kernel}"
     return [
-        f"{model.name}: {model.num_layers} layers, {dtype} on {device}{workers}",
+        f"{model.name}{step}: {model.num_layers} layers, {dtype} on {device}{workers}",
         f"prompts: {attention}; new tokens: {new}" if generates else f"attention: {attention}",
     ]
 

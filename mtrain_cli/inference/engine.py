@@ -103,6 +103,7 @@ class Engine(Scorer):
     tensor: the workers that share each layer; None if this worker computes whole layers.
     choices: kernel, layout, exchange and pattern for a prompt of the model's training length.
     decode_kernel: name of the kernel for new tokens.
+    step: optimizer steps of the checkpoint; None for a Hugging Face folder.
     """
 
     def __init__(
@@ -137,7 +138,9 @@ class Engine(Scorer):
         if self.tensor is not None:
             mesh = make_parameter_mesh(environment.dims, environment.device)[TENSOR]
         dtype = self.choices.dtype
-        self.decoder = load_decoder(source, dtype, self.device, report, self.tensor, mesh)
+        self.decoder, self.step = load_decoder(
+            source, dtype, self.device, report, self.tensor, mesh
+        )
 
     @torch.no_grad()
     def hidden(

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 # The settings that do not belong to the model.
 _SETTABLE = ("sparsity", "topology", "train.kernel", "train.dtype", "train.compile")
+_OF_PIPELINES = tuple(
+    f"topology.{name}"
+    for name in ("pipeline_parallel", "schedule", "virtual_stages", "stage_layers")
+)
+_WHOLE = "`mtrain generate` and `mtrain eval` compute no pipeline: each worker holds all layers"
 _GIVEN_BY_MODEL = Names(lacks=("seq",))
 
 
@@ -86,6 +91,8 @@ def open_source(path: Path, overrides: Sequence[str] = ()) -> ModelSource:
             raise ConfigError(f"{word}: all workers share each prompt; leave this setting out")
         if key in ("topology.expert_parallel", "topology.expert_chunks"):
             raise ConfigError(f"{word}: each worker holds all experts; leave this setting out")
+        if key in _OF_PIPELINES and word != "topology.pipeline_parallel=1":
+            raise ConfigError(f"{word}: {_WHOLE}; leave this setting out")
         _require_servable(word)
         if not is_settable(key):
             raise ConfigError(
@@ -191,8 +198,8 @@ def load_decoder(
     report: Callable[[str], None] | None = None,
     tensor: TensorGroup | None = None,
     mesh: DeviceMesh | None = None,
-) -> Decoder:
-    """Load the model on one device.
+) -> tuple[Decoder, int | None]:
+    """Load the model on one device. Return it, and the step of its checkpoint if it has one.
 
     Args:
         dtype: dtype of all weights.
@@ -230,34 +237,37 @@ def load_decoder(
     execute_layers(decoder, execution)
     if source.is_folder:
         load_into(decoder, source.path)
-    else:
-        _load_checkpoint(decoder, source, report)
-    return decoder.eval()
+        return decoder.eval(), None
+    step = _load_checkpoint(decoder, source, report)
+    return decoder.eval(), step
 
 
 def _load_checkpoint(
     decoder: Decoder, source: ModelSource, report: Callable[[str], None] | None
-) -> None:
-    """Read the weights and the biases of routers tensor by tensor into the decoder."""
+) -> int:
+    """Read the weights and the biases of routers tensor by tensor. Return the checkpoint's step."""
     from mtrain_cli.model.experts import reset_biases
     from mtrain_cli.model.huggingface import parameter_problems
+    from mtrain_cli.model.stored_sizes import wrong_sizes
     from mtrain_cli.training import checkpointer
 
     reset_biases(decoder)  # float32, whatever the dtype of the weights
     parameters = {name: one.detach() for name, one in decoder.state_dict().items()}
 
     def targets(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        problems = parameter_problems(
+        given = run_of(source.path) / RESOLVED
+        problems: Sequence[str] = wrong_sizes(source.config.model, shapes, source.path, given)
+        problems = problems or parameter_problems(
             shapes,
             {name: tuple(one.shape) for name, one in parameters.items()},
             where=lambda _: source.path,
-            expected_by=str(run_of(source.path) / RESOLVED),
+            expected_by=str(given),
         )
         if problems:
             raise ConfigError(*problems)
         return parameters
 
     try:
-        checkpointer.load_model_state(source.path, report, targets)
+        return checkpointer.load_model_state(source.path, report, targets)[0]
     except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.pipeline_parallel import uneven_rounds
-from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig, TrainConfig
+from mtrain_cli.config.problem import Allowed, ConfigError, Problem, Setting
+from mtrain_cli.config.schema import Config, TopologyConfig, TrainConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.validate import number_of_chunks
 from mtrain_cli.launch.job import Job, current_job
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 CPU_WORKERS = 2
+# Workers take turns on a core, for tests of many workers. Each takes hundreds of MiB of memory.
+_WORKERS_PER_CORE = 8
+_ALWAYS_ALLOWED = 16
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,8 @@ def resolve_environment(
 
     given = _parse_count("topology.workers", topology.workers, problems)
     workers = given or (job.world_size if job else gpus or CPU_WORKERS)
-    limit = gpus if device == "cuda" and not planning else 0
-    problems.extend(_wrong_number_of_workers(workers, given, job, limit))
+    if not planning:
+        problems.extend(_wrong_number_of_workers(workers, given, job, gpus, device))
 
     local_size = job.local_world_size if job else workers
     workers_per_node = _parse_divisor(
@@ -115,23 +119,30 @@ def resolve_environment(
 
 
 def _wrong_number_of_workers(
-    workers: int, given: int | None, job: Job | None, gpus: int
+    workers: int, given: int | None, job: Job | None, gpus: int, device: str
 ) -> Iterator[str]:
-    """Yield an error if the job or this machine has another number of workers.
+    """Yield an error if the job has another number of workers, or this machine has too few cores.
 
     Args:
         given: value of ``topology.workers``; None for auto.
-        gpus: number of GPUs of this machine; 0 if it does not limit the run.
+        gpus: number of GPUs of this machine; 0 if there are none.
     """
     if job and given and given != job.world_size:
         yield (
             f"topology.workers={given}: {job.launcher} started {job.world_size} processes. Use "
             f"auto or {job.world_size}."
         )
-    if not job and gpus and workers > gpus:
-        yield (
-            f"topology.workers={workers}: this machine has {gpus} GPU{'s' * (gpus > 1)}. Use at "
-            f"most {gpus}, or auto."
+    if job or (device == "cuda" and not gpus):
+        return
+    cores = cpu_cores()
+    most = gpus if device == "cuda" else max(_ALWAYS_ALLOWED, _WORKERS_PER_CORE * cores)
+    if workers > most:
+        has = with_count(gpus, "GPU") if device == "cuda" else with_count(cores, "CPU core")
+        yield Problem(
+            Setting("topology.workers", workers),
+            f": this machine has {has}. Use ",
+            Allowed(f"at most {most}, or auto"),
+            ".",
         )
 
 
@@ -189,6 +200,13 @@ def _split_nodes(workers: int, cp: int, per_node: int) -> Iterator[str]:
             f"topology.context_parallel={cp}: must divide the {per_node} workers of a node or fill "
             f"whole nodes. Use auto or one of {', '.join(allowed)}."
         )
+
+
+def cpu_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def host_memory() -> int:

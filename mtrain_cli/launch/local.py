@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, restart, run_state
-from mtrain_cli.launch.environment import Environment, loopback_variables, nccl_variables
+from mtrain_cli.launch.environment import (
+    Environment,
+    cpu_cores,
+    loopback_variables,
+    nccl_variables,
+)
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import was_stopped
@@ -362,10 +367,8 @@ def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> d
 
     A variable that the user has set keeps its value, unless `loopback_variables` sets it.
     """
-    machine_has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if machine_has_affinity else os.cpu_count() or 1
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // environment.dims.workers)),
+        "OMP_NUM_THREADS": str(max(1, cpu_cores() // environment.dims.workers)),
         # Without this, c10d prints long warnings about lost sockets before mtrain prints the cause.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }

@@ -46,7 +46,8 @@ LEAST_TO_LOSE = 50.0  # percent of needles that dense must find for a prediction
 class Measured:
     """One cell with one attention.
 
-    seconds, density: of the training.
+    seconds: of the training, by its median step, without the compilation of the first steps.
+    density: of the training.
     values: by name of `MEASURES`. Losses are in nats a token, needles in percent.
     buckets: loss by range of context, (begin, end).
     depths: percent found by (place, tenth of depth).
@@ -157,8 +158,9 @@ def read_cell(study: Study, cell: Cell, done: Done) -> list[Measured]:
         text = own[PERPLEXITY]
         values, buckets = losses(text, study.tier.base_seq)
         scores, depths = needles(rows.get(own[NIAH].key, ()), study.tier)
+        seconds = done.steps * done.step_seconds
         found.append(
-            Measured(cell, attention, done.seconds, done.density, values | scores, buckets, depths)
+            Measured(cell, attention, seconds, done.density, values | scores, buckets, depths)
         )
     return found
 

@@ -24,7 +24,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.grouping import grouped
-from mtrain_cli.launch.environment import host_memory, loopback_variables
+from mtrain_cli.launch.environment import cpu_cores, host_memory, loopback_variables
 from mtrain_cli.profiling.kernel_benchmark import installed_version
 from mtrain_cli.training.memory import GIB
 
@@ -162,7 +162,7 @@ def diagnose(check: bool) -> Diagnosis:
     return Diagnosis(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cpu_cores=_cores(),
+        cpu_cores=cpu_cores(),
         cpu_memory_gib=_cpu_memory(),
         cuda=torch.version.cuda,
         driver=_driver() if gpus else None,
@@ -182,13 +182,6 @@ def _gpu(index: int) -> DetectedGpu:
     free, total = torch.cuda.mem_get_info(index)
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     return DetectedGpu(index, name, round(total / GIB, 1), round(free / GIB, 1), capability)
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_memory() -> float | None:

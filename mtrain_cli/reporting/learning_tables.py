@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from mtrain_cli.config.sizes import format_size
@@ -23,7 +23,7 @@ from mtrain_cli.learning.outcomes import (
     control_loses,
 )
 from mtrain_cli.learning.t_interval import Interval
-from mtrain_cli.learning.tiers import DENSE, FIXED, Cell, Tier
+from mtrain_cli.learning.tiers import DENSE, FIXED, Cell, Tier, Variant
 from mtrain_cli.reporting.evaluation_tables import EvaluationTable
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 
@@ -97,7 +97,10 @@ def show_summary(console: Console, summary: Summary) -> None:
 
 def tables(summary: Summary) -> list[EvaluationTable]:
     """Return the tables of the terminal and of the page."""
-    return [_predictions(summary), _differences(summary), _needles(summary), _contexts(summary)]
+    return [
+        _predictions(summary), _prices(summary), _differences(summary), _needles(summary),
+        _contexts(summary),
+    ]  # fmt: skip
 
 
 def remarks(summary: Summary) -> list[str]:
@@ -116,7 +119,10 @@ def remarks(summary: Summary) -> list[str]:
             lines.append(
                 "A base misses the gate: needles that it cannot find say nothing about attention."
             )
-    finished = any(each.variant.name == FIXED for each in summary.compared)
+    seeds = max((len(each.seeds) for each in summary.compared), default=0)
+    if seeds == 1:
+        lines.append("One seed decides nothing: a verdict needs at least two.")
+    finished = seeds > 1 and any(each.variant.name == FIXED for each in summary.compared)
     blind = [
         MEASURES[name]
         for name in (*LOSSES, NEEDLES)
@@ -176,6 +182,39 @@ def _predictions(summary: Summary) -> EvaluationTable:
     return EvaluationTable("Predictions", heads, rows, words=4)
 
 
+def _prices(summary: Summary) -> EvaluationTable:
+    """Return a row per variant: what its steps cost, and what it loses with its own attention."""
+    rows, dense = [], _step_seconds(summary, DENSE)
+    for each in summary.compared:
+        seconds = _step_seconds(summary, each.variant.name)
+        if seconds is None or (each.variant.words and each.attention == DENSE):
+            continue
+        faster = f"{dense / seconds:.2f}x" if dense else "-"
+        rows.append(
+            [
+                each.variant.name, f"{100 * each.density:.1f}%", f"{seconds:.3f}", faster,
+                _beside(each, LONG_LOSS), _beside(each, NEEDLES),
+            ]
+        )  # fmt: skip
+    heads = ("trained with", "density", "s / step", "dense / it", MEASURES[LONG_LOSS], "needles, %")
+    note = (
+        "density: share of causal pairs that training computes. Loss and needles with the attention"
+        " of the training, and their difference from dense"
+    )
+    return EvaluationTable("Price and loss", heads, rows, note=note)
+
+
+def _step_seconds(summary: Summary, name: str) -> float | None:
+    """Return the mean over seeds of a variant's median step; None if it did not train."""
+    keys = (Cell(seed, _named(summary.tier, name)).key for seed in summary.tier.seeds)
+    found = [summary.done[key].step_seconds for key in keys if key in summary.done]
+    return sum(found) / len(found) if any(found) else None
+
+
+def _named(tier: Tier, name: str) -> Variant:
+    return next(each for each in tier.variants if each.name == name)
+
+
 def _differences(summary: Summary) -> EvaluationTable:
     heads = ("trained with", "measure", "mean", "difference from dense", "verdict", "seeds")
     rows = []
@@ -205,7 +244,7 @@ def _needles(summary: Summary) -> EvaluationTable:
     from mtrain_cli.learning.outcomes import PLACES
 
     rows = [
-        [label(each), *(_found(each, name) for name in (NEEDLES, *PLACES))]
+        [label(each), *(_beside(each, name) for name in (NEEDLES, *PLACES))]
         for each in summary.compared
     ]
     heads = ("trained with", *(MEASURES[name] for name in (NEEDLES, *PLACES)))
@@ -217,13 +256,14 @@ def _needles(summary: Summary) -> EvaluationTable:
     return EvaluationTable("Needles", heads, rows, note=note)
 
 
-def _found(compared: Compared, name: str) -> str:
-    """Return ``94.2, -1.8 [-2.0, -1.6]``: percent found, and the difference from dense."""
+def _beside(compared: Compared, name: str) -> str:
+    """Return ``94.2, -1.8 [-2.0, -1.6]``: the mean of a measure, and the difference from dense."""
     mean, difference = compared.mean.get(name), compared.difference.get(name)
     if mean is None:
         return "-"
-    beside = "" if difference is None else f", {value(difference, loss=False, signed=True)}"
-    return f"{mean.mean:.1f}{beside}"
+    loss = name in LOSSES
+    beside = "" if difference is None else f", {value(difference, loss=loss, signed=True)}"
+    return f"{value(replace(mean, low=None, high=None), loss=loss)}{beside}"
 
 
 def _contexts(summary: Summary) -> EvaluationTable:

@@ -42,6 +42,13 @@ def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
     return found or [folder]
 
 
+def others_beside(checkpoint: Path) -> str:
+    """Return the end of a message that a checkpoint is damaged: the others of its run, or ""."""
+    steps = committed_steps(checkpoint.parent)
+    others = [f"step-{step}" for step in steps if f"step-{step}" != checkpoint.name]
+    return f". The run also has {', '.join(others)}" if others else ""
+
+
 def find_source(source: Path) -> Path:
     """Return the folder that `source` of `export_checkpoint` names, without verifying checkpoints.
 

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.manifest import (
     FileEntry,
     Manifest,
@@ -43,13 +44,20 @@ from mtrain_cli.launch.manifest import (
     committed_steps,
     incomplete_after,
 )
+from mtrain_cli.model.stored_sizes import wrong_sizes
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training import checkpoint_files
 from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileError
-from mtrain_cli.training.checkpoint_source import CheckpointError, NoCheckpointError, checkpoints_of
+from mtrain_cli.training.checkpoint_source import (
+    CheckpointError,
+    NoCheckpointError,
+    checkpoints_of,
+    others_beside,
+)
 
 T = TypeVar("T")
 Targets = Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]]
+_MODEL = "model."  # begins the names of the model's tensors in a checkpoint
 # A rank with a slow disk keeps the other ranks waiting in a collective.
 GROUP_TIMEOUT = timedelta(hours=1)
 
@@ -170,6 +178,29 @@ class Checkpointer:
                 return False  # the checkpoint is damaged; loading it reports why
 
         return self._on_all_ranks(found)[0]
+
+    def require_sizes(self, model: ModelConfig, given: Path) -> None:
+        """Check the sizes of a model against the newest checkpoint, if it can be read.
+
+        Args:
+            given: the file that gives the sizes, for the message.
+
+        Raises:
+            ConfigError: on all ranks. The message has a line for each wrong size.
+        """
+
+        def wrong() -> list[str]:
+            step = self.latest()
+            if self._rank or step is None:
+                return []
+            folder = self._directory / f"step-{step}"
+            with contextlib.suppress(OSError, ForeignFileError):  # `load` reports damage
+                shapes = _shapes(CheckpointReader(folder))
+                return [str(line) for line in wrong_sizes(model, shapes, folder, given)]
+            return []
+
+        if found := self._on_all_ranks(wrong)[0]:
+            raise ConfigError(*found)
 
     def describe_fallback(self) -> str:
         """Return a clause that says whether an earlier checkpoint is left to resume from."""
@@ -374,6 +405,8 @@ def load_model_state(
         problems.append(f"{candidate}: {'; '.join(found)}")
         if candidate != candidates[-1]:
             report(f"{problems[-1]}; using the previous checkpoint instead")
+    if len(candidates) == 1:
+        problems[0] += others_beside(candidates[0])
     raise NoCheckpointError(*problems)
 
 
@@ -431,7 +464,7 @@ def _read(
         if not error.failures:
             raise
         raise min(error.failures.items())[1][0] from error
-    stored = checkpoint_files.tensors_of(reader.metadata, "model.")
+    stored = checkpoint_files.tensors_of(reader.metadata, _MODEL)
     return [name for name in stored if name not in planner.state_dict]
 
 
@@ -443,7 +476,7 @@ def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tenso
     Raises:
         ForeignFileError: a file holds data that DCP does not write.
     """
-    reader, prefix = CheckpointReader(folder), "model."
+    reader, prefix = CheckpointReader(folder), _MODEL
     found = checkpoint_files.tensors_of(reader.metadata, prefix).items()
     if targets is None:
         model = {
@@ -451,7 +484,7 @@ def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tenso
             for name, entry in found
         }
     else:
-        model = targets({name.removeprefix(prefix): tuple(entry.size) for name, entry in found})
+        model = targets(_shapes(reader))
     try:
         _read(folder, {f"{prefix}{name}": tensor for name, tensor in model.items()}, reader)
     except (OSError, ForeignFileError):
@@ -459,6 +492,12 @@ def _read_model(folder: Path, targets: Targets | None = None) -> dict[str, Tenso
     except Exception as error:
         raise ForeignFileError(_one_line(error)) from error
     return model
+
+
+def _shapes(reader: CheckpointReader) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a stored model's tensors, by parameter name."""
+    found = checkpoint_files.tensors_of(reader.metadata, _MODEL)
+    return {name.removeprefix(_MODEL): tuple(entry.size) for name, entry in found.items()}
 
 
 def _verify(folder: Path, part: int, parts: int) -> list[str]:

@@ -25,6 +25,7 @@ from mtrain_cli.model.experts import BIAS
 from mtrain_cli.model.huggingface_config import config_json, read_mask, require_new_folder
 from mtrain_cli.model.huggingface_experts import bias_problem
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.model.stored_sizes import wrong_sizes
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 from mtrain_cli.training import checkpointer
@@ -122,9 +123,11 @@ def export_checkpoint(
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     expected, by = huggingface.state_shapes(config.model), str(run / RESOLVED)
-    if problems := huggingface.parameter_problems(
+    problems: Sequence[str] = wrong_sizes(config.model, shapes, source, by)
+    problems = problems or huggingface.parameter_problems(
         shapes, expected, where=lambda _: source, expected_by=by
-    ):
+    )
+    if problems:
         raise ConfigError(*problems)
     biases = [weights[name] for name in shapes if name.endswith(BIAS)]
     if any(bias.any() for bias in biases):

@@ -45,6 +45,10 @@ GPU_MEMORY = (
     ("141 GB (H200)", 139.8),
     ("180 GB (B200)", 178.3),
 )
+_PACKED = (
+    "data.document_mask=true packs documents, but this mask counts positions from the start of the "
+    "sequence, not of a document; give data.document_mask=false"
+)
 # What attention does with packed documents, by data.document_mask.
 DOCUMENTS = {
     True: "a sequence may hold several (data.document_mask=true); FLOP are those of one, as in "
@@ -283,6 +287,9 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str,
     inside = ", inside each document" if config.data.document_mask else ""
     share = _of_causal(mask.pairs, config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share}")]
+    # Token ids may hold one document per sequence, such as a video.
+    if config.mask.counts_from_start and config.data.document_mask and config.data.kind != "tokens":
+        rows.append(("warning", _PACKED))
     if config.mask.is_mixed:
         layers = config.model.num_layers
         full = sum(map(config.mask.is_full, range(layers)))

@@ -55,6 +55,7 @@ def train(
             run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append
         )
         if resume:
+            checkpointer.require_sizes(config.model, run_dir.resolved)
             trainer.resume(checkpointer)
         return _train(trainer, checkpointer, run_dir, resume, reports, more_callbacks)
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtrain_cli.attention.kernel_registry import make_kernel
+from mtrain_cli.config import validate
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.training import resolution
 from mtrain_cli.training.expert_price import ExpertPrice, cheapest, expert_degree, price, prices
 from mtrain_cli.training.run_plan import RunPlan, size
 
@@ -13,12 +22,71 @@ def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
         return []
     heads = f"{part.num_heads} of {whole.num_heads} heads"
     width = f"{part.intermediate_size:,} of {whole.intermediate_size:,} columns of the MLP"
-    # A gathered token has its keys and values instead of four hidden states.
-    more = 2 * whole.hidden_size / (whole.num_kv_heads * whole.head_dim)
-    cost = (
-        f"moves {more:.3g} times the bytes of context parallelism of the same degree (all_gather)"
+    rows = [("tensor", f"a worker computes {heads} and {width}")]
+    if (alone := _context_alone(plan)) is not None:
+        rows.append(("", _compared(_Step.of(plan), _Step.of(alone))))
+    return rows
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Bytes that reach one worker in a step, those of a pipeline's messages left out."""
+
+    keys: int
+    hidden: int
+    weights: int
+
+    @staticmethod
+    def of(plan: RunPlan) -> _Step:
+        """Return the bytes of a worker of the stage with the most layers."""
+        layers, stages, received = plan.config.model.num_layers, plan.dims.pp, plan.received
+        if plan.pipeline is not None:
+            layers = max(sum(plan.pipeline.layers[stage::stages]) for stage in range(stages))
+        passes = layers * plan.micro_batches
+        return _Step(
+            passes * (received.forward + received.backward),
+            passes * (received.tensor_forward + received.tensor_backward),
+            received.weights,
+        )
+
+    @property
+    def total(self) -> int:
+        return self.keys + self.hidden + self.weights
+
+
+def _compared(own: _Step, alone: _Step) -> str:
+    """Compare the bytes of a run with those of context parallelism alone on the same workers."""
+    return (
+        f"a worker receives {size(own.total)} per step, {own.total / alone.total:.3g} times the "
+        f"bytes of context parallelism alone ({size(alone.total)}): hidden states "
+        f"{size(own.hidden)}, keys and values {size(own.keys)} instead of {size(alone.keys)}, "
+        f"weights and gradients {size(own.weights)} instead of {size(alone.weights)}"
     )
-    return [("tensor", f"a worker computes {heads} and {width}"), ("", f"forward {cost}")]
+
+
+def _context_alone(plan: RunPlan) -> RunPlan | None:
+    """Return the plan of the same workers without tensor parallelism; None if it is not allowed."""
+    dims = plan.dims
+    context = dims.cp * dims.tp
+    config = plan.config.changed(
+        topology={"tensor_parallel": 1, "context_parallel": context, "tensor_chunks": "auto"}
+    )
+    if any(validate.problems(config)):
+        return None
+    dims = ParallelDims.of(dims.workers, pp=dims.pp, cp=context, tp=1)
+    environment = replace(plan.environment, dims=dims)
+    try:
+        chosen = resolution.context_layout(config, environment)
+        dtype, kernel = getattr(torch, plan.dtype), make_kernel(plan.kernel)
+        needs = resolution.exchange_needs(
+            config, environment, chosen.layout, dtype, kernel, plan.capacity
+        )
+        exchange = resolution.run_exchange(chosen, config, needs)
+    except ConfigError:
+        return None
+    return replace(
+        plan, config=config, environment=environment, layout=chosen.layout, exchange=exchange
+    )
 
 
 def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
@@ -36,7 +104,7 @@ def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return a row on the experts of a layer: who holds them, and the bytes that they move."""
+    """Return rows on the experts of a layer: who holds them, what they move, and other degrees."""
     config, dims = plan.config, plan.dims
     if not config.model.moe.experts:
         return []
@@ -48,18 +116,21 @@ def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
         return [("experts", held)]
     best = cheapest(*shape, per_node)
     own = price(*shape, per_node, degree)
-    others = [each for each in prices(*shape, per_node) if (each.degree == 1) != (degree == 1)]
+    considered = prices(*shape, per_node)
+    others = [each for each in considered if (each.degree == 1) != (degree == 1)]
     other = min(others, key=lambda each: each.seconds, default=None)
     costs = ", ".join(_cost(each) for each in (own, other) if each is not None)
-    reason = ""
+    reason, rows = "", []
     requested = plan.requested or config
     if requested.topology.expert_parallel == "auto":
         reason = "; chosen by auto, the shortest predicted time"
         if plan.search is not None:
             reason = "; chosen by auto together with the memory setting"
+        times = ", ".join(f"{each.degree}: {1e3 * each.seconds:.3g}" for each in considered)
+        rows = [("", f"predicted ms of a layer and step by degree: {times}")]
     elif best.degree != degree:
         reason = f"; topology.expert_parallel={best.degree} takes the shortest predicted time"
-    return [("experts", f"{held}, {costs}{reason}")]
+    return [("experts", f"{held}, {costs}{reason}"), *rows]
 
 
 def _cost(price: ExpertPrice) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -289,3 +290,47 @@ def test_a_stop_of_several_workers_says_how_to_go_on(monkeypatch, tmp_path):
 def test_attentions_complete():
     assert complete_attentions("dense,ver") == ["dense,vertical_slash"]
     assert "fixed" not in complete_attentions("")
+
+
+@pytest.fixture
+def damaged(tmp_path, monkeypatch) -> Path:
+    """Return a run whose newest checkpoint is truncated."""
+    monkeypatch.chdir(tmp_path)
+    text_file(tmp_path)
+    run = small_run(tmp_path, "topology.device=cpu", steps=(20, 40))
+    next((run / "checkpoints/step-40").glob("*.distcp")).write_bytes(b"")
+    return run
+
+
+SHORT = ("--text", "text.txt", "--length", "128", "--samples", "1")
+
+
+@pytest.mark.usefixtures("damaged")
+def test_a_truncated_newest_checkpoint_is_skipped_with_a_warning_as_in_generate():
+    done = evaluate("perplexity", "run", *SHORT, "--json")
+    assert json.loads(done.stdout)["step"] == 20
+    (warning,) = (line for line in done.stderr.splitlines() if "warning" in line)
+    assert "step-40: " in warning
+    assert re.search(r"has 0 bytes instead of \d+; using the previous checkpoint instead$", warning)
+
+
+def test_a_damaged_checkpoint_names_the_others_and_leaves_no_folder(damaged):
+    newest = "run/checkpoints/step-40"
+    line = refused("perplexity", newest, *SHORT)
+    assert re.search(r"has 0 bytes instead of \d+. The run also has step-20$", line)
+    generated = CliRunner().invoke(app, ["generate", newest, "--prompt", "a"])
+    assert generated.exit_code == 2
+    assert generated.stderr.endswith(f"/{line.removeprefix('mtrain: ')}\n")
+    altered = next((damaged / "checkpoints/step-20").glob("*.distcp"))
+    altered.write_bytes(altered.read_bytes()[:-1] + b"x")
+    for out in ((), ("--out", "new/folder")):
+        result = evaluate("perplexity", "run/checkpoints/step-20", *SHORT, *out, code=2)
+        assert "was altered" in result.stderr.splitlines()[-1]
+        assert not (damaged / "evaluation").exists()
+        assert not Path("new").exists()
+
+
+def test_a_folder_below_a_file_is_refused_with_the_option():
+    for out in ("text.txt/x", "/proc/x"):
+        line = refused("perplexity", "run", *SHORT, "--out", out)
+        assert line.startswith(f"mtrain: --out {out}: could not be written (No")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import warm
 from commands.typed_line import split
 from launch.faulty_train import HANGS, Fault
 
@@ -58,18 +57,14 @@ def train(fault: Fault, *words: str) -> End:
     """Run the command in the current folder until the fault ends it."""
     paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(LAUNCH)])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **fault.variable()}
-    command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *words]
-    with Path("stderr").open("w") as stderr:
-        launcher = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr
-        )
-        try:
-            code = launcher.wait(timeout=120)
-        finally:
-            launcher.kill()
+    launcher = warm.Command("faulty_train", ["train", *RUN, *words], Path.cwd(), environment)
+    try:
+        stderr = launcher.communicate(timeout=120)[1]
+    finally:
+        launcher.kill()
     ended = time.time()
     pids = tuple(int(path.read_text()) for path in sorted(Path("run").glob("pid-?")))
-    return End(code, Path("stderr").read_text(), ended - Path("run/fault").stat().st_mtime, pids)
+    return End(launcher.returncode, stderr, ended - Path("run/fault").stat().st_mtime, pids)
 
 
 def alive(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import Annotated, get_args
 
@@ -118,5 +119,11 @@ def test_whole_numbers_have_plain_digits_only(text):
 
 
 def test_an_error_of_the_disk_names_the_place(tmp_path):
-    with pytest.raises(RunError, match=r"here: could not be written \(No"), writing("here"):
-        (tmp_path / "missing/file").write_text("x")
+    """A wrong path is the user's mistake; a full disk is a failure."""
+    file = tmp_path / "file"
+    file.touch()
+    for wrong in (tmp_path / "missing/file", file / "below"):
+        with pytest.raises(ConfigError, match=r"here: could not be written \(No"), writing("here"):
+            wrong.write_text("x")
+    with pytest.raises(RunError, match=r"here: could not be written \(No space"), writing("here"):
+        raise OSError(errno.ENOSPC, "No space left on device")

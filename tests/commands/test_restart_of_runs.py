@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from command import mtrain
 from commands.typed_line import split
 from launch.faulty_train import Fault
@@ -49,10 +50,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def train(fault: Fault, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *words]
-    return subprocess.run(
-        command, env=environment(**fault.variable()), capture_output=True, text=True, timeout=200
-    )
+    words = ("train", *RUN, *words)
+    return warm.run("faulty_train", words, Path.cwd(), environment(**fault.variable()), 200)
 
 
 def rows(folder: str = "run") -> list[tuple[int, float, float]]:

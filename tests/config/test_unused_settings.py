@@ -59,6 +59,10 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
             "train.checkpoint_every=9: has no effect, train.steps=5 ends first",
         ),
         (
+            ["data.text_key=body", "data=text", f"data.path={__file__}"],
+            "data.text_key=body: has no effect, data.path=",
+        ),
+        (
             ["model.rope.beta_fast=16", "model.rope.scaling=none"],
             "model.rope.beta_fast=16: has no effect, model.rope.scaling=none; only",
         ),

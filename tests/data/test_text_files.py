@@ -18,7 +18,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.validate import TEXT
 from mtrain_cli.data import text_files
 from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.text_files import READERS, text_corpus
+from mtrain_cli.data.text_files import READERS, refuse_unread_key, text_corpus
 
 
 def _texts(corpus: Corpus, skip: int = 0) -> list[str]:
@@ -141,6 +141,26 @@ def test_missing_file_names_what_is_allowed(tmp_path: Path) -> None:
 def test_unknown_kind_of_file_names_what_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_text("x")
     assert "cannot read a .docx file as text. Give a .txt, .md" in _error(tmp_path / "a.docx")
+
+
+def test_a_file_without_a_suffix_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "LICENSE").write_text("x")
+    assert "cannot read a file without a suffix as text. Give a" in _error(tmp_path / "LICENSE")
+
+
+def test_a_key_of_records_is_refused_for_plain_text(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("x")
+    (tmp_path / "more").mkdir()
+    plain = text_corpus(str(tmp_path), "body", path_option="--text")
+    refuse_unread_key(plain, "text")
+    with pytest.raises(ConfigError) as raised:
+        refuse_unread_key(plain, "body")
+    assert raised.value.problems == (
+        f"--text-key body: --text={tmp_path} has no .jsonl or .parquet file, and other files have "
+        "no keys; leave it out",
+    )
+    (tmp_path / "more/B.JSONL").write_text("{}")
+    refuse_unread_key(text_corpus(str(tmp_path), "body"), "body")
 
 
 def test_folder_without_text_names_what_is_allowed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def loaded(found, dtype=torch.float32):
-    return dict(load_decoder(found, dtype, CPU).named_parameters())
+    return dict(load_decoder(found, dtype, CPU)[0].named_parameters())
 
 
 def test_a_folder_is_dense_and_has_its_weights(tmp_path):
@@ -68,7 +68,8 @@ def test_the_rotary_factor_is_the_folders(tmp_path, rope):
     export(tmp_path / "hf", tiny_model(rope=rope))
     found = source(tmp_path / "hf")
     assert found.rope_factor == rope.factor
-    expected, decoder = make_decoder(tiny_model(rope=rope)), load_decoder(found, torch.float32, CPU)
+    expected = make_decoder(tiny_model(rope=rope))
+    decoder, _ = load_decoder(found, torch.float32, CPU)
     assert decoder.attention_factor == expected.attention_factor
     assert torch.equal(decoder.inverse_frequencies_F, expected.inverse_frequencies_F)
 
@@ -112,7 +113,7 @@ def test_settings_of_training_alone_do_not_matter(tmp_path, monkeypatch, word):
 def test_layers_are_compiled_only_on_request(tmp_path):
     write_run(tmp_path / "run", "train.compile=true")
     for words, compiled in (((), False), (("train.compile=true",), True)):
-        decoder = load_decoder(source(tmp_path / "run", *words), torch.float32, CPU)
+        decoder, _ = load_decoder(source(tmp_path / "run", *words), torch.float32, CPU)
         assert {layer.execution.compile for layer in decoder.layers} == {compiled}
 
 
@@ -131,6 +132,11 @@ def test_a_run_is_found_by_its_name(tmp_path, monkeypatch):
         (["topology.context_parallel=1"], "topology.context_parallel=1: all workers share"),
         (["topology.expert_parallel=2"], "topology.expert_parallel=2: each worker holds all"),
         (["topology.expert_chunks=4"], "topology.expert_chunks=4: each worker holds all"),
+        (
+            ["topology.workers=3", "topology.pipeline_parallel=2"],
+            "topology.pipeline_parallel=2: `mtrain generate` and `mtrain eval` compute no pipeline",
+        ),
+        (["topology.virtual_stages=2"], "topology.virtual_stages=2: `mtrain generate` and"),
         (["sparsity=fixed"], "sparsity=fixed: chooses keys without regard to the prompt"),
         (["sparsity=vertical_slach"], "sparsity=vertical_slach: no such sparsity"),
         (["sparsity.p_s=2", "sparsity=vertical_slash"], "sparsity.p_s=2"),
@@ -164,7 +170,9 @@ def test_damaged_or_foreign_weights_are_refused(tmp_path):
     found = source(tmp_path / "run")
     other = dataclasses.replace(config.model, num_layers=1)
     wrong = dataclasses.replace(found, config=dataclasses.replace(found.config, model=other))
-    with pytest.raises(ConfigError, match="unexpected tensor"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.num_layers=1: the weights in .*run have 2\. Correct"
+    ):
         loaded(wrong)
     for file in (tmp_path / "run/checkpoints/step-3").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:-5])

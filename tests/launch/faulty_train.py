@@ -150,7 +150,8 @@ def _wait_for_checkpoint(config, run_dir, step):
         time.sleep(0.01)
 
 
-if __name__ == "__main__":
+def main():
+    """Run the command line with the fault in it."""
     from mtrain_cli import __main__
     from mtrain_cli.launch import local
 
@@ -162,3 +163,7 @@ if __name__ == "__main__":
             self._config, before, ["0"], "1"
         )
     __main__.main()
+
+
+if __name__ == "__main__":
+    main()

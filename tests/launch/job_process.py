@@ -13,7 +13,9 @@ from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.local import launch
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Run this process as a rank, and exit with its code."""
     target, *overrides = sys.argv[1:]
     if late := float(os.environ.get("LATE_S", 0)):
         connect = socket.create_connection
@@ -37,3 +39,7 @@ if __name__ == "__main__":
     except ConfigError as error:
         print(f"before the workers: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

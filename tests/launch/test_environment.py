@@ -42,8 +42,9 @@ def default() -> Config:
 def machine(monkeypatch: pytest.MonkeyPatch):
     """Pretend that this machine has ``gpus`` GPUs and this process has ``variables``."""
 
-    def pretend(gpus: int = 0, variables: dict[str, str] | None = None) -> None:
+    def pretend(gpus: int = 0, variables: dict[str, str] | None = None, cores: int = 8) -> None:
         monkeypatch.setattr(environment, "_visible_gpus", lambda: gpus)
+        monkeypatch.setattr(environment, "cpu_cores", lambda: cores)
         for name in {*TORCHRUN, *SRUN}:
             monkeypatch.delenv(name, raising=False)
         for name, value in (variables or {}).items():
@@ -153,6 +154,20 @@ def test_sizes_that_do_not_fit_are_refused_with_the_possible_values(
         resolve_environment(having(default, **changes))
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(line)
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 16), (2, 16), (4, 32)])
+def test_more_workers_than_a_cpu_can_serve_are_refused(default, machine, cores, most):
+    machine(cores=cores)
+    assert resolve_environment(having(default, workers=most)).dims.workers == most
+    with pytest.raises(ConfigError) as caught:
+        resolve_environment(having(default, workers=most + 1))
+    has = f"{cores} CPU core{'s' * (cores > 1)}"
+    assert caught.value.problems == (
+        f"topology.workers={most + 1}: this machine has {has}. Use at most {most}, or auto.",
+    )
+    planned = resolve_environment(having(default, workers=100), planning=True)
+    assert planned.dims.workers == 100
 
 
 def test_workers_without_a_chunk_are_refused_once_their_number_is_known(machine):

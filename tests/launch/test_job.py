@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 
 import mtrain_cli
 from mtrain_cli.config import resolved_file
@@ -55,19 +56,9 @@ class SimulatedJob:
                 ),
             }
             own = (of_rank or {}).get(rank, [])
-            command = [
-                sys.executable,
-                str(HERE / "job_process.py"),
-                target,
-                "topology.device=cpu",
-                *overrides,
-                *own,
-            ]
-            pipe = subprocess.PIPE
+            words = [target, "topology.device=cpu", *overrides, *own]
             self.ranks.append(
-                subprocess.Popen(
-                    command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True
-                )
+                warm.Command("job_process", words, Path.cwd(), {**os.environ, **variables})
             )
 
     def ends(self) -> list[tuple[int, str]]:

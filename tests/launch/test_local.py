@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import mtrain_cli
 from mtrain_cli.composition import compose
@@ -82,6 +84,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     )
 
 
+@pytest.fixture(autouse=True)
+def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork workers from this process, so that they import nothing anew."""
+    monkeypatch.setattr(subprocess_handler, "Popen", warm.ForkedWorker)
+
+
+@pytest.fixture
+def new_programs(_forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start workers as users do, as new programs."""
+    monkeypatch.setattr(subprocess_handler, "Popen", subprocess.Popen)
+
+
 def launched(run: RunDir, target: str, resume: bool = False) -> int:
     return launch(
         run,
@@ -123,6 +137,7 @@ def test_threads_of_cpu_workers_sleep_soon_unless_the_user_says_otherwise(run, m
             assert "GOMP_SPINCOUNT" not in local._variables(environment, run, 60.0)
 
 
+@pytest.mark.usefixtures("new_programs")
 def test_workers_form_one_group_and_leave_the_terminal_to_rank_0(run, capfd):
     assert launched(run, "adds_ranks", resume=True) == 0
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -135,6 +150,7 @@ def test_workers_form_one_group_and_leave_the_terminal_to_rank_0(run, capfd):
     assert not any(map(alive, worker_pids(run)))
 
 
+@pytest.mark.usefixtures("new_programs")
 def test_library_output_is_in_the_logs_and_printed_after_the_reason(run, capfd):
     assert launched(run, "libraries_write") == 1
     logs = [(run.logs / f"rank-{rank}.log").read_text().splitlines() for rank in range(2)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain_cli.evaluation.results import NATS, Part, Result
+from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
 from mtrain_cli.learning import outcomes
+from mtrain_cli.learning.cells import Done, Study
 from mtrain_cli.learning.outcomes import (
     BETTER,
     FAILED,
@@ -22,6 +23,7 @@ from mtrain_cli.learning.outcomes import (
     needles,
     outcome,
     place_of,
+    read_cell,
     spread_of,
 )
 from mtrain_cli.learning.t_interval import interval
@@ -117,6 +119,16 @@ def test_the_long_loss_counts_tokens_with_long_context():
     values, buckets = losses(result, 8192)
     assert values == {"loss": 4.0, "long_loss": 2.75, "key_loss": 1.5}
     assert buckets[8192, 16384] == 2.0
+
+
+def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_path, monkeypatch):
+    text = Result("k", "perplexity", 65536, DENSE, "", 1, 2, 4.0, None, NATS)
+    questions = Result("n", "niah", 65536, DENSE, "", 1, 2, 90.0, None, PERCENT)
+    monkeypatch.setattr(outcomes, "read_results", lambda _: [text, questions])
+    monkeypatch.setattr(outcomes, "read_sample_rows", lambda _: [])
+    done = Done("d", "c", steps=200, seconds=105.0, step_seconds=0.46, density=1.0)
+    (found,) = read_cell(Study(tmp_path, A), Cell(0, A.variant(DENSE)), done)
+    assert found.seconds == pytest.approx(92.0)
 
 
 def predicted(rule, limit, measure="long_loss", attention="own", cell=SPARSE):

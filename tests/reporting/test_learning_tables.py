@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from learning.test_outcomes import A, three
 from rich.console import Console
 
+from mtrain_cli.learning.cells import Done
 from mtrain_cli.learning.outcomes import (
     FAILED,
     HELD,
@@ -17,6 +19,7 @@ from mtrain_cli.learning.outcomes import (
     compare,
     spread_of,
 )
+from mtrain_cli.learning.tiers import Cell
 from mtrain_cli.reporting import learning_tables
 from mtrain_cli.reporting.learning_tables import document, remarks, show_summary, tables
 
@@ -33,13 +36,13 @@ def summary(difference: list[float]) -> Summary:
 
 
 def test_the_tables_show_failures_first_and_words_only_with_an_interval():
-    predictions, differences, _, _ = tables(summary([0.002, 0.003, 0.004]))
+    predictions, _, differences, _, _ = tables(summary([0.002, 0.003, 0.004]))
     assert [row[0] for row in predictions.rows] == [FAILED, HELD, UNKNOWN]
     sparse = next(row for row in differences.rows if row[0].startswith("vertical_slash-0.6, sp"))
     assert sparse[1:] == ["loss", "3.0030 [0.5164, 5.4896]", "+0.0030 [+0.0005, +0.0055]",
                           "loses nothing", "3"]  # fmt: skip
     assert "two dense trainings: loss 0.0100" in differences.note
-    alone = tables(summary([0.002]))[1]
+    alone = tables(summary([0.002]))[2]
     assert {(row[0], row[4]) for row in alone.rows} == {
         ("dense", "-"), ("dense-again", "-"),
         ("fixed, sparse inference", "not decided"),
@@ -53,6 +56,26 @@ def test_remarks_say_what_is_missing():
         "Needles that the bases find at 8k: 96.0 % (seed 0); gate 95 %.",
         "0 of 36 cells are finished.",
     ]
+
+
+def test_one_seed_decides_nothing_and_does_not_call_the_experiment_blind():
+    lines = remarks(summary([0.002]))
+    assert lines[1] == "One seed decides nothing: a verdict needs at least two."
+    assert not any("control" in line for line in lines)
+
+
+def test_a_row_has_the_price_of_a_step_beside_the_loss():
+    found = summary([0.002, 0.003, 0.004])
+    names = ("dense", "vertical_slash-0.6")
+    variants = {each.name: each for each in A.variants}
+    seconds = dict(zip(names, (0.4, 0.1), strict=True))
+    done = {
+        Cell(0, variants[name]).key: Done("", "", 200, 40.0, seconds[name], 0.2) for name in names
+    }
+    prices = tables(replace(found, done=done))[1]
+    assert [row[:4] for row in prices.rows] == [
+        ["dense", "50.0%", "0.400", "1.00x"], ["vertical_slash-0.6", "50.0%", "0.100", "4.00x"],
+    ]  # fmt: skip
 
 
 def test_the_terminal_and_json_show_the_same(capsys):

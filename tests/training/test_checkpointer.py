@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model.tiny_models import tiny_model
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.training.checkpointer import (
@@ -181,6 +183,23 @@ def test_a_checkpoint_of_a_different_model_is_refused(saved):
         NoCheckpointError, match=r"holds model\.bias, which this model does not have"
     ):
         Checkpointer(saved, keep=1).load(state)
+
+
+def test_an_edited_size_of_the_model_is_named_before_loading(tmp_path):
+    model = tiny_model()
+    weights = {"embed_tokens.weight": torch.zeros(model.vocab_size, model.hidden_size)}
+    weights |= {f"layers.{n}.input_layernorm.weight": torch.zeros(1) for n in range(2)}
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer.require_sizes(model, tmp_path / "file")  # no checkpoint
+    write_model_state(tmp_path, 3, weights)
+    with pytest.raises(ConfigError) as caught:
+        checkpointer.require_sizes(replace(model, num_layers=5), tmp_path / "file")
+    assert caught.value.problems == (
+        f"model.num_layers=5: the weights in {tmp_path}/step-3 have 2. Correct {tmp_path}/file",
+    )
+    checkpointer.require_sizes(replace(model, num_layers=2), tmp_path / "file")
+    (tmp_path / "step-3/.metadata").write_bytes(b"")
+    checkpointer.require_sizes(model, tmp_path / "file")  # loading reports the damage
 
 
 def test_a_checkpoint_of_only_weights_cannot_be_resumed(tmp_path):

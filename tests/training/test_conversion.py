@@ -66,7 +66,7 @@ def test_routers_with_a_bias_are_loaded_but_not_exported(tmp_path):
     with pytest.raises(ConfigError, match=r"train.balance_bias: .* qwen3_moe model lacks"):
         export_checkpoint(run, tmp_path / "out", dtype=torch.float32)
     assert not (tmp_path / "out").exists()
-    decoder = load_decoder(open_source(run, []), torch.bfloat16, torch.device("cpu"))
+    decoder, _ = load_decoder(open_source(run, []), torch.bfloat16, torch.device("cpu"))
     biases = [mlp.selection_bias for mlp in expert_layers(decoder.layers)]
     assert [bias.tolist() for bias in biases] == [[0.0] * 8, [0.125] * 8]
     assert biases[0].dtype == torch.float32

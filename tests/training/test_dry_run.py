@@ -266,7 +266,8 @@ def test_accumulation_and_data_parallel_groups_split_the_global_batch():
     ],
 )
 def test_few_labels_are_a_warning(words, line):
-    planned = compose(["seq=4k", "topology.device=cpu", "topology.workers=2", *words])
+    one = "data.document_mask=false"
+    planned = compose(["seq=4k", "topology.device=cpu", "topology.workers=2", one, *words])
     found = [text for label, text in module.mask_rows(planned) if label == "warning"]
     assert bool(found) == bool(line)
     assert all(line in text for text in found)
@@ -493,6 +494,25 @@ def test_an_assumed_number_of_gpus_is_marked_as_such():
         == "2 GPUs = 1 data x 2 context, assumed; set topology.workers to your number of GPUs"
     )
     assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (["recipe=video", "data=stdlib"], True),
+        (["recipe=video", "data=stdlib", "data.document_mask=false"], False),
+        (["recipe=video"], False),
+        (["recipe=video", "data.document_mask=true"], False),  # a document may be a video
+        (["mask=prefix_lm"], True),
+        (["mask=sliding_window"], False),
+        (["mask=sliding_window", "mask.global_tokens=8"], True),
+    ],
+)
+def test_a_mask_of_the_whole_sequence_with_packed_documents_is_a_warning(words, warned):
+    rows = module.mask_rows(compose(words, plan=True))
+    found = [text for label, text in rows if label == "warning" and "packs documents" in text]
+    assert len(found) == warned
+    assert all(text.endswith("give data.document_mask=false") for text in found)
 
 
 def test_a_plan_shows_the_masks_of_the_data(tmp_path):
