@@ -26,6 +26,7 @@ Spans = list[tuple[float, float]]
 
 # Kinds of GPU work with words in the names of their kernels; the first match counts.
 ROWS, WEIGHTS = "messages of rows", "messages of weights and others"
+OWN_ROWS = "_leave", "_arrive", "_depart", "_sum_rows"  # kernels of triton/expert_rows.py
 KINDS = (
     (ROWS, ("sendrecv", "alltoall", "all_to_all")),
     (WEIGHTS, ("nccl", "gloo")),
@@ -35,8 +36,8 @@ KINDS = (
     ("optimizer", ("adam", "multi_tensor_apply", "_foreach")),
     ("sorts", ("sort", "scan", "searchsorted", "bincount")),
     ("copies", ("memcpy", "memset", "copy_", "chunk_cat", "split_with_sizes", "catarray")),
-    ("row passes", ("index", "gather", "scatter", "take")),
-    ("compiled, other", ("triton",)),
+    ("row passes", ("index", "gather", "scatter", "take", *OWN_ROWS)),
+    ("compiled, other", ("triton", "_gate", "_order_pairs", "_order_rows")),
 )
 OTHER = "other element-wise"
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -25,7 +25,6 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
-from mtrain_cli.config.dense_layers import require_sparse_layers
 from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.tensor_parallel import require_whole_layers
@@ -82,9 +81,9 @@ def imbalance(
         warmup: Number of training steps before the first recorded step.
         every: Record one of every N training steps.
         attention_only: Measure the attention of one layer on random data, or of one layer of each
-            kind under mask.full_every. With data.mask_key, the masks are those of the first
-            sequences of the data. No model is needed, so sequences may be longer than a model's
-            memory allows.
+            kind under mask.full_every or sparsity.dense_layers. With data.mask_key, the masks are
+            those of the first sequences of the data. No model is needed, so sequences may be longer
+            than a model's memory allows.
         peer: With --attention-only on GPUs: also time dense attention with PyTorch's context
             parallelism.
         fail_above: Exit with code 1 if an imbalance degree of any case exceeds X. DEGREE is worker,
@@ -106,7 +105,6 @@ def imbalance(
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     for _, case in cases:
-        require_sparse_layers(case, "mtrain profile imbalance")
         if attention_only:
             require_whole_layers(case, "mtrain profile imbalance --attention-only")
             require_whole_model(case, "mtrain profile imbalance --attention-only")

@@ -18,7 +18,6 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import app
 from mtrain_cli.commands.train import require_data, require_exchange, require_kernel
-from mtrain_cli.config.dense_layers import require_sparse_layers
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ def step(
 
     words = list(overrides or ())
     config = with_measurement_folder(compose(words), "step")
-    require_sparse_layers(config, "mtrain profile step")
     warmup, dense = _warmup(config, warmup, steps)
     require_data(config)
     environment = resolve_environment(config)

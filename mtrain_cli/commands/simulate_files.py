@@ -24,8 +24,9 @@ from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.pipeline_times import prediction_entry
 from mtrain_cli.simulation.calibration import Calibration, describe_source
 from mtrain_cli.simulation.constants import CONSTANTS
-from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
+from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.validation import digest
+from mtrain_cli.simulation.workload import AttentionWorkload
 
 _PROBE = ".mtrain"
 

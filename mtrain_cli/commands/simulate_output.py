@@ -17,7 +17,7 @@ from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.terminal_width import new_table, number, say
 from mtrain_cli.simulation.families import FAMILIES
 from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR, PredictedStep
-from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
+from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,
     Recommendation,
@@ -28,6 +28,7 @@ from mtrain_cli.simulation.recommend import (
     usable,
 )
 from mtrain_cli.simulation.scenario import PredictedScenario, train_line
+from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.training.flops import own_tiles
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import FITS, RunPlan

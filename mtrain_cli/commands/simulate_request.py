@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli.config.dense_layers import require_sparse_layers
 from mtrain_cli.config.mask_settings import FULL_LAYERS
 from mtrain_cli.config.pattern_settings import PatternSettings
 from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
-    from mtrain_cli.simulation.prediction import AttentionWorkload
     from mtrain_cli.simulation.scenario import PairSource, Scenario
     from mtrain_cli.simulation.timeline import Disturbances
+    from mtrain_cli.simulation.workload import AttentionWorkload
 
 DENSE, CLUSTERED, FIXED = "dense", "clustered", "fixed"
 DENSITY, COLUMNS = 0.05, 2048
@@ -83,7 +82,7 @@ class SimulateRequest:
                     f"{len(problem.masks)} sequences"
                 )
             made = replace(problem.made, chunk=config.topology.chunk)
-            problem = replace(problem, made=made)
+            problem = _with_dense_layers(replace(problem, made=made), config, file)
             if problem.layers[-1] >= config.model.num_layers:
                 raise ConfigError(
                     f"model.num_layers={config.model.num_layers}: --index {file} holds layer "
@@ -149,7 +148,6 @@ class SimulateRequest:
                     "simulate sweep workers=2,4,8`"
                 )
         config = compose(["topology.workers=auto", "topology.gpus_per_node=auto", *words])
-        require_sparse_layers(config, "mtrain simulate")
         named = config.topology.cluster  # a file has its absolute path
         if named not in ("auto", self.cluster, str(Path(self.cluster).expanduser().absolute())):
             raise ConfigError(
@@ -334,10 +332,13 @@ class SimulateRequest:
         )
 
     def _layers(self, config: Config) -> int:
-        most = config.model.num_layers
+        dense = config.sparsity.dense_layers or 0
+        most = config.model.num_layers - dense
         if self.layers is not None and self.layers > most:
+            kind = f" sparse ones with sparsity.dense_layers={dense}" if dense else ""
             raise ConfigError(
-                f"--layers {self.layers}: {config.model.name} has {most}; allowed: 1 to {most}"
+                f"--layers {self.layers}: {config.model.name} has {most}{kind}; "
+                f"allowed: 1 to {most}"
             )
         return self.layers or 1
 
@@ -377,7 +378,9 @@ class SimulateRequest:
                 )
         file = self.recorded_file()
         assert file is not None
-        return self.load_recorded(file, self.words)
+        problem = self.load_recorded(file, self.words)
+        full = problem.full
+        return problem if full is None else problem.with_dense(full.layers, full.of)
 
     def load_recorded(self, file: Path, words: Sequence[str]) -> AttentionWorkload:
         """Load recorded indices.
@@ -390,8 +393,8 @@ class SimulateRequest:
             ConfigError: the shape or the layers of the file contradict the settings and options.
         """
         from mtrain_cli.records.index_file import load_indices
-        from mtrain_cli.simulation.prediction import AttentionWorkload
         from mtrain_cli.simulation.what_if import index_of
+        from mtrain_cli.simulation.workload import AttentionWorkload
 
         self._refuse(f"--index {file} has its own pairs; give only one of the two")
         recorded = load_indices(file)
@@ -399,7 +402,10 @@ class SimulateRequest:
         if words:
             _compare(self.compose(words), file, setup)
         pattern = recorded.patterns[0]
-        available = recorded.layers(pattern)
+        available, dense = recorded.layers(pattern), None
+        if recorded.full is not None and pattern != DENSE:
+            dense = recorded.full
+            available = tuple(layer for layer in available if layer not in dense.layers)
         if self.layers is not None and self.layers > len(available):
             raise ConfigError(
                 f"--layers {self.layers}: {file} holds {len(available)} layers of {pattern}; "
@@ -412,6 +418,7 @@ class SimulateRequest:
             lambda layer: index_of(recorded, pattern, layer),
             pattern,
             setup.columns.get(pattern, -1),
+            full=dense,
         )
 
     def _typed(self, name: str) -> str:
@@ -542,8 +549,32 @@ def _recorded_settings(
     settings = [] if "sparsity" in typed else list(pattern)
     if settings and index is not None:
         settings.append(f"sparsity.block={index.block}")
+        if problem.full is not None:
+            settings.append(f"sparsity.dense_layers={len(problem.full.layers)}")
     settings.append(f"topology.block_size={problem.made.block_size}")
     return [word for word in settings if word.partition("=")[0] not in typed]
+
+
+def _with_dense_layers(problem: AttentionWorkload, config: Config, file: Path) -> AttentionWorkload:
+    """Return recorded attention with the dense layers of the settings.
+
+    Raises:
+        ConfigError: the file has no index of a layer that is sparse under the settings.
+    """
+    given = config.sparsity.dense_layers or 0
+    recorded = 0 if problem.full is None else len(problem.full.layers)
+    if given < recorded:
+        raise ConfigError(
+            f"sparsity.dense_layers={given}: --index {file} was recorded with {recorded} dense "
+            f"layers; give at least {recorded}"
+        )
+    dense = config.sparsity.dense_of(config.model.num_layers)
+    if dense.issuperset(problem.layers):
+        raise ConfigError(
+            f"sparsity.dense_layers={given}: --index {file} has an index of these layers only; "
+            "give fewer"
+        )
+    return problem.with_dense(dense, config.model.num_layers)
 
 
 def _compare(config: Config, file: Path, setup: Any) -> None:

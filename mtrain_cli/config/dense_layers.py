@@ -1,10 +1,28 @@
-"""Settings that `sparsity.dense_layers` allows, and the commands that do not support it."""
+"""Dense layers at the end of a sparse model, and the kinds of layers of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.mask_settings import LAYER_KINDS
+from mtrain_cli.config.schema import Config
+
+# The kinds of layers under `sparsity.dense_layers`.
+SPARSE_KINDS = ("sparse", "dense")
+EVERY_KIND = (*LAYER_KINDS, *SPARSE_KINDS)
+
+
+def layer_kinds(config: Config) -> dict[str, list[int]]:
+    """Return the numbers of the layers of each kind.
+
+    The keys are `LAYER_KINDS` or `SPARSE_KINDS`, or "" if all layers are alike.
+    """
+    layers = config.model.num_layers
+    dense = config.sparsity.dense_of(layers)
+    if not dense:
+        return config.mask.layer_kinds(layers)
+    sparse = [layer for layer in range(layers) if layer not in dense]
+    return dict(zip(SPARSE_KINDS, (sparse, sorted(dense)), strict=True))
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -20,17 +38,3 @@ def problems(config: Config) -> Iterator[str]:
         )
     if config.topology.pipeline_parallel > 1:
         yield f"{given}: is not supported with topology.pipeline_parallel; give 0"
-    if config.profile.every > 0:
-        yield f"{given}: is not supported with profile.every={config.profile.every}; give 0"
-
-
-def require_sparse_layers(config: Config, command: str) -> None:
-    """Raise ConfigError if a command that takes all layers to be alike is to use dense layers.
-
-    Args:
-        command: the command, such as ``mtrain simulate``.
-    """
-    if dense := config.sparsity.dense_layers:
-        raise ConfigError(
-            f"sparsity.dense_layers={dense}: not supported by `{command}`; leave this setting out"
-        )

@@ -26,31 +26,13 @@ def taken(rows: Tensor, order_S: Tensor, top_k: int) -> Tensor:
     return _run(_ordered, rows, order_S) if top_k == 1 else _run(_taken, rows, order_S, top_k)
 
 
-def merged(
-    arrived_AC: Tensor, own_TC: Tensor, order_B: Tensor, order_R: Tensor, top_k: int
-) -> Tensor:
-    """Return rows that arrived and rows of own tokens in one order, ``[R, C]``.
-
-    Args:
-        order_B: pairs of a token and an expert, numbered token * K + k.
-        order_R: for each result, the number of a row: first those that arrived, then the rows of
-            the tokens of ``order_B``.
-    """
-    if len(order_B) == 0:
-        return taken(arrived_AC, order_R, 1)
-    if len(arrived_AC) == 0:
-        return taken(own_TC, order_B[order_R], top_k)
-    return _run(_merged, arrived_AC, own_TC, order_B, order_R, top_k)
-
-
-def summed(rows_SC: Tensor, place_S: Tensor, ends_E: Tensor | None, top_k: int) -> Tensor:
+def summed(rows_SC: Tensor, place_S: Tensor, ends_E: Tensor, top_k: int) -> Tensor:
     """Return the sum of the rows at each ``top_k`` consecutive places, ``[T, C]``.
 
     The sum is computed in float32.
 
     Args:
-        ends_E: the end of each expert's rows. Rows behind the last end do not count. None counts
-            all rows.
+        ends_E: the end of each expert's rows. Rows behind the last end do not count.
     """
     if len(rows_SC) == 0:
         return rows_SC.new_zeros(len(place_S) // top_k, rows_SC.shape[1])
@@ -83,18 +65,8 @@ def _taken(rows: Tensor, order_S: Tensor, top_k: int) -> Tensor:
     return rows[order_S // top_k]
 
 
-def _merged(
-    arrived_AC: Tensor, own_TC: Tensor, order_B: Tensor, order_R: Tensor, top_k: int
-) -> Tensor:
-    arrived = arrived_AC.shape[0]
-    # Each row is read from one of both: the other address stays the same, so it is in the cache.
-    own_R = order_B[(order_R - arrived).clamp(min=0)] // top_k
-    is_own_R1 = (order_R >= arrived)[:, None]
-    return torch.where(is_own_R1, own_TC[own_R], arrived_AC[order_R.clamp(max=arrived - 1)])
-
-
-def _summed(rows_SC: Tensor, place_S: Tensor, ends_E: Tensor | None, top_k: int) -> Tensor:
-    end = rows_SC.shape[0] if ends_E is None else ends_E[-1]
+def _summed(rows_SC: Tensor, place_S: Tensor, ends_E: Tensor, top_k: int) -> Tensor:
+    end = ends_E[-1]
     high = accumulation_dtype(rows_SC.dtype)
     total_TC: Tensor | None = None
     # Not a reduction: as a sum of terms, each element of the result reads consecutive memory.

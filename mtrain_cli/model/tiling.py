@@ -10,9 +10,16 @@ from mtrain_cli.config.expert_settings import MoeConfig
 
 _PRODUCT_ROWS = 128
 # topology.tensor_chunks=auto: at most four chunks, which leave a quarter of the messages of the MLP
-# exposed, and none with fewer rows than keep matrix products fast. The same for parts of experts.
+# exposed, and none with fewer rows than keep matrix products fast.
 _CHUNKS, _CHUNK_ROWS = 4, 2048
+# The same for parts of experts, but a part also takes time of the host: ten kernels, nine products
+# and five messages in both passes, about 0.5 ms (an estimate; 0.2 ms without their launches on a
+# CPU: profiles/notes.md, 2026-11-26, "host time of experts"). It hides the messages of its tokens,
+# 0.28 ms for 1,024 tokens of Qwen3-30B-A3B at 300 GB/s. So small parts gain nothing: with parts of
+# 2,048 tokens, a step at 8K on two H100s took longer than with one part.
+_PART_TOKENS = 4096
 ONE_ADDITION = 2  # chunks of experts whose gradients of weights one addition sums
+_ALIGNMENT = 16  # bytes that a GPU reads at once: rows of a message begin at a multiple
 
 
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
@@ -105,7 +112,7 @@ def expert_chunks(
     travelling = 1
     if degree > 1:
         parts = expert_parts(own_tokens, moe.experts // degree, 1)
-        travelling = min(_CHUNKS, own_tokens // _CHUNK_ROWS) // parts
+        travelling = min(_CHUNKS, own_tokens // _PART_TOKENS) // parts
     return max(1, min(own_tokens, max(in_memory, travelling)))
 
 
@@ -113,14 +120,28 @@ def expert_parts(own_tokens: int, own_experts: int, chunks: int) -> int:
     """Return the number of parts in which a worker of an expert group computes its experts.
 
     While one part is computed, the rows of other parts travel. So do those of other chunks: with
-    more chunks, a chunk needs fewer parts. Small messages are not split.
+    more chunks, a chunk needs fewer parts. Small messages are not split: each part takes
+    time of the host.
 
     Args:
         own_tokens, chunks: tokens of a worker, and the number of their chunks.
         own_experts: number of experts that a worker holds.
     """
-    most = max(1, min(_CHUNKS, own_tokens // _CHUNK_ROWS) // chunks)
+    most = max(1, min(_CHUNKS, own_tokens // _PART_TOKENS) // chunks)
     return max(n for n in range(1, most + 1) if own_experts % n == 0)
+
+
+def scored_row(hidden: int, itemsize: int) -> int:
+    """Return the elements of a row that takes a score with it to another worker.
+
+    The score is at the end of the row, in its own dtype.
+
+    Args:
+        hidden: size of a hidden state.
+        itemsize: bytes per element of the hidden state.
+    """
+    each = _ALIGNMENT // itemsize
+    return (-(-hidden // each) + 1) * each
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:

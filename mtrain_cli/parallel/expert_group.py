@@ -7,11 +7,10 @@ a group start their messages in the same order, even if no row travels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from math import prod
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
-from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.collectives import all_gather, start_all_to_all
 from mtrain_cli.parallel.mesh import STAGE, connect_all
 from mtrain_cli.parallel.recording import WAIT
 from mtrain_cli.parallel.tensor_group import MessageObserver
@@ -80,43 +79,36 @@ class ExpertGroup:
     def start(
         self,
         rows: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
+        send: list[int],
+        receive: list[int],
         into: Tensor | None = None,
     ) -> RowMessage:
         """Start to exchange rows.
 
         Args:
-            rows: ``[sum(send), ...]``, first those for worker 0, then those for worker 1, ...
+            rows: contiguous ``[sum(send), D]``, first those for worker 0, then those for worker 1,
+                ...
             send, receive: number of rows for and from each worker.
             into: contiguous tensor that receives the rows; None for a new one.
         """
-        rows = rows.contiguous()
-        arriving = rows.new_empty(sum(receive), *rows.shape[1:]) if into is None else into
-        others = sum(receive) - receive[self.rank]
-        self.received[0] += others * prod(rows.shape[1:]) * rows.element_size()
+        width = rows.shape[1]
+        arriving = rows.new_empty(sum(receive), width) if into is None else into
+        self.received[0] += (len(arriving) - receive[self.rank]) * width * rows.itemsize
         with self.peer_errors(), nvtx_ranges.span("post", "", _LINK, -1):
-            work = dist.all_to_all_single(
-                arriving,
-                rows,
-                list(receive),
-                list(send),
-                group=self.process_group,
-                async_op=True,
-            )
+            work = start_all_to_all(arriving, rows, receive, send, self.process_group)
         return RowMessage(arriving, rows, work, self)
 
     def peer_errors(self) -> AbstractContextManager[None]:
         """Return a context in which the loss of a worker is an error that names the group."""
+        return explain_peer_loss("expert parallelism", *self._waits, progress_record.SEVERAL)
+
+    @cached_property
+    def _waits(self) -> tuple[str, str]:
+        """What the worker waits for, and what did not arrive if a worker is lost."""
         ranks = dist.get_process_group_ranks(self.process_group)
         others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place != self.rank)
-        plural = "s" * (self.size > 2)
-        return explain_peer_loss(
-            "expert parallelism",
-            f"waits for rows from rank{plural} {others}",
-            f"rows from rank{plural} {others} did not arrive",
-            progress_record.SEVERAL,
-        )
+        rows = f"rows from rank{'s' * (self.size > 2)} {others}"
+        return f"waits for {rows}", f"{rows} did not arrive"
 
 
 def make_expert_group(

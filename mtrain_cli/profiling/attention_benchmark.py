@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.mask_rule import MaskRule
-from mtrain_cli.config.mask_settings import LAYER_KINDS
+from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.data.dataset import Sample
@@ -99,7 +99,7 @@ def _measure(
     for attention in attentions:
         facts = writer.facts(attention.case)
         by_kind = [_medians(bench, times) for times in zip(*attention.times, strict=True)]
-        _note_times(facts, attention.attend, by_kind)
+        _note_times(facts, attention, by_kind)
         if bench.first:
             progress.say(_row(attention.case.label, facts["density"], facts))
             for kind, times in facts.get("kinds", {}).items():
@@ -168,6 +168,8 @@ class _Attention:
             bench.device,
             mask=MaskRule.of(case.config),
             pattern=choices.pattern,
+            dense_layers=case.config.sparsity.dense_of(case.config.model.num_layers),
+            dense_kernel=choices.dense_kernel and choices.dense_kernel[0],
             layers=case.config.model.num_layers,
             balancer=choices.balancer,
         )
@@ -270,7 +272,7 @@ def _total(seconds: _Times) -> float:
 
 def _note_times(
     facts: dict[str, Any],
-    attend: ContextAttention | MixedAttention,
+    attention: _Attention,
     by_kind: Sequence[dict[str, float]],
 ) -> None:
     """Add the times of a layer to the entry of a case.
@@ -280,11 +282,16 @@ def _note_times(
     by_kind: result of `_medians` for each measured layer.
     """
     facts.update({name: float(np.mean([of[name] for of in by_kind])) for name in by_kind[0]})
+    attend = attention.attend
     if isinstance(attend, MixedAttention):
         for times, plan in zip(by_kind, (attend.window.plan, attend.full.plan), strict=True):
             causal = len(plan.masks) * causal_pairs(facts["seq"])
             times["density"] = plan.allowed_pairs / causal
-        facts["kinds"] = dict(zip(LAYER_KINDS, by_kind, strict=True))
+        sparse, dense = by_kind
+        if attention.case.choices.pattern is not None and facts["density"] is not None:
+            # The density of the case is the mean of the two measured layers. Rank 0 knows it.
+            sparse["density"] = 2 * facts["density"] - dense["density"]
+        facts["kinds"] = dict(zip(layer_kinds(attention.case.config), by_kind, strict=True))
 
 
 def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, float]:

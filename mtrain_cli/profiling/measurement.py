@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config import resolved_file
+from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.parallel_dims import ParallelDims
@@ -115,7 +116,7 @@ class MeasurementCase:
         """Return the case's entry in summary.json."""
         config, model = self.config, self.config.of_worker.model
         schedule, choices = self.exchange.schedule, self.choices
-        kinds = config.mask.layer_kinds(model.num_layers)
+        kinds, dense = layer_kinds(config), choices.dense_kernel
         return {
             "label": self.label,
             "layout": choices.layout.name,
@@ -135,6 +136,7 @@ class MeasurementCase:
             "heads": schedule.heads,
             "layers": model.num_layers,
             **({"layer_kinds": kinds} if len(kinds) > 1 else {}),
+            **({"dense_kernel": dense[0].name} if dense and len(kinds) > 1 else {}),
             "steps": {"forward": len(schedule.forward[0]), "backward": len(schedule.backward[0])},
             "num_heads": model.num_heads,
             "num_kv_heads": model.num_kv_heads,
@@ -154,8 +156,7 @@ class MeasurementCase:
     @property
     def single_layers(self) -> list[int]:
         """The layers that an attention-only measurement computes: the first of each kind."""
-        kinds = self.config.mask.layer_kinds(self.config.model.num_layers)
-        return [layers[0] for layers in kinds.values()]
+        return [layers[0] for layers in layer_kinds(self.config).values()]
 
     @property
     def flop(self) -> tuple[float, float]:

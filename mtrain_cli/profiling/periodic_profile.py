@@ -32,7 +32,8 @@ _SAME = (
     *("layout", "exchange", "pattern", "kernel", "model", "seq", "micro_batch", "workers", "cp"),
     *("per_node", "heads", "steps"),
 )
-_SAME_IF_ANY = ("layer_kinds", "tp", "pipeline", FACT)  # these too, which not every case has
+# These too, which not every case has.
+_SAME_IF_ANY = ("layer_kinds", "dense_kernel", "tp", "pipeline", FACT)
 
 
 class TrainingProfile(Callback):

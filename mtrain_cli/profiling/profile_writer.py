@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +246,9 @@ class ProfileWriter:
         if self.first:
             path = self.folder / record_files.INDEX
             try:
-                save_indices(path, setup, computed.masks, parts, computed.full)
+                of_cases = (self._last[case.number][0].full for case in cases)
+                full = next((each for each in of_cases if each is not None), None)
+                save_indices(path, setup, computed.masks, parts, full)
             except OSError as error:
                 self.problem = f"{path}: could not be written ({error.strerror or error})"
         for _ in parts:  # Some parts need a gather, so every worker must reach the end.
@@ -266,9 +268,9 @@ class ProfileWriter:
             return
         for case in cases:
             pattern = case.config.sparsity.pattern
-            indices = self._last[case.number][0].indices
+            indices, dense = self._computed(case)
             for layer in self._layers(case):
-                if indices is None:
+                if indices is None or layer in dense:
                     yield pattern, layer, None
                 elif (index := indices.get(layer)) is not None:
                     mine = index if first_group else None
@@ -284,15 +286,20 @@ class ProfileWriter:
         first_group: whether this worker is in the first context group of its stage.
         """
         for case in cases:
-            pattern, indices = case.config.sparsity.pattern, self._last[case.number][0].indices
+            pattern, (indices, dense) = case.config.sparsity.pattern, self._computed(case)
             for layer in self._layers(case):
-                if indices is None:
+                if indices is None or layer in dense:
                     yield pattern, layer, None
                     continue
                 parts = self._gathered(indices.get(layer) if first_group else None)
                 # An index without parts is the same on all workers of a context group.
                 for part in parts if parts and _in_parts(parts[0]) else parts[:1]:
                     yield pattern, layer, part
+
+    def _computed(self, case: MeasurementCase) -> tuple[Mapping[int, Index] | None, frozenset[int]]:
+        """Return the latest indices of a case by layer, and the layers of the second kind."""
+        latest = self._last[case.number][0]
+        return latest.indices, frozenset() if latest.full is None else latest.full.layers
 
     def _gathered(self, mine: Index | None) -> Sequence[Index]:
         """Return the indices of all workers on the first worker, and [] on other workers."""

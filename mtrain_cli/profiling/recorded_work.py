@@ -22,7 +22,8 @@ class Estimated(NamedTuple):
     layout: which rank holds which tokens.
     masks: one per sequence.
     indices: the indices by layer; None for dense attention.
-    full: the layers with other masks than ``masks``; None if all layers are alike.
+    full: the layers that see all earlier tokens instead of a window, or that have no index in a
+        sparse model; None if all layers are alike.
     """
 
     layout: Layout
@@ -54,11 +55,12 @@ def own_work(
     rank = exchange.group.rank
     work: Work = {}
     for micro, (layout, masks, indices, full) in enumerate(micro_batches):
-        kinds = [(masks, [layer for layer in layers if full is None or layer not in full.layers])]
+        others = [layer for layer in layers if full is None or layer not in full.layers]
+        kinds = [(masks, others, indices)]
         if full is not None:
-            kinds.append((full.masks, [layer for layer in layers if layer in full.layers]))
+            kinds.append((full.masks, [layer for layer in layers if layer in full.layers], None))
         block = next(iter(indices.values())).block if indices else None
-        for of_kind, numbers in kinds:
+        for of_kind, numbers, of_layers in kinds:
             counter = WorkCounter.make(
                 exchange.schedule,
                 layout,
@@ -67,9 +69,9 @@ def own_work(
                 block,
                 shared_columns=exchange.gathers_columns,
             )
-            if indices is None:
+            if of_layers is None:
                 dense = counter.count(None, rank)
                 work |= {(micro, layer): dense for layer in numbers}
             else:
-                work |= {(micro, n): counter.count(index, rank) for n, index in indices.items()}
+                work |= {(micro, n): counter.count(index, rank) for n, index in of_layers.items()}
     return work

@@ -77,6 +77,8 @@ class _Rehearsal(Callback):
                 mask=MaskRule.of(trainer.config),
                 layers=trainer.config.model.num_layers,
                 pattern=case.choices.pattern,
+                dense_layers=case.config.sparsity.dense_of(case.config.model.num_layers),
+                dense_kernel=case.choices.dense_kernel and case.choices.dense_kernel[0],
                 keep=attention_kept(trainer.config.train),
                 offload=trainer.offload,
                 tensor=trainer.tensor,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.config.mask_settings import LAYER_KINDS
+from mtrain_cli.config.dense_layers import EVERY_KIND
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
 from mtrain_cli.records.imbalance import degrees, ratios
 from mtrain_cli.records.pipeline_times import PipelineTimes
@@ -178,7 +178,7 @@ class CaseAnalysis:
 
     number: number of the case in the summary.
     label: name of the case in the summary, and the kind of layers.
-    kind: the kind of the analyzed layers (`LAYER_KINDS`); empty for all layers.
+    kind: the kind of the analyzed layers (`EVERY_KIND`); empty for all layers.
     facts: entry of the case in the summary.
     passes: one analysis per direction.
     time, work, computation: as in `PassAnalysis`, averaged over forward and backward.
@@ -196,7 +196,7 @@ class CaseAnalysis:
     missing: the ranks without rows.
     partial: whether iterations or ranks are missing.
     causes: causes of waits, the costliest first.
-    kinds: the same analysis of each kind of layers, if layers have different masks.
+    kinds: the same analysis of each kind of layers, if there are two.
     tensor: waits for messages of tensor groups per iteration; None without tensor parallelism.
     pipeline: the passes of a pipeline per iteration; None without a pipeline.
     """
@@ -309,7 +309,7 @@ def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
     """
     shapes, last = survey(recorded)
     kinds: dict[int, list[CaseAnalysis]] = {case: [] for case in shapes}
-    for kind in LAYER_KINDS:
+    for kind in EVERY_KIND:
         of_kind = {case: shape.of_kind(kind) for case, shape in shapes.items()}
         some = {case: shape for case, shape in of_kind.items() if shape is not None}
         for analysis in _analyse(recorded, some, last) if some else ():

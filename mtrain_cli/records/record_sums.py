@@ -55,7 +55,7 @@ class RecordedShape:
     tensor: tensor-parallel degree. Consecutive ranks are a tensor group, so the ranks of a context
         group are ``tensor`` apart.
     pipeline: the pipeline of the case; None without a pipeline. Ranks of a stage are consecutive.
-    kind: the kind of layers (`LAYER_KINDS`), if the shape covers only the layers of one kind.
+    kind: the kind of layers (`EVERY_KIND`), if the shape covers only the layers of one kind.
     """
 
     case: int
@@ -74,7 +74,7 @@ class RecordedShape:
     def of_kind(self, kind: str) -> RecordedShape | None:
         """Return the shape of one kind of layers; None if the case has no rows of such layers.
 
-        kind: one of `LAYER_KINDS`. A case whose layers all have the same mask has no kinds.
+        kind: one of `EVERY_KIND`. A case whose layers are all alike has no kinds.
         """
         named = (self.facts.get("layer_kinds") or {}).get(kind) or ()
         layers = tuple(layer for layer in self.layers if layer in named)

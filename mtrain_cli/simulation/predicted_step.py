@@ -205,10 +205,15 @@ def _estimate(
     loads: ExpertLoads | None,
 ) -> _StepEstimate:
     """Estimate a step for one bound. With a pipeline, return the estimate of its busiest stage."""
-    arguments = cluster, plan, attention, costs, slowest, loads
     if plan.pipeline is None:
-        return _StepEstimate(*arguments, ModelPart.whole(plan.config.model))
-    stages = [_StepEstimate(*arguments, p) for p in model_parts(plan.config, plan.micro_batches)]
+        whole = ModelPart.whole(plan.config.model)
+        return _StepEstimate(cluster, plan, attention, costs, slowest, loads, whole)
+    stages = [
+        _StepEstimate(
+            cluster, plan, attention.of_layers(part.every_layer), costs, slowest, loads, part
+        )
+        for part in model_parts(plan.config, plan.micro_batches)
+    ]
     pipeline = timed_step(
         plan,
         [StageTime(**stage.passes) for stage in stages],

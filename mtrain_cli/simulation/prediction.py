@@ -7,23 +7,19 @@ adds the rest of a training step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from mtrain_cli.attention.index import Index, VerticalSlash
-from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.mask_rule import FullLayers
 from mtrain_cli.config.cluster import Cluster, Gpu
-from mtrain_cli.config.mask_settings import LAYER_KINDS
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.records.imbalance import Imbalance, degrees
-from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.actions import actions
 from mtrain_cli.simulation.calibration import (
     DENSE,
@@ -51,69 +47,11 @@ from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
+from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 
 MOST_ROWS = 20_000_000  # per case; a larger case gets tables but no rows
 _SM90 = ("H100", "H200", "H800", "GH200", "H20")
-
-
-@dataclass(frozen=True)
-class AttentionWorkload:
-    """The attention to predict.
-
-    made: shapes, as an index file records them.
-    masks: one per sequence.
-    layers: numbers of the layers to predict.
-    index: function that returns the index of a layer, or None for dense attention.
-    pattern: name of the pattern or index family that made the indices.
-    columns: largest number of single columns per head, as in `what_if.make_case`.
-    estimated: whether the predicted time includes the time to estimate indices.
-    model: name of the model, for files.
-    full: the layers with other masks than ``masks``; None if all layers are alike. For dense
-        attention.
-    remark: where the masks come from, for the user; "" if they follow from the settings.
-    """
-
-    made: RecordedSetup
-    masks: tuple[SequenceMask, ...]
-    layers: tuple[int, ...]
-    index: Callable[[int], Index | None]
-    pattern: str
-    columns: int | None = -1
-    estimated: bool = True
-    model: str = ""
-    full: FullLayers | None = None
-    remark: str = ""
-
-    def part(self, i: int, n: int) -> AttentionWorkload:
-        """Return the attention of the i-th of n equal parts of the heads."""
-        if n == 1:
-            return self
-
-        def index(layer: int) -> Index | None:
-            whole = self.index(layer)
-            return None if whole is None else whole.part(i, n)
-
-        made = replace(self.made, heads=self.made.heads // n, kv_heads=self.made.kv_heads // n)
-        return replace(self, made=made, index=index)
-
-    @property
-    def kinds(self) -> list[tuple[tuple[SequenceMask, ...], list[int]]]:
-        """The masks of each kind of layer, and the numbers of the layers to predict."""
-        if self.full is None:
-            return [(self.masks, list(self.layers))]
-        numbers = self.layer_kinds
-        return [(self.masks, numbers["window"]), (tuple(self.full.masks), numbers["full"])]
-
-    @property
-    def layer_kinds(self) -> dict[str, list[int]]:
-        """The numbers of the layers to predict, by kind; empty if all layers are alike."""
-        if self.full is None:
-            return {}
-        full = self.full.layers
-        window = [layer for layer in self.layers if layer not in full]
-        numbers = window, [layer for layer in self.layers if layer in full]
-        return dict(zip(LAYER_KINDS, numbers, strict=True))
 
 
 @dataclass(frozen=True)
@@ -174,7 +112,8 @@ class Prediction:
     facts: description of the case for summary.json.
     remarks: sentences for the user.
     rows: records of one iteration, of dtype `record_files.ROW`; None if not requested.
-    costs: prices by bound.
+    costs: prices by bound, those of sparse layers if there are dense layers, too.
+    played: the simulated layers.
     """
 
     setup: ReplaySetup
@@ -185,6 +124,20 @@ class Prediction:
     remarks: tuple[str, ...]
     rows: np.ndarray | None = field(default=None, repr=False)
     costs: dict[str, Costs] = field(default_factory=dict, repr=False)
+    played: tuple[_PlayedLayer, ...] = field(default=(), repr=False)
+
+    def of_layers(self, numbers: Collection[int]) -> Prediction:
+        """Return the prediction of some layers of a model that has two kinds of layers."""
+        chosen = [layer for layer in self.played if layer.number in numbers]
+        if "layer_kinds" not in self.facts or len(chosen) in (0, len(self.played)):
+            return self
+
+        def pairs(layers: Iterable[_PlayedLayer]) -> float:
+            return float(np.mean([layer.work[FORWARD].total_pairs.sum() for layer in layers]))
+
+        density = self.facts["density"] * pairs(chosen) / pairs(self.played)
+        passes = _passes(chosen, tuple(self.passes))
+        return replace(self, passes=passes, facts={**self.facts, "density": density})
 
     @property
     def duration(self) -> BoundedTime:
@@ -208,6 +161,7 @@ def predict(
     setup: ReplaySetup,
     *,
     kernel: str | None = None,
+    dense_kernel: str | None = None,
     calibration: Calibration | None = None,
     recompute: Recompute = Recompute.NOTHING,
     conditions: Disturbances | None = None,
@@ -222,6 +176,8 @@ def predict(
     Args:
         recompute: the part of the forward pass that backward runs again, as a pass of its own.
         kernel: name of the kernel; None for the default of the cluster's GPU.
+        dense_kernel: name of the kernel of dense layers in a sparse model; None for ``kernel``, or
+            for the default.
         conditions: slow ranks and jitter.
         number: number of the case in the file of records.
         rows: also make records.
@@ -239,23 +195,31 @@ def predict(
     # Predict for a backward that takes delta instead of out. Every kernel supports it.
     problem = replace(problem, made=replace(problem.made, needs_out=False))
     prices = prices or RowPrices.on(cluster, problem.made.heads, problem.made.kv_heads)
-    players = []
-    balanced = () if problem.full is None else problem.full.kinds(problem.masks)
+    players: list[tuple[_CasePlayer, list[int]]] = []
+    found: list[str] = []
+    # Dense layers of a sparse model have the same masks, which a layout needs only once.
+    mixed = problem.full is not None and first is None
+    balanced = problem.full.kinds(problem.masks) if problem.full is not None and mixed else ()
     for masks, numbers in problem.kinds:
         if not numbers:
             continue
         case = make_case(
             problem.made, masks, setup, first, problem.columns, choice, prices, balanced
         )
-        kernels = _kernels(cluster, name, first, case, calibration)
+        index = problem.index(numbers[0])
+        dense = dense_kernel or kernel or default_kernel(cluster.gpu, True)
+        own_name = dense if index is None and first is not None else name
+        kernels = _kernels(cluster, own_name, index, case, calibration)
         spmd = SpmdSchedule.of(case.schedule)
-        of_kind = replace(problem, masks=masks, full=None)
+        of_kind = replace(problem, masks=masks, layers=tuple(numbers), full=None)
         player = _CasePlayer(
             cluster, of_kind, case, spmd, kernels, conditions or Disturbances(), recompute
         )
         players.append((player, numbers))
+        found += [remark for remark in kernels.remarks if remark not in found]
+    player, case = players[0][0], players[0][0].case
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
-    remarks = [*kernels.remarks, *_uncertain(cluster), *_index_remarks(cluster, problem, first)]
+    remarks = [*found, *_uncertain(cluster), *_index_remarks(cluster, problem, first)]
     if problem.remark:
         remarks.append(problem.remark)
     if rows and not fits:
@@ -265,17 +229,11 @@ def predict(
     chosen = BOUNDS if bounds else (VALUE,)
     layers = [
         layer
-        for player, numbers in players
-        for layer in player.play_layers(numbers, chosen, rows=fits, alike=problem.full is not None)
+        for of_kind, numbers in players
+        for layer in of_kind.play_layers(numbers, chosen, rows=fits, alike=problem.full is not None)
     ]
     layers.sort(key=lambda layer: layer.number)
-    passes = {
-        direction: _summary(
-            [layer.times[direction] for layer in layers],
-            [layer.work[FORWARD if direction == RECOMPUTE else direction] for layer in layers],
-        )
-        for direction in player.directions
-    }
+    passes = _passes(layers, player.directions)
     width = max(layer.column_width for layer in layers)
     facts = _facts(cluster, problem, case, name, [layer.work for layer in layers], width)
     played = [
@@ -284,8 +242,9 @@ def predict(
         for direction, times in layer.times.items()
     ]
     table = _rows(played, problem.made.head_dim, number) if fits else None
+    label = case.choice.label
     return Prediction(
-        setup, case.choice.label, name, passes, facts, tuple(remarks), table, player.costs
+        setup, label, name, passes, facts, tuple(remarks), table, player.costs, tuple(layers)
     )
 
 
@@ -397,9 +356,14 @@ class _CasePlayer:
     def play_layers(
         self, layers: Sequence[int], bounds: Iterable[str], *, rows: bool, alike: bool
     ) -> list[_PlayedLayer]:
-        """Simulate all passes of several layers. alike: whether one layer stands for all."""
-        played = [self.play_layer(n, bounds, rows=rows) for n in layers[: 1 if alike else None]]
-        return [replace(played[0], number=n) for n in layers] if alike else played
+        """Simulate all passes of several layers.
+
+        alike: whether the first layers stand for all: those with an index of their own, or one.
+        """
+        own = self.problem.drawn if self.problem.sparse else 1
+        simulated = layers[:own] if alike else layers
+        played = [self.play_layer(n, bounds, rows=rows) for n in simulated]
+        return [replace(played[i % len(played)], number=n) for i, n in enumerate(layers)]
 
     def play_layer(self, layer: int, bounds: Iterable[str], *, rows: bool) -> _PlayedLayer:
         """Simulate all passes of a layer. rows: whether to keep the records of `VALUE`."""
@@ -449,6 +413,16 @@ class _CasePlayer:
             rows=rows,
             stream=3 * layer + self.directions.index(direction),
         )
+
+
+def _passes(layers: Sequence[_PlayedLayer], directions: Sequence[str]) -> dict[str, PredictedPass]:
+    return {
+        direction: _summary(
+            [layer.times[direction] for layer in layers],
+            [layer.work[FORWARD if direction == RECOMPUTE else direction] for layer in layers],
+        )
+        for direction in directions
+    }
 
 
 def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]) -> PredictedPass:

@@ -20,11 +20,12 @@ from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.expert_exchange import dealt_over
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
-from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
+from mtrain_cli.simulation.prediction import Prediction, predict
 from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import cluster_of_groups
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
+from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.sparsity.fixed import make_pattern
 from mtrain_cli.training.expert_price import expert_degree
 from mtrain_cli.training.expert_traffic import require_experts_fit
@@ -43,7 +44,8 @@ class PairSource:
 
     name: ``dense``, ``fixed`` (indices drawn by the pattern ``fixed``), or an index family.
     density, columns, fewest, most: see `IndexFamily`.
-    layers: number of layers whose indices are drawn. These layers stand for all layers.
+    layers: number of layers whose indices are drawn. These layers stand for all layers, or for all
+        sparse layers under ``sparsity.dense_layers``.
     """
 
     name: str
@@ -97,7 +99,7 @@ class PairSource:
             chunk=config.topology.chunk,
         )
         fixed = config.sparsity if self.name == FIXED else None
-        return AttentionWorkload(
+        workload = AttentionWorkload(
             recorded_as,
             masks,
             tuple(layers),
@@ -110,6 +112,7 @@ class PairSource:
             full=full,
             remark="" if read is None else f"data.mask_key={read.key}: {read.describe()}",
         )
+        return workload.with_dense(config.sparsity.dense_of(model.num_layers), model.num_layers)
 
     def _draw(self, config: Config, block: int) -> Callable[[int], Index | None]:
         heads, sequences = config.model.num_heads, config.train.micro_batch
@@ -344,6 +347,7 @@ def evaluate(
         scenario.conditions,
         plan.dims.tp,
         kernel=plan.kernel,
+        dense_kernel=None if plan.dense_kernel is None else plan.dense_kernel[0],
         calibration=scenario.calibration,
         recompute=what,
         number=number,
@@ -446,7 +450,7 @@ def predict_attention_alone(
         InvalidSetup, ConfigError: the configuration is impossible.
     """
     per_node = per_node or min(cluster.gpus_per_node, workers)
-    choice, degree = None, 1
+    choice, degree, dense_kernel = None, 1, None
     if config is None:
         setup = ReplaySetup(layout, exchange, workers, per_node)
     else:
@@ -470,8 +474,17 @@ def predict_attention_alone(
                 cluster, config, workers=of_all, kernel=kernel, layout=layout, exchange=exchange
             )
             setup, kernel, choice = setup_of(plan), plan.kernel, plan.exchange
+            dense_kernel = None if plan.dense_kernel is None else plan.dense_kernel[0]
     return _predict_slowest(
-        cluster, workload, setup, conditions, degree, kernel=kernel, choice=choice, **details
+        cluster,
+        workload,
+        setup,
+        conditions,
+        degree,
+        kernel=kernel,
+        dense_kernel=dense_kernel,
+        choice=choice,
+        **details,
     )
 
 

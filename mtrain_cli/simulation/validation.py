@@ -29,10 +29,11 @@ from mtrain_cli.records.index_file import RecordedIndices, load_indices
 from mtrain_cli.records.record_files import RecordedFolder
 from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
 from mtrain_cli.simulation.calibration import Calibration
-from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
+from mtrain_cli.simulation.prediction import Prediction, predict
 from mtrain_cli.simulation.scenario import PairSource
 from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, index_of, topology_of
 from mtrain_cli.simulation.work_tables import micro_batch_tables, work_table
+from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.training.layout_choice import row_prices
 
 PASSES = ("forward", "backward")
@@ -150,6 +151,7 @@ def replay(
             work,
             setup,
             kernel=kernel,
+            dense_kernel=facts.get("dense_kernel"),
             calibration=calibration,
             number=number,
             rows=True,

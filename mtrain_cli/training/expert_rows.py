@@ -1,7 +1,8 @@
 """The rows that travel to experts: their order among the products of a layer, and their bytes.
 
 With expert parallelism, each pair of a token and an expert has a row, which travels to the worker
-of the expert, and back. A row is a hidden state or a gradient of one. A score travels with it.
+of the expert, and back. A row is a hidden state or a gradient of one. In the forward pass the score
+of the pair travels with it, and in the backward pass the gradient of the score.
 
 The programs list what `model.expert_parallel` does with a part of the experts, in its order. Tests
 compare both. `IN` and `OUT` are products with the experts' weights: gate and up together, and down.
@@ -11,25 +12,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from mtrain_cli.model.tiling import ONE_ADDITION
+from mtrain_cli.model.tiling import ONE_ADDITION, scored_row
 
-# Messages of hidden states and of scores, to the experts and back. NEXT lets the other chunks go
-# on, WAIT waits for the oldest message.
-ROWS, SCORES, ROWS_BACK, SCORES_BACK = "rows", "scores", "rows back", "scores back"
+# Messages of hidden states to the experts and back, with and without scores. NEXT lets the other
+# parts go on, WAIT waits for the oldest message.
+ROWS, SCORED, ROWS_BACK, SCORED_BACK = "rows", "scored rows", "rows back", "scored rows back"
 NEXT, WAIT = "next", "wait"
 IN, OUT = "gate and up", "down"
-FORWARD_CHUNK = (ROWS, SCORES, NEXT, WAIT, WAIT, IN, OUT, ROWS_BACK, NEXT, WAIT)
-_GRADIENTS = (OUT, IN, ROWS_BACK, SCORES_BACK, OUT, IN, NEXT, WAIT, WAIT)
+FORWARD_CHUNK = (SCORED, NEXT, WAIT, IN, OUT, ROWS_BACK, NEXT, WAIT)
+_GRADIENTS = (OUT, IN, SCORED_BACK, OUT, IN, NEXT, WAIT)
 KEPT_BACKWARD_CHUNK = (ROWS, NEXT, WAIT, *_GRADIENTS)
 # With activation checkpointing, the rows travel again, and gate and up are computed again. Scores
 # are kept.
 BACKWARD_CHUNK = (ROWS, ROWS, NEXT, WAIT, IN, WAIT, *_GRADIENTS)
-_SCORE = 4  # bytes: scores are float32
 # Time per layer and micro-batch that a degree above 1 takes beyond products, rows, copies and
 # messages, in microseconds. In the forward pass of each layer the host waits for the numbers of
 # rows, so it cannot queue work ahead. Two H100s of one host, 8 layers of Qwen3-30B-A3B, degree 2
-# against 1 (profiles/notes.md, 2026-11-26): 8.0 ms at 32K and 7.0 ms at 8K. This was before workers
-# computed their experts in parts.
+# against 1 (profiles/notes.md, 2026-11-26): 8.0 ms at 32K and 7.0 ms at 8K, before workers computed
+# their experts in parts. In parts of compiled functions, 9.9 and 19.9 ms: the GPU waited for the
+# host. The kernels that replaced them take a quarter of that time of the host, which no GPU has
+# measured yet. So this is still the first number.
 HOST_WAIT_US = 7500.0
 
 
@@ -46,8 +48,8 @@ def message_bytes(hidden: int, dtype_bytes: int) -> dict[str, int]:
 
     hidden: size of a hidden state.
     """
-    row = hidden * dtype_bytes
-    return {ROWS: row, ROWS_BACK: row, SCORES: _SCORE, SCORES_BACK: _SCORE}
+    row, scored = hidden * dtype_bytes, scored_row(hidden, dtype_bytes) * dtype_bytes
+    return {ROWS: row, ROWS_BACK: row, SCORED: scored, SCORED_BACK: scored}
 
 
 def pair_bytes(hidden: int, dtype_bytes: int, checkpoint: str) -> int:

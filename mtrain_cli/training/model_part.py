@@ -40,6 +40,11 @@ class ModelPart:
     def number_of_layers(self) -> int:
         return sum(map(len, self.layers))
 
+    @property
+    def every_layer(self) -> list[int]:
+        """The numbers of the layers."""
+        return [layer for layers in self.layers for layer in layers]
+
     @cached_property
     def current(self) -> range:
         """The layers whose backward pass begins: the last virtual stage that keeps activations."""

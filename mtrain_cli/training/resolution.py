@@ -215,9 +215,9 @@ def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel,
     """
     if not config.sparsity.dense_steps and not config.sparsity.dense_layers:
         return None
-    return choose(dense_kernel_asked(config), request)
+    return choose(dense_kernel_asked(config.train.kernel), request)
 
 
-def dense_kernel_asked(config: Config) -> str:
-    """Return `train.kernel`, or "auto" for triton: without an index, others may be faster."""
-    return "auto" if config.train.kernel == "triton" else config.train.kernel
+def dense_kernel_asked(kernel: str) -> str:
+    """Return a kernel's name, or "auto" for triton: without an index, others may be faster."""
+    return "auto" if kernel == "triton" else kernel

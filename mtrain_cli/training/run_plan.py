@@ -411,12 +411,8 @@ def _plan_elsewhere(config: Config, why: str) -> RunPlan:
         )
     memory = resolution.given_memory(config) or memory
     plan = _plan_gpus(config, gpu, capability, memory, host, None)
-    dense_kernel = None
-    if config.sparsity.dense_steps or config.sparsity.dense_layers:
-        asked, dtype = resolution.dense_kernel_asked(config), getattr(torch, plan.dtype)
-        dense_kernel = _kernel_elsewhere(plan.config, dtype, asked, None, capability, plan.gpu_name)
     machine = f"assumed {plan.gpu_name} GPUs{of}: {why}"
-    return dataclasses.replace(plan, dense_kernel=dense_kernel, machine=machine, elsewhere=True)
+    return dataclasses.replace(plan, machine=machine, elsewhere=True)
 
 
 @functools.lru_cache(maxsize=1)  # a search for memory settings plans many times
@@ -505,9 +501,14 @@ def _plan_gpus(
         config, environment, chosen.layout, dtype, make_kernel(choice[0]), memory
     )
     exchange = resolution.run_exchange(chosen, config, needs)
+    dense_kernel = None
+    if config.sparsity.dense_steps or config.sparsity.dense_layers:
+        asked = resolution.dense_kernel_asked(kernel or config.train.kernel)
+        dense_kernel = _kernel_elsewhere(config, dtype, asked, None, capability, gpu or ASSUMED_GPU)
     return dataclasses.replace(
         _complete(config, environment, chosen.layout, exchange, choice, dtype),
         layout_reason=chosen.reason,
+        dense_kernel=dense_kernel,
         gpu=gpu,
         capacity=capacity,
         host_share=round(USABLE_HOST * (resolution.given_host_memory(config) or host)),

@@ -579,3 +579,31 @@ def test_stages_of_a_pipeline_are_profiled_and_replayed(tmp_path):
     assert validated.returncode == 0, validated.stderr
     agreement = json.loads(validated.stdout)["agreement"]
     assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
+
+
+SPARSE_KINDS = (
+    "model=tiny", "model.num_layers=3", "seq=512", "topology.exchange=ring",
+    "sparsity=vertical_slash", "sparsity.last_q=32", "sparsity.max_slashes=2",
+    "sparsity.min_slashes=2", "sparsity.max_columns=64", "sparsity.dense_layers=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_sparse_and_dense_layers_are_recorded_and_replayed(tmp_path, alone):
+    words = ["--attention-only"] if alone else ["data.document_mask=false"]
+    result = run(tmp_path, *SPARSE_KINDS, *words, "--steps 1 run.name=one")
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "measurements/one"
+    (facts,) = open_records(folder).summary["cases"]
+    assert facts["layer_kinds"] == {"sparse": [0, 1], "dense": [2]}
+    found = counted(folder, 0, 1 if alone else 2)
+    assert found[2] == 4 * (512 * 513 // 2) > found[0]
+    assert set(found) == ({0, 2} if alone else {0, 1, 2})
+    if alone:
+        sparse, dense = facts["kinds"]["sparse"], facts["kinds"]["dense"]
+        assert dense["density"] == pytest.approx(1)
+        assert sparse["density"] == pytest.approx(found[0] / found[2])
+    result = mtrain(tmp_path, "simulate", "validate", str(folder), "--json")
+    assert result.returncode == 0, result.stderr
+    agreement = json.loads(result.stdout)["agreement"]
+    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0

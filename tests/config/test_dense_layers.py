@@ -1,11 +1,11 @@
-"""Dense layers at the end of a sparse model: what they allow, and which commands refuse them."""
+"""Dense layers at the end of a sparse model: the kinds of layers, and what they allow."""
 
 from __future__ import annotations
 
 import pytest
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.dense_layers import require_sparse_layers
+from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import ConfigError
 
 SPARSE = ["sparsity=vertical_slash", "model.num_layers=4"]
@@ -23,7 +23,6 @@ def test_the_last_layers_are_dense():
     [
         ("sparsity.dense_layers=4", "=4: leaves no sparse layer of model.num_layers=4; give at"),
         ("sparsity.dense_layers=-1", "=-1: must be 0 or more"),
-        ("profile.every=5", "=1: is not supported with profile.every=5; give 0"),
         ("topology.pipeline_parallel=2", "=1: is not supported with topology.pipeline_parallel"),
     ],
 )
@@ -38,8 +37,9 @@ def test_dense_attention_has_no_such_key():
         compose(["sparsity=dense", "sparsity.dense_layers=1"])
 
 
-def test_a_command_that_takes_layers_to_be_alike_refuses():
-    require_sparse_layers(compose(SPARSE), "mtrain simulate")
-    require_sparse_layers(compose(["sparsity=dense"]), "mtrain simulate")
-    with pytest.raises(ConfigError, match=r"dense_layers=1: not supported by `mtrain simulate`"):
-        require_sparse_layers(compose([*SPARSE, "sparsity.dense_layers=1"]), "mtrain simulate")
+def test_layers_have_the_kinds_of_the_mask_or_of_the_pattern():
+    sparse = compose([*SPARSE, "sparsity.dense_layers=1"])
+    assert layer_kinds(sparse) == {"sparse": [0, 1, 2], "dense": [3]}
+    assert layer_kinds(compose(SPARSE)) == {"": [0, 1, 2, 3]}
+    window = ["mask=sliding_window", "mask.window=8", "mask.full_every=4", "model.num_layers=4"]
+    assert layer_kinds(compose(window)) == {"window": [0, 1, 2], "full": [3]}

@@ -71,14 +71,6 @@ def test_output_and_gradients_equal_those_of_separate_operations(bounds, beyond)
             torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12)
 
 
-def test_sums_of_no_rows_are_zero():
-    """No row came back: the places are those of pairs that did not travel."""
-    places = torch.zeros(6, dtype=torch.int64)
-    assert not expert_kernels.summed(torch.ones(0, 3), places, None, 2).any()
-    found = expert_kernels.summed(torch.ones(1, 3), torch.tensor([0, 1, 1, 1]), None, 2)
-    assert found.tolist() == [[1, 1, 1], [0, 0, 0]]
-
-
 @pytest.mark.slow
 def test_compiled_operations_in_bfloat16_are_as_close_as_separate_ones():
     exact, apart, fused = (

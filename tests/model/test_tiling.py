@@ -51,8 +51,8 @@ TOKEN = 2 * 8 * (2 * 2048 + 7 * 768)  # bytes
         (10**6, 0, 2, "auto", 1),  # parts of the experts let messages overlap
         (10**6, 0, 64, "auto", 2),  # two parts of two experts
         (10**6, 0, 128, "auto", 4),
-        (2047, 0, 128, "auto", 1),
-        (4096, 0, 128, "auto", 2),
+        (4095, 0, 128, "auto", 1),
+        (8192, 0, 128, "auto", 2),
         (100, 100 * TOKEN, 1, "auto", 1),
         (101, 100 * TOKEN, 1, "auto", 2),
         (8192, 1024 * TOKEN, 128, "auto", 8),  # the limit needs more than the messages
@@ -76,8 +76,8 @@ def test_chunks_of_experts_fit_their_budget_and_let_messages_overlap(
         (10**6, 5, 1, 1),
         (10**6, 64, 2, 2),
         (10**6, 64, 3, 1),  # the chunks are enough
-        (4096, 64, 1, 2),
-        (4095, 64, 1, 1),  # small messages are not split
+        (8192, 64, 1, 2),
+        (8191, 64, 1, 1),  # small messages are not split
         (5, 1, 1, 1),
     ],
 )

@@ -17,8 +17,9 @@ from mtrain_cli.parallel.schedule_registry import make_schedule
 from mtrain_cli.parallel.stage_prices import attention_seconds, pairs_by_stage
 from mtrain_cli.parallel.traffic import Nodes
 from mtrain_cli.records.index_file import RecordedSetup
-from mtrain_cli.simulation.prediction import AttentionWorkload, predict
+from mtrain_cli.simulation.prediction import predict
 from mtrain_cli.simulation.what_if import ReplaySetup
+from mtrain_cli.simulation.workload import AttentionWorkload
 
 NAME = "hierarchical_group_cast"
 

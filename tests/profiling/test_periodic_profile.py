@@ -200,6 +200,32 @@ def test_layers_with_different_masks_are_recorded_by_kind(tmp_path):
     assert indices.full.layers == {2}
 
 
+def test_dense_layers_of_a_sparse_model_are_recorded_by_kind(tmp_path):
+    words = ["sparsity.dense_layers=1", "data.document_mask=false", "train.steps=2"]
+    metrics = train(tmp_path, *WORDS, *words, "profile.every=1", "run.name=one")
+    folder = tmp_path / "runs/one/profile"
+    recorded = open_records(folder)
+    (facts,) = recorded.summary["cases"]
+    assert facts["layer_kinds"] == {"sparse": [0], "dense": [1]}
+    frame = recorded.frame()
+    forward = frame[(frame.direction == "forward") & (frame.layer >= 0)]
+    pairs = forward[forward.iteration == 2].groupby("layer").pairs.sum()
+    sparse, dense = metrics[-1]["density_by_layer"]
+    assert pairs[0] / pairs[1] == pytest.approx(sparse / dense, rel=1e-4)
+    assert sparse < dense
+    assert facts["density"] == pytest.approx(metrics[-1]["density"], rel=2e-5)
+    (case,) = analyse(recorded)
+    assert [kind.kind for kind in case.kinds] == ["sparse", "dense"]
+    indices = load_indices(folder / "index.npz")
+    assert indices.index("vertical_slash", 0) is not None
+    assert indices.index("vertical_slash", 1) is None
+    # The replay counts the same pairs in each layer.
+    results = mtrain(tmp_path, "simulate", "validate", str(folder), "--json")
+    assert results.returncode == 0, results.stderr
+    agreement = json.loads(results.stdout)["agreement"]
+    assert agreement["work_cells_equal"] == agreement["work_cells"] > 0
+
+
 @pytest.mark.slow
 def test_a_tensor_parallel_training_records_its_groups(tmp_path):
     words = ["train.steps=2", "profile.every=2", "topology.tensor_parallel=2", "run.name=one"]

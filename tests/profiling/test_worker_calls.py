@@ -30,8 +30,9 @@ from mtrain_cli.simulation.calibration import (
     load_calibration,
 )
 from mtrain_cli.simulation.families import IndexFamily
-from mtrain_cli.simulation.prediction import AttentionWorkload, predict
+from mtrain_cli.simulation.prediction import predict
 from mtrain_cli.simulation.what_if import ReplaySetup
+from mtrain_cli.simulation.workload import AttentionWorkload
 
 CASE = KernelCase(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0.3, columns=8)
 

@@ -90,16 +90,16 @@ def test_the_clocks_of_a_group_by_hand(parts, monkeypatch):
     one = exchange(ExpertLoads(), "train.activation_checkpoint=none", "topology.expert_chunks=1")
     forward, backward = one._computing()
     assert np.ptp(forward) == np.ptp(backward) == 0
-    rows, scores = (one._message(4096 * 8 * 7 / 8 * size)[0] for size in (2048 * 2, 4))
+    rows, scored = (one._message(4096 * 8 * 7 / 8 * (2048 * 2 + n))[0] for n in (0, 16))
     counts = one._message(8 * 128 * 7, to_all=False)[0] + expert_exchange.WAIT_FOR_NUMBERS.value
     found = one.forward()
-    assert found.exposed == pytest.approx(2 * rows + scores + counts)
+    assert found.exposed == pytest.approx(rows + scored + counts)
     assert found.hidden == pytest.approx(0, abs=1e-6)
-    assert found.span == pytest.approx(2 * rows + scores + forward[0, 0])
-    # Backward: the gradient's rows and their scores return; products of the weights hide most.
+    assert found.span == pytest.approx(rows + scored + forward[0, 0])
+    # Backward: the gradient's rows return with those of scores; products of the weights hide most.
     back = one.backward()
-    hidden = min(rows + scores, backward[0, 0] * 3 / 6)
-    assert back.exposed == pytest.approx(rows + rows + scores - hidden)
+    hidden = min(scored, backward[0, 0] * 3 / 6)
+    assert back.exposed == pytest.approx(rows + scored - hidden)
     assert back.late == found.late == 0
     if parts > 1:
         monkeypatch.setattr(expert_exchange, "expert_parts", lambda *_: parts)

@@ -26,16 +26,11 @@ from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import HIGH, LOW, SPARSE, kernels_for
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.families import IndexFamily
-from mtrain_cli.simulation.prediction import (
-    AttentionWorkload,
-    BoundedTime,
-    Prediction,
-    _CasePlayer,
-    predict,
-)
+from mtrain_cli.simulation.prediction import BoundedTime, Prediction, _CasePlayer, predict
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, make_case
+from mtrain_cli.simulation.workload import AttentionWorkload
 
 SEQ, HEADS, BLOCK = 16384, 4, 128
 

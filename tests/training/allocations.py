@@ -320,5 +320,5 @@ def step_peaks_in_parts(
     rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]
 ) -> list[tuple[int, int]]:
     """Return `step_peaks` of experts in as many parts as long sequences have."""
-    tiling._CHUNK_ROWS = 64
+    tiling._PART_TOKENS = 64
     return step_peaks(rank, world, cases)

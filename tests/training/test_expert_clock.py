@@ -10,17 +10,15 @@ from mtrain_cli.training.expert_rows import (
     FORWARD_CHUNK,
     ROWS,
     ROWS_BACK,
-    SCORES,
-    SCORES_BACK,
+    SCORED,
+    SCORED_BACK,
     backward_chunk,
 )
 
-FREE = MessageCost(0.0, 0.0, 0.0)
-
 
 def clocks(program, units: int, us: float, computing: list[float]) -> GroupClocks:
-    messages = dict.fromkeys((ROWS, ROWS_BACK), MessageCost(us, us / 2, 10.0))
-    messages |= dict.fromkeys((SCORES, SCORES_BACK), FREE)
+    kinds = ROWS, SCORED, ROWS_BACK, SCORED_BACK
+    messages = dict.fromkeys(kinds, MessageCost(us, us / 2, 10.0))
     return GroupClocks(program, units, messages, np.array(computing))
 
 

@@ -20,8 +20,8 @@ from mtrain_cli.training.expert_rows import (
     OUT,
     ROWS,
     ROWS_BACK,
-    SCORES,
-    SCORES_BACK,
+    SCORED,
+    SCORED_BACK,
     WAIT,
     backward_chunk,
     message_bytes,
@@ -49,12 +49,12 @@ class Group(ExpertGroup):
         return counts_E[None]
 
     def start(self, rows, send, receive, into=None):  # noqa: ARG002
-        wide = rows.ndim > 1
+        scored = rows.shape[1] > HIDDEN
         DONE.append(
             # The first messages go to the experts. After a product, they go back.
-            (ROWS_BACK if wide else SCORES_BACK)
-            if DONE[-1] not in (ROWS, SCORES, NEXT, "start")
-            else (ROWS if wide else SCORES)
+            (SCORED_BACK if scored else ROWS_BACK)
+            if DONE[-1] not in (ROWS, SCORED, NEXT, "start")
+            else (SCORED if scored else ROWS)
         )
         return Message(DONE, rows)
 
@@ -101,7 +101,6 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
             group,
             checkpoint != "none",
             False,
-            False,
         )
     assert tuple(DONE[1:]) == FORWARD_CHUNK
     DONE[:] = ["start"]
@@ -111,9 +110,11 @@ def test_the_programs_of_a_chunk_are_what_the_layer_does(checkpoint, monkeypatch
 
 
 def test_bytes_of_a_pair():
-    assert message_bytes(100, 2) == {ROWS: 200, ROWS_BACK: 200, SCORES: 4, SCORES_BACK: 4}
-    assert pair_bytes(100, 2, "none") == 4 * 200 + 2 * 4
-    assert pair_bytes(100, 2, "selective") == 5 * 200 + 2 * 4
+    # Rows with scores have as many times 16 bytes, and 16 bytes for the score.
+    assert message_bytes(100, 2) == {ROWS: 200, ROWS_BACK: 200, SCORED: 224, SCORED_BACK: 224}
+    assert pair_bytes(100, 2, "none") == 2 * 200 + 2 * 224
+    assert pair_bytes(100, 2, "selective") == 3 * 200 + 2 * 224
+    assert message_bytes(2048, 2)[SCORED] == 2 * 2048 + 16
 
 
 def test_each_worker_receives_the_rows_of_its_experts_from_the_others():
@@ -155,8 +156,8 @@ def test_each_worker_of_a_run_receives_the_bytes_of_its_loads(world, checkpoint)
     size = message_bytes(hidden, 4)
     program = FORWARD_CHUNK + backward_chunk(checkpoint)
     of_kind = {
-        True: sum(size[word] for word in program if word in (ROWS, SCORES)),
-        False: sum(size[word] for word in program if word in (ROWS_BACK, SCORES_BACK)),
+        True: sum(size[word] for word in program if word in (ROWS, SCORED)),
+        False: sum(size[word] for word in program if word in (ROWS_BACK, SCORED_BACK)),
     }
     expected = np.zeros(world, np.int64)
     for layer in range(2):

@@ -1,0 +1,100 @@
+"""The attention to predict: its masks and indices, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mtrain_cli.attention.index import Index
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_rule import FullLayers
+from mtrain_cli.config.dense_layers import SPARSE_KINDS
+from mtrain_cli.config.mask_settings import LAYER_KINDS
+from mtrain_cli.records.index_file import RecordedSetup
+
+
+@dataclass(frozen=True)
+class AttentionWorkload:
+    """The attention to predict.
+
+    made: shapes, as an index file records them.
+    masks: one per sequence.
+    layers: numbers of the layers to predict.
+    index: function that returns the index of a layer, or None for dense attention.
+    pattern: name of the pattern or index family that made the indices.
+    columns: largest number of single columns per head, as in `what_if.make_case`.
+    estimated: whether the predicted time includes the time to estimate indices.
+    model: name of the model, for files.
+    full: the layers of the second kind; None if all layers are alike. Under dense attention, these
+        see all earlier tokens instead of a window. Under a pattern, they have no index.
+    drawn: number of sparse layers with an index of their own, if there are dense layers, too. The
+        other sparse layers repeat them. None if each has its own.
+    remark: where the masks come from, for the user; "" if they follow from the settings.
+    """
+
+    made: RecordedSetup
+    masks: tuple[SequenceMask, ...]
+    layers: tuple[int, ...]
+    index: Callable[[int], Index | None]
+    pattern: str
+    columns: int | None = -1
+    estimated: bool = True
+    model: str = ""
+    full: FullLayers | None = None
+    drawn: int | None = None
+    remark: str = ""
+
+    def part(self, i: int, n: int) -> AttentionWorkload:
+        """Return the attention of the i-th of n equal parts of the heads."""
+        if n == 1:
+            return self
+
+        def index(layer: int) -> Index | None:
+            whole = self.index(layer)
+            return None if whole is None else whole.part(i, n)
+
+        made = replace(self.made, heads=self.made.heads // n, kv_heads=self.made.kv_heads // n)
+        return replace(self, made=made, index=index)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the layers, or all but those in ``full``, have an index."""
+        return self.index(self.layers[0]) is not None
+
+    @property
+    def kinds(self) -> list[tuple[tuple[SequenceMask, ...], list[int]]]:
+        """The masks of each kind of layer, and the numbers of the layers to predict."""
+        if self.full is None:
+            return [(self.masks, list(self.layers))]
+        first, second = self.layer_kinds.values()
+        return [(self.masks, first), (tuple(self.full.masks), second)]
+
+    @property
+    def layer_kinds(self) -> dict[str, list[int]]:
+        """The numbers of the layers to predict, by kind; empty if all layers are alike."""
+        if self.full is None:
+            return {}
+        full = self.full.layers
+        others = [layer for layer in self.layers if layer not in full]
+        numbers = others, [layer for layer in self.layers if layer in full]
+        return dict(zip(SPARSE_KINDS if self.sparse else LAYER_KINDS, numbers, strict=True))
+
+    def with_dense(self, dense: frozenset[int], layers: int) -> AttentionWorkload:
+        """Return the attention of a model whose layers in ``dense`` have no index.
+
+        The other layers of ``self`` stand for all sparse layers of the model.
+
+        layers: number of layers of the model.
+        """
+        if not dense or not self.sparse:
+            return self
+        own, index = [layer for layer in self.layers if layer not in dense], self.index
+
+        def of_layer(layer: int) -> Index | None:
+            if layer in dense:
+                return None
+            return index(own[layer] if layer < len(own) else layer)
+
+        full = FullLayers(self.masks, dense, layers)
+        every = tuple(range(layers))
+        return replace(self, layers=every, index=of_layer, full=full, drawn=len(own))

@@ -1,0 +1,85 @@
+"""How rows travel to the workers of their experts, planned on a CPU and by kernels of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.model import expert_plan
+from mtrain_cli.model.expert_plan import Tile, start_plan
+from mtrain_cli.model.routing import Decision, decide_alone
+
+
+class Alone:
+    """A group whose only member plays each worker in turn: all have the same counts."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        return torch.stack([counts] * self.size)
+
+
+def planned(
+    decision: Decision, rank: int, bounds: list[int], parts: int, fused: bool
+) -> tuple[Tile, ...]:
+    if fused:
+        pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_plan, "expert_parts", lambda *_: parts)
+        patch.setattr(expert_plan, "fused", lambda _: fused)
+        group: Any = Alone(rank, 2)
+        return start_plan(decision, group, bounds, len(decision.chosen_TK))()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("tiles", [1, 3, 7])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_pair_is_computed_once_by_the_worker_of_its_expert(tiles, parts, rank, fused):
+    chosen = torch.tensor([[0, 5], [5, 1], [2, 3], [5, 4], [0, 2], [1, 0], [3, 5]])
+    bounds = [len(chosen) * n // tiles for n in range(tiles + 1)]
+    plan = planned(decide_alone(chosen, 6), rank, bounds, parts, fused)
+    assert [tile.begin for tile in plan] == bounds[:-1]
+    assert [tile.end for tile in plan] == bounds[1:]
+    for tile in plan:
+        pairs = chosen[tile.begin : tile.end].flatten()
+        assert sorted(tile.order_S.tolist()) == list(range(len(pairs)))
+        assert tile.order_S[tile.place_S].tolist() == list(range(len(pairs)))
+        for part in tile.parts:
+            of_part = range(3)[part.experts]
+            there = pairs[tile.order_S[part.leave]].tolist()
+            assert there == sorted(there), "ordered by expert"
+            here = (pairs[tile.order_S[part.stay]] - 3 * rank).tolist()
+            assert here == sorted(here)
+            assert {expert - 3 * (1 - rank) for expert in there} <= set(of_part)
+            assert set(here) <= set(of_part)
+            assert part.send[1 - rank] == len(there)
+            # The other worker has the same pairs, so as many arrive as stay.
+            assert part.receive[1 - rank] == part.arriving == len(here)
+            assert part.send[rank] == part.receive[rank] == 0
+            rows = torch.tensor([*here, *here])  # first those that arrive
+            ordered = rows[tile.order_R(part)]
+            assert (ordered.diff() >= 0).all()
+            assert torch.equal(ordered[tile.place_R(part)], rows)
+            expected = [2 * here.count(expert) for expert in of_part]
+            assert tile.ends_L(part).tolist() == np.cumsum(expected).tolist()
+            assert tile.ends_L(part).dtype == torch.int32
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_dropped_pairs_and_padding_do_not_travel(fused):
+    decision = decide_alone(torch.tensor([[0, 1], [1, 0]]), 2)
+    # Pairs beyond the capacity come last: only the first pair of each expert is computed.
+    kept = decision._replace(
+        order_S=torch.tensor([0, 1, 2, 3]), place_S=torch.tensor([0, 1, 2, 3]),
+        ends_E=torch.tensor([1, 2], dtype=torch.int32),
+    )  # fmt: skip
+    (tile,) = planned(kept, 0, [0, 2], 1, fused)
+    (part,) = tile.parts
+    assert tile.order_S.tolist() == [1, 0], "the pair that leaves comes first"
+    assert tile.place_S.tolist() == [1, 0, 4, 4]
+    assert (part.send, part.receive) == ([0, 1], [0, 1])
