@@ -27,7 +27,8 @@ follows.
   counts active parameters; with sparse attention, computed pairs and recomputation, too. peak and
   estimate: memory of tensors on the first GPU. all-to-all: of a step recorded by torch's profiler,
   the share in which rows travel and nothing computes (exposed), or in which the message waits for
-  the other GPU (waits), and the exposed share of the time of these messages
+  the other GPU (waits), and the exposed share of the time of these messages. check: the losses of
+  all timed steps with each degree, which must agree: a wrong result must not look fast
 - trace: two GPUs. One step of mtrain's trainer after `--steps` others, recorded by torch's profiler
   on the first worker: GPU time by kind of kernel, idle time and what the host did meanwhile, host
   waits, launches, allocations, and the longest kernels

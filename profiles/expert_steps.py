@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import nan
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from mtrain_cli.training.trainer import Trainer
 WORKERS = 2
 LAYERS = (12, 10, 8, 6)
 ATTENTIONS = {"dense": (), "vertical_slash": ("sparsity=vertical_slash",)}
+MOST_DIFFERENCE = 0.01  # of the losses of two degrees: bfloat16 rounds sums in another order
 
 
 @dataclass(frozen=True)
@@ -247,13 +248,14 @@ def model(bench: Bench, layers: int | None, *, peer: bool) -> Iterator[str]:
 
 def _runs(bench: Bench, seq: int, attention: str, words: tuple[str, ...]) -> Iterator[str]:
     seconds: dict[int, float] = {}
+    losses: dict[int, list[float | None]] = {}
     for degree in bench.degrees:
 
         def row(degree: int = degree) -> str:
             bench.require_time()
             given = bench.words(seq, *words, f"topology.expert_parallel={degree}")
             run: Steps = bench.pool.call(train_steps, given, bench.steps, splits=degree > 1)
-            seconds[degree] = run.seconds
+            seconds[degree], losses[degree] = run.seconds, run.losses
             return _cells(seq, run)
 
         yield guarded(f"| {format_size(seq)} | {attention} | EP {degree} |", row)
@@ -266,6 +268,28 @@ def _runs(bench: Bench, seq: int, attention: str, words: tuple[str, ...]) -> Ite
         return f"EP {chosen}: {ratio:.3f}x the time of the faster | | | | | | | | |"
 
     yield guarded(f"| {format_size(seq)} | {attention} | auto |", auto)
+    yield f"| {format_size(seq)} | {attention} | check | {check(losses)} | | | | | | | | |"
+
+
+def check(losses: dict[int, list[float | None]]) -> str:
+    """Return the losses of each degree, and WRONG if those of a step do not agree.
+
+    losses: of each step, by degree. A worker without the loss of a step has None.
+    """
+    shown = [
+        f"EP {degree} loss {' '.join('?' if loss is None else f'{loss:.4f}' for loss in steps)}"
+        for degree, steps in losses.items()
+    ]
+    if len(losses) < 2:
+        return "; ".join([*shown, "no other degree to compare with"])
+    columns = [
+        [nan if loss is None else loss for loss in step]
+        for step in zip(*losses.values(), strict=True)
+    ]
+    gaps = [(max(step) - min(step)) / abs(step[0]) for step in columns]
+    gap = max(gaps) if all(isfinite(loss) for step in columns for loss in step) else nan
+    verdict = "" if gap <= MOST_DIFFERENCE else " WRONG"
+    return "; ".join([*shown, f"at most {gap:.2%} apart{verdict}"])
 
 
 def _cells(seq: int, run: Steps) -> str:

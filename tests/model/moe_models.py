@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_models import tiny_model
+from model.tiny_models import tiny_model
 from torch import Tensor
 from torch.nn import functional
 

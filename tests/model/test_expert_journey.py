@@ -51,22 +51,29 @@ def journey(kind: type[Journey], decision: Decision, scores: torch.Tensor) -> Jo
     return kind(tile, group, scores)
 
 
-def travelled(kind: type[Journey], decision: Decision, dtype: torch.dtype) -> list[torch.Tensor]:
+def travelled(
+    kind: type[Journey],
+    decision: Decision,
+    dtype: torch.dtype,
+    hidden: int = HIDDEN,
+    width: int = WIDTH,
+) -> list[torch.Tensor]:
     """Let rows travel, and return what each step gives."""
-    generator = torch.Generator().manual_seed(4)
+    generator, device = torch.Generator().manual_seed(4), decision.order_S.device
 
     def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    scores = torch.rand(TOKENS, 2, generator=generator).to(torch.promote_types(dtype, torch.float))
+    high = torch.promote_types(dtype, torch.float)
+    scores = torch.rand(TOKENS, 2, generator=generator).to(device, high)
     own = journey(kind, decision, scores)
-    (part,), x = own._tile.parts, numbers(TOKENS, HIDDEN)
+    (part,), x = own._tile.parts, numbers(TOKENS, hidden)
     rows, arrived = own.arrived(own.start_rows(x, part, scored=True), x, part, scored=True)
     assert arrived is not None
     again, nothing = own.arrived(own.start_rows(x, part), x, part)
     assert nothing is None
     assert torch.equal(rows, again)
-    gate_up, down = numbers(len(rows), 2 * WIDTH), numbers(EXPERTS // 2, HIDDEN, WIDTH)
+    gate_up, down = numbers(len(rows), 2 * width), numbers(EXPERTS // 2, hidden, width)
     ends, later = own._tile.ends_L(part), list[torch.Tensor]()
     out = own.outputs(gate_up, arrived, down, ends)
     found = [rows, arrived, out]

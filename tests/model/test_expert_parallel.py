@@ -8,7 +8,7 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
-from moe_models import make_module, moe_model
+from model.moe_models import make_module, moe_model
 
 from mtrain_cli.model import expert_journey, expert_plan
 from mtrain_cli.model.expert_parallel import ExpertSharing
@@ -29,10 +29,16 @@ def test_float64_experts_on_two_workers_equal_those_of_one(recompute, fused, til
 
 
 def in_float64(
-    rank: int, world: int, recompute: bool, fused: bool, tiles: int, parts: int
+    rank: int,
+    world: int,
+    recompute: bool,
+    fused: bool,
+    tiles: int,
+    parts: int,
+    device: str = "cpu",
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return output and gradients of a layer's experts for own tokens, shared and alone."""
-    whole, part = (make_module(moe_model()) for _ in range(2))
+    whole, part = (make_module(moe_model()).to(device) for _ in range(2))
     part.sharing = ExpertSharing(ExpertGroup(rank, world, dist.group.WORLD))
     part.execution = ExpertExecution(chunks=tiles, recompute=recompute)
     # Triton's interpreter runs the kernels.
@@ -45,7 +51,8 @@ def in_float64(
         part.experts.register_parameter(name, torch.nn.Parameter(weight.detach()[own].clone()))
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(world, 1, 11, 40, dtype=torch.float64, generator=generator)
-    grad = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+    grad = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(device)
+    x = x.to(device)
     inputs = x[rank].clone().requires_grad_()
     out = part(inputs)
     assert len(left_out) == 2, "neither counts nor experts belong to the compared time"

@@ -83,3 +83,18 @@ def test_dropped_pairs_and_padding_do_not_travel(fused):
     assert tile.order_S.tolist() == [1, 0], "the pair that leaves comes first"
     assert tile.place_S.tolist() == [1, 0, 4, 4]
     assert (part.send, part.receive) == ([0, 1], [0, 1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_kernels_order_more_pairs_than_one_of_their_steps(rank):
+    """Experts have 1,100 to 2,900 pairs: a step of a kernel moves 1,024."""
+    generator = torch.Generator().manual_seed(7)
+    shares = torch.rand(4000, 4, generator=generator) + torch.tensor([0.4, 0.0, 0.2, 0.0])
+    decision = decide_alone(shares.topk(2).indices, 4)
+    ((expected,), (found,)) = (planned(decision, rank, [0, 4000], 2, fused) for fused in (0, 1))
+    assert min(decision.ends_E.diff().tolist()) > 1024
+    assert found.parts == expected.parts
+    assert torch.equal(found.order_S, expected.order_S)
+    assert torch.equal(found.place_S, expected.place_S)
+    for one, other in zip(found.rows, expected.rows, strict=True):
+        assert torch.equal(one, other)

@@ -62,7 +62,7 @@ def test_a_script_checks_losses_and_prints_its_table(script, words, rows):
         (["products"], 0, 6),
         (["layer"], 6, 6),
         (["parts", "--tile-kib", "1024"], 0, 27),
-        (["model"], 0, 7),
+        (["model"], 0, 9),
     ],
     ids=lambda value: str(value),
 )
@@ -77,6 +77,19 @@ def test_the_script_of_experts_prints_its_table(words, checks, rows):
     assert not [line for line in lines if "failed" in line or "WRONG" in line], done.stdout
     widths = {line.count("|") for line in table}
     assert len(widths) == 1, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("other", "right"), [(2.0, True), (2.01, True), (2.1, False), (float("nan"), False)]
+)
+def test_losses_of_another_degree_that_differ_are_wrong(monkeypatch, other, right):
+    monkeypatch.syspath_prepend(str(PROFILES))
+    check = importlib.import_module("expert_steps").check
+    found = check({1: [3.0, 2.0, 1.0], 2: [3.0, other, 1.0]})
+    assert found.startswith("EP 1 loss 3.0000 2.0000 1.0000; EP 2 loss 3.0000 ")
+    assert ("WRONG" not in found) == right
+    assert "WRONG" in check({1: [3.0], 2: [None]})
+    assert check({2: [3.0]}).endswith("no other degree to compare with")
 
 
 def test_a_trace_of_a_step_has_idle_time_waits_and_exposed_rows(monkeypatch):

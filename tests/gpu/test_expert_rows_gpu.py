@@ -1,0 +1,149 @@
+"""On GPUs: kernels that move the rows of experts, and experts on two workers equal those of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from model.test_expert_journey import EXPERTS, TOKENS, travelled
+from model.test_expert_parallel import in_float64
+from model.test_expert_plan import planned
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.model.expert_journey import FusedJourney, Journey
+from mtrain_cli.model.routing import decide_alone
+from mtrain_cli.training.trainer import Trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs or more")
+STEPS = 4
+MODEL = (
+    "model=tiny_moe", "model.head_dim=64", "model.num_layers=2", "model.moe.expert_size=64",
+    "seq=2k", "topology.device=cuda", "topology.workers=2", "topology.exchange=ring",
+    "data.document_mask=false", "train.compile=false", "train.balance_loss=0.3",
+    f"train.steps={STEPS}", "optim.warmup_steps=1",
+)  # fmt: skip
+FLOAT32 = ("train.dtype=float32", "train.kernel=sdpa")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.03)]
+)
+@pytest.mark.parametrize("computed", [2 * TOKENS, 3, 0])
+@pytest.mark.parametrize(("hidden", "width"), [(20, 12), (64, 32), (2048, 768)])
+def test_kernels_do_what_separate_operations_do(dtype, limit, computed, hidden, width):
+    chosen = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(3)).topk(2)
+    decision = decide_alone(chosen.indices.cuda(), EXPERTS)
+    decision = decision._replace(ends_E=decision.ends_E.clamp(max=computed))
+    apart, fused = (
+        travelled(kind, decision, dtype, hidden, width) for kind in (Journey, FusedJourney)
+    )
+    for expected, found in zip(apart, fused, strict=True):
+        assert found.dtype == expected.dtype
+        scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+        torch.testing.assert_close(found, expected, rtol=limit, atol=limit * scale)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("tiles", "parts"), [(1, 1), (1, 4), (3, 2)])
+def test_a_gpu_plans_what_a_cpu_plans(rank, tiles, parts):
+    shares = torch.rand(5000, 128, generator=torch.Generator().manual_seed(6))
+    shares[:, 3] += 2  # an expert of all tokens, and one of none
+    shares[:, 70] -= 2
+    chosen, bounds = shares.topk(8).indices, [5000 * n // tiles for n in range(tiles + 1)]
+    expected = planned(decide_alone(chosen, 128), rank, bounds, parts, fused=False)
+    found = planned(decide_alone(chosen.cuda(), 128), rank, bounds, parts, fused=True)
+    for on_cpu, on_gpu in zip(expected, found, strict=True):
+        assert on_gpu.parts == on_cpu.parts
+        for name in ("order_S", "place_S"):
+            assert torch.equal(getattr(on_gpu, name).cpu(), getattr(on_cpu, name)), name
+        for one, other in zip(on_gpu.rows, on_cpu.rows, strict=True):
+            assert torch.equal(one.cpu(), other)
+
+
+def run(folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run function(rank, 2, *args) on two GPUs, and return the results in rank order."""
+    mp.spawn(on_gpu, args=(str(folder), function, args), nprocs=2, join=True)
+    return [
+        torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False)
+        for rank in range(2)
+    ]
+
+
+def on_gpu(rank: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+        device_id=device,
+    )  # fmt: skip
+    torch.save(function(rank, 2, *args), Path(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@two_gpus
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "tiles", "parts"), [(False, 1, 3), (True, 1, 1), (True, 3, 3), (True, 1, 3)]
+)
+def test_float64_experts_on_two_gpus_equal_those_of_one(tmp_path, recompute, fused, tiles, parts):
+    given = recompute, fused, tiles, parts, "cuda"
+    for found, expected in run(tmp_path, in_float64, *given):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def trained(rank: int, world: int, words: tuple[str, ...]) -> list[tuple[float, float]]:
+    """Return loss and norm of the gradient of each step."""
+    environment = replace(gloo.environment(rank, world), device="cuda")
+    trainer = Trainer(compose([*MODEL, *words]), environment)
+    steps = [trainer.train_step(False) for _ in range(STEPS)]
+    found = [(float(step.loss), float(step.grad_norm)) for step in steps]
+    trainer.close()
+    return found
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.activation_checkpoint=none",),
+        ("train.activation_checkpoint=full", "topology.expert_chunks=3"),
+        ("seq=16k", "train.activation_checkpoint=none"),  # two parts of the experts
+        ("seq=16k", "train.activation_checkpoint=full"),
+        ("model.moe.score=sigmoid", "model.moe.scale=2.5", "model.moe.top_k=3"),
+        ("train.expert_capacity=1", "model.moe.normalize=false"),
+        ("model.moe.shared_size=48", "model.moe.dense_layers=1", "seq=2003"),
+        ("model.moe.expert_size=20", "model.hidden_size=132"),  # no multiples of 16 bytes
+    ],
+    ids=lambda words: words[-1],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_losses_of_two_degrees_are_equal(tmp_path, words, dtype):
+    words = (*words, *(FLOAT32 if dtype == "float32" else ()))
+    # The first step: equal but for rounding. Later, a token may get another expert.
+    first, later = (1e-5, 1e-3) if dtype == "float32" else (2e-3, 1e-2)
+    results = []
+    for degree in (1, 2):
+        folder = tmp_path / str(degree)
+        folder.mkdir()
+        (one, other) = run(folder, trained, (*words, f"topology.expert_parallel={degree}"))
+        assert one == other
+        results.append(one)
+    for number, (expected, found) in enumerate(zip(*results, strict=True)):
+        assert found[0] == pytest.approx(expected[0], rel=later if number else first)
+        assert found[1] == pytest.approx(expected[1], rel=10 * (later if number else first))
+    assert results[0][-1][0] < results[0][0][0], "training learns, so gradients count"
