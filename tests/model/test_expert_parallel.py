@@ -11,7 +11,8 @@ import torch.distributed as dist
 from model.moe_models import make_module, moe_model
 
 from mtrain_cli.model import expert_journey, expert_plan
-from mtrain_cli.model.expert_parallel import ExpertSharing
+from mtrain_cli.model.expert_parallel import ExpertSharing, _WeightSums
+from mtrain_cli.model.expert_plan import Part, RowOrders, Tile
 from mtrain_cli.model.expert_tiles import ExpertExecution
 from mtrain_cli.parallel.expert_group import ExpertGroup
 
@@ -84,3 +85,15 @@ def of_other_lengths(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]
     x = torch.randn(1, (5, 4500)[rank], 40, dtype=torch.float64)
     with torch.no_grad():
         return part(x), whole(x)
+
+
+def test_gradients_of_more_than_two_tiles_are_added_up_in_float32():
+    """Each addition of 2**-8 to 1 would round to 1 in bfloat16."""
+    left, right = torch.ones(1, 1).bfloat16(), torch.ones(1, 1).bfloat16()
+    ends = torch.ones(1, dtype=torch.int32)
+    part = Part(0, slice(0, 1), slice(0), slice(0), [], [], slice(0))
+    tile = Tile(0, 1, ends, ends, RowOrders(ends, ends, ends), (part,), 1)
+    sums = _WeightSums((tile,) * 9)
+    for number in range(9):
+        sums.add("down", part, left, right / 2**8 if number else right, ends)
+    assert sums.take("down", left) == 1 + 8 / 2**8
