@@ -28,11 +28,9 @@ BACKWARD_CHUNK = (ROWS, ROWS, NEXT, WAIT, IN, WAIT, *_GRADIENTS)
 # Time per layer and micro-batch that a degree above 1 takes beyond products, rows, copies and
 # messages, in microseconds. In the forward pass of each layer the host waits for the numbers of
 # rows, so it cannot queue work ahead. Two H100s of one host, 8 layers of Qwen3-30B-A3B, degree 2
-# against 1 (profiles/notes.md, 2026-11-26): 8.0 ms at 32K and 7.0 ms at 8K, before workers computed
-# their experts in parts. In parts of compiled functions, 9.9 and 19.9 ms: the GPU waited for the
-# host. The kernels that replaced them take a quarter of that time of the host, which no GPU has
-# measured yet. So this is still the first number.
-HOST_WAIT_US = 7500.0
+# against 1 (profiles/notes.md, 2026-11-26): 2.2 ms at 32K and 5.7 ms at 8K, where less computation
+# hides the host. This is their mean.
+HOST_WAIT_US = 4000.0
 
 
 def backward_chunk(checkpoint: str) -> tuple[str, ...]:

@@ -31,10 +31,10 @@ def shape(seq: str, workers: int, per_node: int, *words: str):
 
 @pytest.mark.parametrize("seq", ["8k", "32k", "64k"])
 def test_two_gpus_of_a_host_gather_the_weights(seq):
-    """Measured on two H100s: degree 2 took 1.24 times as long at 8K, 1.20 times at 32K."""
+    """Measured on two H100s: degree 2 took 1.13 times as long at 8K, 1.03 times at 32K."""
     assert expert_degree(*shape(seq, 2, 2)) == 1
     one, two = (price(*shape(seq, 2, 2), degree).seconds for degree in (1, 2))
-    assert 1.05 < two / one < 1.6
+    assert 1.01 < two / one < 1.25
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_price_falls_with_the_wait_of_the_host(monkeypatch):
     before = price(*shape("8k", 2, 2), 2)
     monkeypatch.setattr(expert_price, "HOST_WAIT_US", 0.0)
     after = price(*shape("8k", 2, 2), 2)
-    assert before.seconds - after.seconds == pytest.approx(7.5e-3)
+    assert before.seconds - after.seconds == pytest.approx(4e-3)
     assert price(*shape("8k", 2, 2), 1).seconds > after.seconds
 
 
@@ -70,7 +70,7 @@ def test_of_degrees_that_cost_nearly_as_much_the_smaller_is_taken(monkeypatch, s
 
 def test_rows_cost_more_in_several_micro_batches_and_nothing_without_dealing():
     config, *others = shape("8k", 2, 2, "topology.expert_parallel=2")
-    assert row_seconds(config, *others) > 7.5e-3
+    assert row_seconds(config, *others) > 4e-3
     twice = shape("8k", 2, 2, "topology.expert_parallel=2", "train.global_batch=2")
     assert row_seconds(*twice) == pytest.approx(2 * row_seconds(config, *others))
     assert row_seconds(*shape("8k", 2, 2, "topology.expert_parallel=1")) == 0
