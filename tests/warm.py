@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -162,6 +163,7 @@ def _become(words: list[str], environment: Mapping[str, str], buffered: bool = T
             code = 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
+    threading._shutdown()  # waits for threads, as the end of a program does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
