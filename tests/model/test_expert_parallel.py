@@ -51,8 +51,9 @@ def in_float64(
     for name, weight in list(part.experts.named_parameters()):
         part.experts.register_parameter(name, torch.nn.Parameter(weight.detach()[own].clone()))
     generator = torch.Generator().manual_seed(5)
-    x = torch.randn(world, 1, 11, 40, dtype=torch.float64, generator=generator)
-    grad = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(device)
+    # Neither the input nor its gradient is contiguous, and kernels read consecutive memory.
+    x = torch.randn(world, 1, 40, 11, dtype=torch.float64, generator=generator).mT
+    grad = torch.randn(x.mT.shape, dtype=torch.float64, generator=generator).mT.to(device)
     x = x.to(device)
     inputs = x[rank].clone().requires_grad_()
     out = part(inputs)
