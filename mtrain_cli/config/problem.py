@@ -30,7 +30,10 @@ class Setting:
         name = f"--{self.name.replace('_', '-')}" if self.is_option else self.name
         if self.value is None or (self.is_option and self.value is True):
             return name
-        shown = f"{self.value:g}" if isinstance(self.value, float) else str(self.value)
+        shown = str(self.value)
+        # 1 for 1.0, but not for 1.0000001, which would be a mistake without a visible cause.
+        if isinstance(self.value, float) and float(f"{self.value:g}") == self.value:
+            shown = f"{self.value:g}"
         return f"{name}{' ' if self.is_option else '='}{shown}"
 
 

@@ -37,6 +37,14 @@ def test_a_line_is_in_the_words_of_the_command_line_and_has_its_data():
 
 
 @pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1.0, "1"), (1.0000001, "1.0000001"), (2e-05, "2e-05"), (float("nan"), "nan"), (8, "8")],
+)
+def test_a_value_is_shown_with_all_its_digits(value, shown):
+    assert str(cli_option("top_p", value)) == f"--top-p {shown}"
+
+
+@pytest.mark.parametrize(
     ("names", "expected"),
     [
         (Names(), str(LINE)),
