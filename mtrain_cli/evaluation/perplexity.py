@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -69,7 +70,9 @@ class Perplexity:
     def settings(self, cell: Cell) -> dict[str, Any]:
         # The first sequence, not all: more samples continue an evaluation.
         text = text_hash(self.sequences[cell.length][0].ids)
-        return {"origin": self.origin, "text": text, "short": self.short, "keys": self.key_origin}
+        # However the path is spelled, it is one text.
+        origin = HELD_OUT if self.origin == HELD_OUT else os.path.abspath(self.origin)
+        return {"origin": origin, "text": text, "short": self.short, "keys": self.key_origin}
 
     def labels(self, cell: Cell) -> tuple[str, ...]:  # noqa: ARG002 - the same for all lengths
         is_held_out = self.origin == HELD_OUT

@@ -10,6 +10,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +18,8 @@ from typing import Any
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import NIAH, PERPLEXITY
-from mtrain_cli.evaluation.results import Result, read_results, read_sample_rows
-from mtrain_cli.learning.cells import EVALUATION, Done, Study
+from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results, read_sample_rows
+from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study
 from mtrain_cli.learning.t_interval import Interval, interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
 
@@ -108,6 +109,7 @@ class Summary:
     """The results of a study.
 
     spread: largest difference of two dense cells of one seed, by measure; empty if not measured.
+    damage: a line on each finished cell whose results cannot all be read.
     """
 
     tier: Tier
@@ -117,6 +119,7 @@ class Summary:
     outcomes: tuple[Outcome, ...]
     gates: dict[int, float | None] = field(default_factory=dict)
     done: dict[str, Done] = field(default_factory=dict)
+    damage: tuple[str, ...] = ()
 
 
 def summarize(study: Study) -> Summary:
@@ -124,6 +127,7 @@ def summarize(study: Study) -> Summary:
     done: dict[str, Done] = {}
     measured: list[Measured] = []
     gates: dict[int, float | None] = {}
+    damage: list[str] = []
     for seed in study.tier.seeds:
         for variant in (None, *study.tier.variants):
             cell = Cell(seed, variant)
@@ -134,13 +138,15 @@ def summarize(study: Study) -> Summary:
                 gates[seed] = found.gate
             else:
                 measured += read_cell(study, cell, found)
+                damage += damage_of(study, cell)
     spread = spread_of(measured)
     compared = compare(study.tier, measured, spread)
     outcomes = [outcome(prediction, measured, study.tier) for prediction in read_predictions()]
     outcomes.sort(key=lambda each: (FAILED, HELD, UNKNOWN).index(each.state))
     return Summary(
-        study.tier, tuple(measured), tuple(compared), spread, tuple(outcomes), gates, done
-    )
+        study.tier, tuple(measured), tuple(compared), spread, tuple(outcomes), gates, done,
+        tuple(damage),
+    )  # fmt: skip
 
 
 def read_cell(study: Study, cell: Cell, done: Done) -> list[Measured]:
@@ -163,6 +169,30 @@ def read_cell(study: Study, cell: Cell, done: Done) -> list[Measured]:
             Measured(cell, attention, seconds, done.density, values | scores, buckets, depths)
         )
     return found
+
+
+def damage_of(study: Study, cell: Cell) -> list[str]:
+    """Return a line if a finished cell lacks results or samples."""
+    folder = study.path(cell) / EVALUATION
+    results = read_results(folder)
+    rows = Counter(str(row.get("key")) for row in read_sample_rows(folder))
+    attentions = {result.attention for result in results}
+    tasks = [(result.task, result.attention) for result in results]
+    wanted = {(task, attention) for task in (PERPLEXITY, NIAH) for attention in attentions}
+    if cell.variant is not None and cell.variant.words:
+        whole = len(attentions - {DENSE}) == 1 and DENSE in attentions
+    else:
+        whole = attentions == {DENSE}
+    if not whole or not wanted <= set(tasks):
+        lost = RESULTS
+    elif any(rows[result.key] < result.samples for result in results):
+        lost = SAMPLES
+    else:
+        return []
+    return [
+        f"{folder / lost}: damaged, so numbers of this cell are missing. Delete "
+        f"{study.path(cell) / DONE}, and the study trains and measures the cell again."
+    ]
 
 
 def losses(result: Result, long: int) -> tuple[dict[str, float], dict[tuple[int, int], float]]:

@@ -105,7 +105,7 @@ def tables(summary: Summary) -> list[EvaluationTable]:
 
 def remarks(summary: Summary) -> list[str]:
     """Return what a reader must know before reading the numbers."""
-    tier, lines = summary.tier, []
+    tier, lines = summary.tier, [*summary.damage]
     if tier.gate is None:
         lines.append(TOY)
     gates = {seed: gate for seed, gate in summary.gates.items() if gate is not None}

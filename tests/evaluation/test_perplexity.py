@@ -60,6 +60,17 @@ def test_settings_name_the_text_and_details_where_it_is():
     assert other.details(short) == ("", begins, first)
 
 
+def test_one_text_has_one_key_however_its_path_is_spelled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sequences = {64: [Sequence(np.array(tokens(64), np.int32))]}
+    cell = Perplexity(sequences, "x").cells()[0]
+    spelled = ("book.txt", "./book.txt", str(tmp_path / "book.txt"), "a/../book.txt")
+    settings = [Perplexity(sequences, each).settings(cell) for each in spelled]
+    assert all(each == settings[0] for each in settings)
+    assert Perplexity(sequences, "a/book.txt").settings(cell) != settings[0]
+    assert Perplexity(sequences, HELD_OUT).settings(cell)["origin"] == HELD_OUT
+
+
 def test_borders_of_documents_do_not_count_and_context_starts_again(model):
     documents = np.repeat([0, 1], [140, 160]).astype(np.int32)
     row, _ = measured(model, Sequence(np.array(tokens(300), np.int32), documents))

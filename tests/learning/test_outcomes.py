@@ -18,6 +18,7 @@ from mtrain_cli.learning.outcomes import (
     Measured,
     Prediction,
     compare,
+    damage_of,
     judge,
     losses,
     needles,
@@ -129,6 +130,26 @@ def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_pa
     done = Done("d", "c", steps=200, seconds=105.0, step_seconds=0.46, density=1.0)
     (found,) = read_cell(Study(tmp_path, A), Cell(0, A.variant(DENSE)), done)
     assert found.seconds == pytest.approx(92.0)
+
+
+@pytest.mark.parametrize(
+    ("results", "rows", "lost"),
+    [
+        (4, 2, None), (3, 2, "results.jsonl"), (2, 2, "results.jsonl"), (0, 0, "results.jsonl"),
+        (4, 1, "samples.jsonl"),
+    ],
+)  # fmt: skip
+def test_a_cell_with_damaged_results_is_named(tmp_path, monkeypatch, results, rows, lost):
+    whole = [
+        Result(f"{task}-{attention}", task, 65536, attention, "", 1, 2, 4.0, None, NATS)
+        for attention in (DENSE, "moba")
+        for task in ("perplexity", "niah")
+    ]
+    samples = [{"key": result.key} for result in whole for _ in range(rows)]
+    monkeypatch.setattr(outcomes, "read_results", lambda _: whole[:results])
+    monkeypatch.setattr(outcomes, "read_sample_rows", lambda _: samples)
+    lines = damage_of(Study(tmp_path, A), Cell(0, A.variant("moba")))
+    assert [lost in line and "done.json" in line for line in lines] == ([True] if lost else [])
 
 
 def predicted(rule, limit, measure="long_loss", attention="own", cell=SPARSE):
