@@ -50,7 +50,7 @@ def evaluate() -> None:
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain eval perplexity runs/latest --length 4k[/cyan]
+      [cyan]mtrain eval perplexity runs/latest --length 4k --text README.md[/cyan]
           Measure the loss of whole sequences by context
       [cyan]mtrain eval niah runs/latest --length 8k,64k --attention dense,vertical_slash[/cyan]
           Find needles at every depth, at two lengths, with dense and with sparse attention
@@ -100,7 +100,7 @@ def perplexity(
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain eval perplexity runs/latest --length 4k[/cyan]
+      [cyan]mtrain eval perplexity runs/latest --length 4k --text README.md[/cyan]
           Measure on the text that the run held out (data.eval_sequences)
       [cyan]mtrain eval perplexity Qwen2.5-3B --text books --length 32k,128k --short 4k[/cyan]
           Also measure the tokens that need more than 4k of context, as LongPPL does

@@ -127,7 +127,9 @@ def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
         if plan.search is not None:
             reason = "; chosen by auto together with the memory setting"
         times = ", ".join(f"{each.degree}: {1e3 * each.seconds:.3g}" for each in considered)
-        rows = [("", f"predicted ms of a layer and step by degree: {times}")]
+        cluster = config.topology.cluster
+        where = "H200s (topology.cluster=auto)" if cluster == "auto" else cluster
+        rows = [("", f"predicted ms of a layer and step on {where} by degree: {times}")]
     elif best.degree != degree:
         reason = f"; topology.expert_parallel={best.degree} takes the shortest predicted time"
     return [("experts", f"{held}, {costs}{reason}"), *rows]

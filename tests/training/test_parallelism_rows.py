@@ -72,7 +72,7 @@ def test_auto_shows_the_predicted_time_of_each_degree_of_experts():
     shown = expert_rows(make_plan(compose([*words, "topology.expert_parallel=auto"])))
     (_, chosen), (_, times) = shown
     head, _, each = times.partition(": ")
-    assert head == "predicted ms of a layer and step by degree"
+    assert head == "predicted ms of a layer and step on h200_1x8 by degree"
     found = dict(pair.split(": ") for pair in each.split(", "))
     assert list(found) == ["1", "2", "4", "8"]
     degree = chosen.partition("degree ")[2].split()[0]
