@@ -16,6 +16,7 @@ from mtrain_cli.commands.options import (
     writing,
 )
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import no_such
 
 if TYPE_CHECKING:
     from mtrain_cli.evaluation.sources import Sources
@@ -91,12 +92,15 @@ def ruler(
 
 def ruler_tasks(text: str) -> list[str]:
     """Return the names of tasks, each of which exists."""
-    from mtrain_cli.evaluation.ruler import RULER6, RULER13, find_task
+    from mtrain_cli.evaluation.ruler import RULER6, RULER13, TASKS, find_task
 
     suites = {"ruler6": RULER6, "ruler13": RULER13}
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
         raise ConfigError(f"--tasks {text!r}: names nothing; allowed: ruler6, ruler13 or tasks")
+    for name in names:
+        if name.partition("@")[0] not in (*suites, *TASKS):
+            raise ConfigError(f"--tasks {name}: {no_such('task', name, (*suites, *TASKS))}")
     found = [task for name in names for task in suites.get(name, (name,))]
     for task in found:
         find_task(task)
