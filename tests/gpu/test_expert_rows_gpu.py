@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,16 +73,38 @@ def test_a_gpu_plans_what_a_cpu_plans(rank, tiles, parts):
             assert torch.equal(one.cpu(), other)
 
 
-def run(folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run function(rank, 2, *args) on two GPUs, and return the results in rank order."""
-    mp.spawn(on_gpu, args=(str(folder), function, args), nprocs=2, join=True)
-    return [
+PLANS = [
+    (recompute, fused, tiles, parts)
+    for fused, tiles, parts in ((False, 1, 3), (True, 1, 1), (True, 3, 3), (True, 1, 3))
+    for recompute in (False, True)
+]
+TRAININGS = [
+    ("train.activation_checkpoint=none",),
+    ("train.activation_checkpoint=full", "topology.expert_chunks=3"),
+    ("seq=16k", "train.activation_checkpoint=none"),  # two parts of the experts
+    ("seq=16k", "train.activation_checkpoint=full"),
+    ("model.moe.score=sigmoid", "model.moe.scale=2.5", "model.moe.top_k=3"),
+    ("train.expert_capacity=1", "model.moe.normalize=false"),
+    ("model.moe.shared_size=48", "model.moe.dense_layers=1", "seq=2003"),
+    ("model.moe.expert_size=20", "model.hidden_size=132"),  # no multiples of 16 bytes
+]
+DTYPES = {"bfloat16": (), "float32": FLOAT32}
+
+
+def run(folder: Path, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return, of each case and in rank order, function(rank, 2, *case), or the words of its error.
+
+    All cases share two processes, each with a GPU.
+    """
+    mp.spawn(on_gpu, args=(str(folder), function, cases), nprocs=2, join=True)
+    ranks = [
         torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False)
         for rank in range(2)
     ]
+    return list(zip(*ranks, strict=True))
 
 
-def on_gpu(rank: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def on_gpu(rank: int, folder: str, function: Callable[..., Any], cases: Sequence[Any]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -89,24 +112,35 @@ def on_gpu(rank: int, folder: str, function: Callable[..., Any], args: tuple[Any
         "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2,
         device_id=device,
     )  # fmt: skip
-    torch.save(function(rank, 2, *args), Path(folder, f"{rank}.pt"))
+    results: list[Any] = []
+    for case in cases:
+        try:
+            results.append(function(rank, 2, *case))
+        except Exception:
+            results.append(traceback.format_exc())
+    torch.save(results, Path(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory):
+    """Return output and gradients of each of `PLANS`, found and expected, of both ranks."""
+    folder = tmp_path_factory.mktemp("layers")
+    return run(folder, in_float64, [(*plan, "cuda") for plan in PLANS])
+
+
 @two_gpus
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(
-    ("fused", "tiles", "parts"), [(False, 1, 3), (True, 1, 1), (True, 3, 3), (True, 1, 3)]
-)
-def test_float64_experts_on_two_gpus_equal_those_of_one(tmp_path, recompute, fused, tiles, parts):
-    given = recompute, fused, tiles, parts, "cuda"
-    for found, expected in run(tmp_path, in_float64, *given):
+@pytest.mark.parametrize("number", range(len(PLANS)), ids=map(str, PLANS))
+def test_float64_experts_on_two_gpus_equal_those_of_one(layers, number):
+    for result in layers[number]:
+        assert not isinstance(result, str), result
+        found, expected = result
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
 
 
-def trained(rank: int, world: int, words: tuple[str, ...]) -> list[tuple[float, float]]:
+def trained(rank: int, world: int, *words: str) -> list[tuple[float, float]]:
     """Return loss and norm of the gradient of each step."""
     environment = replace(gloo.environment(rank, world), device="cuda")
     trainer = Trainer(compose([*MODEL, *words]), environment)
@@ -116,31 +150,27 @@ def trained(rank: int, world: int, words: tuple[str, ...]) -> list[tuple[float, 
     return found
 
 
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    """Return, by dtype, words and degree, what `trained` returns on both ranks."""
+    keys = [(dtype, words, degree) for dtype in DTYPES for words in TRAININGS for degree in (1, 2)]
+    cases = [
+        (*words, *DTYPES[dtype], f"topology.expert_parallel={degree}")
+        for dtype, words, degree in keys
+    ]
+    return dict(zip(keys, run(tmp_path_factory.mktemp("trainings"), trained, cases), strict=True))
+
+
 @two_gpus
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("train.activation_checkpoint=none",),
-        ("train.activation_checkpoint=full", "topology.expert_chunks=3"),
-        ("seq=16k", "train.activation_checkpoint=none"),  # two parts of the experts
-        ("seq=16k", "train.activation_checkpoint=full"),
-        ("model.moe.score=sigmoid", "model.moe.scale=2.5", "model.moe.top_k=3"),
-        ("train.expert_capacity=1", "model.moe.normalize=false"),
-        ("model.moe.shared_size=48", "model.moe.dense_layers=1", "seq=2003"),
-        ("model.moe.expert_size=20", "model.hidden_size=132"),  # no multiples of 16 bytes
-    ],
-    ids=lambda words: words[-1],
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_losses_of_two_degrees_are_equal(tmp_path, words, dtype):
-    words = (*words, *(FLOAT32 if dtype == "float32" else ()))
+@pytest.mark.parametrize("words", TRAININGS, ids=lambda words: words[-1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_losses_of_two_degrees_are_equal(trainings, words, dtype):
     # The first step: equal but for rounding. Later, a token may get another expert.
     first, later = (1e-5, 1e-3) if dtype == "float32" else (2e-3, 1e-2)
     results = []
     for degree in (1, 2):
-        folder = tmp_path / str(degree)
-        folder.mkdir()
-        (one, other) = run(folder, trained, (*words, f"topology.expert_parallel={degree}"))
+        one, other = trainings[dtype, words, degree]
+        assert not isinstance(one, str), one
         assert one == other
         results.append(one)
     for number, (expected, found) in enumerate(zip(*results, strict=True)):
