@@ -36,5 +36,3 @@ def problems(config: Config) -> Iterator[str]:
             f"{given}: leaves no sparse layer of model.num_layers={layers}; give at most "
             f"{layers - 1}, or sparsity=dense"
         )
-    if config.topology.pipeline_parallel > 1:
-        yield f"{given}: is not supported with topology.pipeline_parallel; give 0"

@@ -27,6 +27,7 @@ LOSS, LONG_LOSS, KEY_LOSS = "loss", "long_loss", "key_loss"
 WORST_BUCKET = "worst_long_bucket"
 NEEDLES, INSIDE, TAIL, ELSEWHERE = "needles", "inside", "tail", "elsewhere"
 PLACES = (INSIDE, TAIL, ELSEWHERE)
+OUTSIDE = "outside"  # in the tail or elsewhere
 MEASURES = {
     LOSS: "loss",
     LONG_LOSS: "loss, long context",
@@ -35,6 +36,7 @@ MEASURES = {
     INSIDE: "asked in probed rows",
     TAIL: "asked in the tail",
     ELSEWHERE: "asked elsewhere",
+    OUTSIDE: "asked outside the probed rows",
 }
 OWN = "own"
 NOTHING, WORSE, BETTER, OPEN, CONTROL = "loses nothing", "worse", "better", "not decided", "-"
@@ -83,7 +85,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What we expected before the runs. See ``predictions.yaml``."""
+    """What we expected before the runs. See ``predictions.yaml``.
+
+    limit: of the rule; 0 for a rule without one.
+    seeds: those that judge it; () for all of the tier. A prediction that was written after some
+        seeds had run names the other ones.
+    beside: the cell that the rule ``below_cell`` compares with.
+    """
 
     id: str
     written: str
@@ -92,7 +100,9 @@ class Prediction:
     attention: str
     measure: str
     rule: str
-    limit: float
+    limit: float = 0.0
+    seeds: tuple[int, ...] = ()
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -231,6 +241,8 @@ def needles(
             place = place_of(answer, tier.long_seq, tier)
             hits.setdefault(NEEDLES, []).append(hit)
             hits.setdefault(place, []).append(hit)
+            if place != INSIDE:
+                hits.setdefault(OUTSIDE, []).append(hit)
             at = min(DEPTHS - 1, int(depth * DEPTHS))
             by_depth.setdefault((place, at), []).append(hit)
     return (
@@ -335,24 +347,25 @@ def predictions_file() -> Path:
 
 
 def outcome(prediction: Prediction, measured: Sequence[Measured], tier: Tier) -> Outcome:
-    """Compare a prediction with the mean over seeds of the paired differences."""
+    """Compare a prediction with the mean over its seeds of the paired differences."""
+    seeds = prediction.seeds or tier.seeds
+    measured = [one for one in measured if one.cell.seed in seeds]
     pairs = []
-    for one in measured:
-        own = one.attention == DENSE if prediction.attention == DENSE else one.attention != DENSE
-        dense = dense_of(measured, one.cell.seed)
-        if one.cell.name == prediction.cell and own and dense is not None:
+    for one in _with(measured, prediction.cell, prediction.attention):
+        if (dense := dense_of(measured, one.cell.seed)) is not None:
             pairs.append((one, dense))
     if not pairs:
-        return Outcome(prediction, UNKNOWN, "no such cell is finished")
+        of = f" of the seeds {', '.join(map(str, prediction.seeds))}" if prediction.seeds else ""
+        return Outcome(prediction, UNKNOWN, f"no such cell{of} is finished")
     reference = [dense.values.get(prediction.measure, 100.0) for _, dense in pairs]
-    if prediction.measure in (NEEDLES, *PLACES) and _mean(reference) < LEAST_TO_LOSE:
+    if prediction.measure in (NEEDLES, OUTSIDE, *PLACES) and _mean(reference) < LEAST_TO_LOSE:
         found = f"dense finds only {_mean(reference):.1f} %, so there is nothing to lose"
         return Outcome(prediction, UNKNOWN, found)
     values = [v for one, dense in pairs if (v := _value(prediction, one, dense, measured, tier))]
     over = interval([value[0] for value in values])
-    if over is None:
+    limit, spread = prediction.limit, spread_of(measured).get(prediction.measure)
+    if over is None or (prediction.rule == "within_spread" and spread is None):
         return Outcome(prediction, UNKNOWN, "the measurement has no such part")
-    limit, rule, unit = prediction.limit, prediction.rule, values[0][1]
     holds = {
         "at_most_percent": over.mean <= limit,
         "above_percent": over.mean > limit,
@@ -360,12 +373,26 @@ def outcome(prediction: Prediction, measured: Sequence[Measured], tier: Tier) ->
         "loses_more_than": over.mean > limit,
         "recovers_half": over.mean >= limit,
         "below_dense": over.mean < limit,
-    }[rule]
+        "below_cell": over.mean < limit,
+        "within_spread": spread is not None and abs(over.mean) <= spread,
+    }[prediction.rule]
     text = f"{over.mean:+.3g}"
     if over.low is not None and over.high is not None:
         text += f" [{over.low:+.3g}, {over.high:+.3g}]"
-    seeds = f"{len(values)} seed{'s' * (len(values) != 1)}"
-    return Outcome(prediction, HELD if holds else FAILED, f"{text} {unit}, {seeds}")
+    text += f" {values[0][1]}"
+    if prediction.rule == "within_spread":
+        text += f" (spread {spread:.3g})"
+    seeds_with = f"{len(values)} seed{'s' * (len(values) != 1)}"
+    return Outcome(prediction, HELD if holds else FAILED, f"{text}, {seeds_with}")
+
+
+def _with(measured: Sequence[Measured], name: str, attention: str) -> list[Measured]:
+    """Return the measurements of a variant with dense attention, or with its own."""
+    return [
+        one
+        for one in measured
+        if one.cell.name == name and (one.attention == DENSE) == (attention == DENSE)
+    ]
 
 
 def _value(
@@ -383,14 +410,20 @@ def _value(
             if span[0] >= tier.base_seq and span in dense.buckets
         ]
         return (max(shares), "% in the worst range") if shares else None
-    name = prediction.measure
+    name, unit = prediction.measure, "nats" if _is_loss(prediction.measure) else "points"
     if name not in one.values or name not in dense.values:
         return None
     own, reference = one.values[name], dense.values[name]
     if prediction.rule in ("at_most_percent", "above_percent"):
         return 100 * (own / reference - 1), "% of the dense loss"
-    if prediction.rule == "below_dense":
-        return own - reference, "nats"
+    if prediction.rule in ("below_dense", "within_spread"):
+        return own - reference, unit
+    if prediction.rule == "below_cell":
+        others = _with(measured, prediction.beside, prediction.attention)
+        other = next((m for m in others if m.cell.seed == one.cell.seed), None)
+        if other is None or name not in other.values:
+            return None
+        return own - other.values[name], unit
     if prediction.rule == "recovers_half":
         sparse = next((m for m in measured if m.cell == one.cell and m.attention != DENSE), None)
         if sparse is None or sparse.values.get(name, reference) >= reference:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtrain_cli.config.cluster import Cluster
@@ -18,34 +18,48 @@ _LOSS_IN_FORWARD = 0.25
 
 @dataclass(frozen=True)
 class StageTime:
-    """Times of a stage in a step, over all micro-batches and virtual stages. The unit is any.
+    """Times of a stage in a step, over all micro-batches. The unit is any.
 
-    forward, backward: passes through the layers.
+    forward, backward: passes through the layers of each virtual stage.
     loss: LM head and loss; 0 on all stages but the last.
     """
 
-    forward: float
-    backward: float
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
     loss: float
+
+    @staticmethod
+    def of(whole: Mapping[str, float], parts: Sequence[Mapping[str, float]]) -> StageTime:
+        """Deal the times of a stage out to its virtual stages, in proportion to their own times.
+
+        Args:
+            whole: time of each pass of the stage, and of the loss.
+            parts: times of each virtual stage as if it were alone, by pass.
+        """
+
+        def dealt(name: str) -> tuple[float, ...]:
+            total = sum(part[name] for part in parts)
+            return tuple(whole[name] * part[name] / total for part in parts)
+
+        return StageTime(dealt("forward"), dealt("backward"), whole["loss"])
 
 
 def timed_step(plan: RunPlan, stages: Sequence[StageTime], hop: float) -> TimedPipeline:
     """Return the pipeline of a plan with the times of its passes.
 
-    All layers are equal, so a virtual stage takes a share of its stage's time.
-
     Args:
+        stages: times of each stage.
         hop: duration of a message between stages.
     """
     planned = plan.pipeline
     assert planned is not None
     in_forward = 1.0 if plan.config.train.loss_gradients == "forward" else _LOSS_IN_FORWARD
-    last, layers = planned.pipeline.last, planned.layers
+    last = planned.pipeline.last
 
     def cost(number: int, *, forward: bool) -> float:
-        stage = number % planned.pipeline.stages
-        own, of_stage = stages[stage], sum(layers[stage :: planned.pipeline.stages])
-        passing = (own.forward if forward else own.backward) * layers[number] / of_stage
+        virtual, stage = divmod(number, planned.pipeline.stages)
+        own = stages[stage]
+        passing = (own.forward if forward else own.backward)[virtual]
         loss = own.loss * (in_forward if forward else 1 - in_forward) * (number == last)
         return (passing + loss) / planned.pipeline.micro_batches
 

@@ -205,20 +205,26 @@ def _estimate(
     loads: ExpertLoads | None,
 ) -> _StepEstimate:
     """Estimate a step for one bound. With a pipeline, return the estimate of its busiest stage."""
+
+    def of(part: ModelPart) -> _StepEstimate:
+        own = attention.of_layers(part.every_layer)
+        return _StepEstimate(cluster, plan, own, costs, slowest, loads, part)
+
     if plan.pipeline is None:
-        whole = ModelPart.whole(plan.config.model)
-        return _StepEstimate(cluster, plan, attention, costs, slowest, loads, whole)
-    stages = [
-        _StepEstimate(
-            cluster, plan, attention.of_layers(part.every_layer), costs, slowest, loads, part
+        return of(ModelPart.whole(plan.config.model))
+    parts = model_parts(plan.config, plan.micro_batches)
+    stages = [of(part) for part in parts]
+    alike = "layer_kinds" not in attention.facts and len(layer_kinds(plan.config.model)) == 1
+    times = [
+        StageTime.of(
+            stage.passes,
+            [dict.fromkeys(stage.passes, float(len(own))) for own in part.layers]
+            if alike
+            else [of(own).passes for own in part.virtual_stages],
         )
-        for part in model_parts(plan.config, plan.micro_batches)
+        for part, stage in zip(parts, stages, strict=True)
     ]
-    pipeline = timed_step(
-        plan,
-        [StageTime(**stage.passes) for stage in stages],
-        hop_us(cluster, costs, plan, plan.pipeline),
-    )
+    pipeline = timed_step(plan, times, hop_us(cluster, costs, plan, plan.pipeline))
     played = pipeline.played
     busiest = max(range(plan.dims.pp), key=played.busy)
     found = stages[busiest]

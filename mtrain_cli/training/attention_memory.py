@@ -16,6 +16,7 @@ from mtrain_cli.attention.mask import KeySpans
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.mask_words import BLOCK, most_partial_blocks, word_bytes
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.pattern_settings import DenseSettings
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.parallel.cast_rows import largest_shares, too_many_to_count, whole_shares
@@ -38,17 +39,31 @@ class AttentionMemory:
 
     index: sizes of the dynamic index. None for dense attention.
     sizes: sizes of a worker's shards.
-    dense_layers: number of layers without index in a sparse run.
+    dense: memory of the layers without index in a sparse run. None if all layers are alike.
     """
 
     def __init__(
-        self, config: Config, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int
+        self,
+        config: Config,
+        layout: Layout,
+        exchange: ExchangeChoice,
+        kernel: str,
+        e: int,
+        dense_kernel: str | None = None,
     ) -> None:
-        """e: bytes of the compute dtype."""
+        """Prepare the sizes.
+
+        Args:
+            e: bytes of the compute dtype.
+            dense_kernel: kernel of the layers without index in a sparse run; None for ``kernel``.
+        """
         self.model, self.layout = config.model, layout
         self.exchange, self.kernel = exchange, kernel
         self.intervals = most_intervals(config)
-        self.dense_layers = config.sparsity.dense_layers or 0
+        self.dense: AttentionMemory | None = None
+        if config.sparsity.dense_layers:
+            of_dense = replace(config, sparsity=DenseSettings())
+            self.dense = AttentionMemory(of_dense, layout, exchange, dense_kernel or kernel, e)
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
         self._masks = config.mask, config.data.document_mask, config.train.micro_batch
@@ -95,8 +110,7 @@ class AttentionMemory:
         heads, layout = self.exchange.heads, self.layout
         whole = layout.workers == heads or layout.name in (Contiguous.name, Zigzag.name)
         rectangles = whole and not documents and mask.kind in ("causal", "full")
-        indexed = self.index is not None and not self.dense_layers
-        if self.kernel != "flash4" or indexed or rectangles:
+        if self.kernel != "flash4" or self.index is not None or rectangles:
             return 0
         kinds = (mask.of_window_layers, CAUSAL) if mask.is_mixed else (mask,)
         seen: int | Fraction = layout.padded_seq

@@ -29,12 +29,11 @@ from mtrain_cli.training.expert_rows import (
     summed_gradients,
 )
 from mtrain_cli.training.expert_traffic import ExpertTraffic, degrees_in_a_node, expert_traffic
-from mtrain_cli.training.flops import allowed_pairs, causal_pairs, training_flops
+from mtrain_cli.training.flops import assumed_density, causal_pairs, training_flops
 from mtrain_cli.training.state_memory import BYTES
 
 # A larger degree must take less than this share of the time of a smaller one: prices are not exact.
 _WORTH_IT = 0.97
-_ASSUMED_DENSITY = 0.1  # of attention, if it depends on the data
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,7 @@ class _Run:
     def computing(self) -> float:
         """Return the seconds of computation of a layer in a micro-batch, in all passes."""
         config = self.config
-        known = config.sparsity.known_density(config.seq)
-        density = _ASSUMED_DENSITY if known is None else known
-        pairs = min(density * causal_pairs(config.seq), allowed_pairs(config))
+        pairs = assumed_density(config) * causal_pairs(config.seq)
         flop = training_flops(config, self.layout, sharing=1, dtype_bytes=self.e, pairs=pairs)
         tokens = config.seq * config.train.micro_batch / (self.dims.cp * self.dims.tp)
         return flop.executed * tokens / config.model.num_layers / self.rates.flops

@@ -24,6 +24,8 @@ from mtrain_cli.parallel.program import Recompute
 
 Shape = tuple[int, ...]
 EXPERTS_IN, EXPERTS_OUT = "experts gate and up", "experts down"
+# Share of causal pairs that a pattern is assumed to compute if the share depends on the data.
+ASSUMED_DENSITY = 0.1
 
 
 def layer_shapes(model: ModelConfig, *, experts: bool | None = None) -> dict[str, Shape]:
@@ -188,6 +190,22 @@ def allowed_pairs(config: Config) -> float:
     rules = MaskRule.of(config).by_layers(config.model.num_layers)
     pairs = sum(count * rule.undivided(config.seq, config.seq).pairs for rule, count in rules)
     return pairs / config.model.num_layers
+
+
+def assumed_density(config: Config) -> float:
+    """Return the share of causal pairs that attention computes, in a sequence of one document.
+
+    The share is the mean over layers. For a pattern whose share depends on the data, it assumes
+    `ASSUMED_DENSITY`, or the share that the mask allows if that is less.
+    """
+    sparsity, layers = config.sparsity, config.model.num_layers
+    causal = config.mask.kind == "causal"
+    allowed = 1.0 if causal else allowed_pairs(config) / causal_pairs(config.seq)
+    if sparsity.pattern == "dense":
+        return allowed
+    known = sparsity.known_density(config.seq)
+    sparse = min(ASSUMED_DENSITY if known is None else known, allowed)
+    return sparse + (allowed - sparse) * len(sparsity.dense_of(layers)) / layers
 
 
 def attention_kept(train: TrainConfig) -> float:

@@ -39,9 +39,14 @@ class IndexMetrics:
         return replace(self, density_by_layer=self.density_by_layer + (density,) * number)
 
 
-def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
-    """Count the pairs of the indices of a step's micro-batches. Return a record per index."""
+def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord] | None:
+    """Count the pairs of the indices of a step's micro-batches. Return a record per index.
+
+    Return None for a dense step. In a sparse step, a stage of only dense layers has no record.
+    """
     indices = [attend.index for attend in batches if attend.index is not None]
+    if not indices:
+        return None
     for index in indices:
         index.count()
     return [record for index in indices for record in index.records]
@@ -59,9 +64,11 @@ def local_index_sums(records: list[IndexRecord], layers: int, device: torch.devi
     The numbers of pairs, slashes and columns are averaged over heads and summed over sequences.
 
     Args:
-        records: index records of one pattern, not empty.
+        records: index records of one pattern. Empty on a stage of only dense layers.
         layers: number of layers that have an index, the first of the model.
     """
+    if not records:
+        return torch.zeros(layers + 3, dtype=torch.float64, device=device)
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
     # Integer sums are exact in any order.
     sums = torch.zeros(layers + 2, dtype=torch.int64, device=device)

@@ -20,6 +20,7 @@ train.compile, a layer's backward pass takes less memory than estimated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -179,7 +180,7 @@ def estimate_memory(
         kernel: a kernel's name, not `auto`.
         dtype_bytes: bytes of the compute dtype.
         cuda: whether workers run on GPUs.
-        attention: memory of a layer's attention; None to count it.
+        attention: memory of a layer's attention; None to count it, with ``kernel`` for all layers.
     """
     if attention is None:
         attention = AttentionMemory(config.of_worker, layout, exchange, kernel, dtype_bytes)
@@ -229,11 +230,24 @@ class _StepMemory:
         self.micro_batches = _micro_batches(config, workers, layout)
         self.states = StateMemory(config, workers, self.micro_batches, e, self.part)
         self.attention = attention
+        self.dense = config.sparsity.dense_of(model.num_layers) if attention.dense else frozenset()
+        # By (whether layers have experts, whether they have no index in a sparse run).
         self.by_kind = {
-            experts: LayerMemory(config, layout, self.attention, weights, e, experts=experts)
+            (experts, of_kind is attention.dense): LayerMemory(
+                config, layout, of_kind, weights, e, experts=experts
+            )
             for experts, weights in self.states.whole.items()
+            for of_kind in (attention, attention.dense)
+            if of_kind is not None
         }
         self.layer = next(iter(self.by_kind.values()))  # for sizes that all layers share
+        held = {layer in self.dense for layer in self.part.every_layer}
+        self.attentions = [
+            of_kind
+            for is_dense, of_kind in ((False, attention), (True, attention.dense))
+            if of_kind is not None and is_dense in held
+        ]
+        self.pool = max(of_kind.pool for of_kind in self.attentions)
         self.layers_on_host = layers_on_host(train.offload_activations, model.num_layers)
         # Layers with unsharded weights under train.shard=full: the current one and, if several
         # workers gather it ahead, the next one.
@@ -246,6 +260,8 @@ class _StepMemory:
         # offloaded layers. The second layer is a candidate, too: it has more gradients than higher
         # layers, and the first layer's weights are gathered ahead.
         places = {layers, max(1, layers - 1), min(2, layers)}
+        if sparse := len(self._sparse(self.part.current)):
+            places.add(sparse)  # the last layer with an index
         if self.layers_on_host:
             places.add(self.layers_on_host + 1)
         backward = (
@@ -279,10 +295,10 @@ class _StepMemory:
                 None if no micro-batch is in flight.
             in_backward: memory of the layer in its backward pass. None at any other moment.
         """
-        layer, exchange, freed = in_backward or (0, self.attention.pool, 0)
+        layer, exchange, freed = in_backward or (0, self.pool, 0)
         others = () if layers is None else self.part.others
         kept = self.kept(layers or 0) + sum(map(self._kept_by, others)) - freed
-        index = self.kept_index(layers or 0) + sum(self._index_of(len(each)) for each in others)
+        index = self.kept_index(layers or 0) + sum(self._index_of(each) for each in others)
         in_flight = 0 if layers is None else sum(self.part.in_flight)
         return MemoryMoment(
             name=name,
@@ -295,7 +311,7 @@ class _StepMemory:
             index=index,
             exchange=exchange,
             loss=loss + self._other_losses * (layers is not None),
-            inputs=self._inputs(in_flight) + self.attention.mask_tables,
+            inputs=self._inputs(in_flight) + sum(kind.mask_tables for kind in self.attentions),
             messages=self.part.messages * self.layer.hidden * (layers is not None),
         )
 
@@ -336,14 +352,16 @@ class _StepMemory:
         working = self.e * (states.root_weights + head + states.weights_of([number - 1]))
         working += states.weights(layer, whole_layers)
         working += states.layer_scatter(number) if scatters else 0
+        memory = self.memory_of(number - 1)
+        at_peak = memory.in_backward(products=number > self.layer.first_with_products)
+        # The buffers of the other kind of layers stay in the pool.
+        exchange = at_peak.exchange + self.pool - memory.attention.pool
         return self.moment(
             f"backward of layer {number}",
             gradients=states.gradients(len(self.part.current) - layer),
             working_weights=working,
             layers=layer,
-            in_backward=self.memory_of(number - 1).in_backward(
-                products=number > self.layer.first_with_products
-            ),
+            in_backward=at_peak._replace(exchange=exchange),
         )
 
     def at_loss(self) -> MemoryMoment:
@@ -389,7 +407,11 @@ class _StepMemory:
 
     def memory_of(self, layer: int) -> LayerMemory:
         """Return the memory of a layer. layer: its number."""
-        return self.by_kind[self.model.has_experts(layer)]
+        return self.by_kind[self.model.has_experts(layer), layer in self.dense]
+
+    def _sparse(self, layers: Sequence[int]) -> list[int]:
+        """Return the layers that have an index, or all if the run has none."""
+        return [layer for layer in layers if layer not in self.dense]
 
     def kept(self, layers: int) -> int:
         """Return how many bytes the first `layers` layers keep on the device for backward."""
@@ -417,24 +439,33 @@ class _StepMemory:
         return max(layers - self.layers_on_host, min(layers, 2))
 
     def kept_index(self, layers: int) -> int:
-        """Return the memory of the indices, derived tensors and pair counts of `layers` layers."""
-        index = self.attention.index
-        if index is None:
-            return 0
-        return self._index_of(layers) + self.micro_batches * index.counted
+        """Return the memory of the indices, derived tensors and pair counts.
 
-    def _index_of(self, layers: int) -> int:
-        """Return the memory of the indices of `layers` layers for one micro-batch."""
+        layers: number of layers of the current virtual stage that hold an index.
+        """
+        index = self.attention.index
+        if index is None or not self._sparse(self.part.every_layer):
+            return 0
+        counts = self.micro_batches * index.counted
+        return self._index_of(self.part.current, layers) + counts
+
+    def _index_of(self, own: range, layers: int | None = None) -> int:
+        """Return the memory of the indices of a virtual stage for one micro-batch.
+
+        Args:
+            own: layers of the virtual stage.
+            layers: number of its first layers that hold an index; None for all.
+        """
         index = self.attention.index
         if index is None:
             return 0
-        # Dense layers, the last ones, have no index.
-        sparse = len(self.part.current) - self.attention.dense_layers
-        layers = min(layers, sparse)
+        holding = own[: len(own) if layers is None else layers]
+        sparse = len(self._sparse(holding))
         # Slashes and columns stay until all layers are counted (`DynamicIndex.count`).
-        indices = index.kept * (layers if index.bitmap else sparse)
-        columns = self.on_device(layers) * self.layer.gathered_columns
-        return indices + layers * index.derived(self.attention.kernel) + columns
+        indices = index.kept * (sparse if index.bitmap else len(self._sparse(own)))
+        on_device = holding[len(holding) - self.on_device(len(holding)) :]
+        columns = sum(self.memory_of(layer).gathered_columns for layer in on_device)
+        return indices + sparse * index.derived(self.attention.kernel) + columns
 
     def host(self) -> int:
         """Return how many bytes of host memory offloaded activations take."""

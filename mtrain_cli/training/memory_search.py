@@ -36,7 +36,7 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.training.expert_price import row_seconds
 from mtrain_cli.training.expert_traffic import degrees_in_a_node
 from mtrain_cli.training.flops import (
-    allowed_pairs,
+    assumed_density,
     causal_pairs,
     own_tiles,
     peak_flops,
@@ -59,7 +59,6 @@ HOST_MEMORY, GPU_MEMORY = 150e9, 3.5e12  # bytes/s of a whole machine, and of on
 GPUS_OF_A_HOST = 8
 ADAMW_BYTES = 28  # per weight: reads weight, gradient and two states, writes all but the gradient
 HIDDEN_COST = 0.1  # share of an overlapped transfer that still costs time
-ASSUMED_DENSITY = 0.1
 TILE_SECONDS = 0.5e-3  # per MLP tile and pass, or chunk of the loss, in addition to its products
 # Share of a GPU that may be full with optional tensors. Gaps take 5 to 6 GiB, measured.
 ROOMY = 0.9
@@ -275,7 +274,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
     layers = config.model.num_layers
     peak = peak_flops(plan.gpu_name) or 100e12
-    pairs = density(config) * causal_pairs(config.seq)
+    pairs = assumed_density(config) * causal_pairs(config.seq)
     flop = training_flops(
         config, plan.layout, sharing=plan.exchange.heads, dtype_bytes=e, pairs=pairs
     ).executed
@@ -309,20 +308,6 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     # The chunks of experts are not priced.
     tiled = layers * (1 - config.model.expert_layers / config.model.num_layers)
     return seconds + n * TILE_SECONDS * (2 * tokens / rows * tiled + logits)
-
-
-def density(config: Config) -> float:
-    """Return the share of causal pairs that attention computes, in a sequence of one document.
-
-    If the share depends on the data, return `ASSUMED_DENSITY`, or the share that the mask allows if
-    that is less.
-    """
-    known = config.sparsity.known_density(config.seq)
-    found = ASSUMED_DENSITY if known is None else known
-    if config.mask.kind == "causal":
-        return found
-    allowed = allowed_pairs(config) / causal_pairs(config.seq)
-    return allowed if config.sparsity.pattern == "dense" else min(found, allowed)
 
 
 def _exposed(transfer: float, overlapping: float) -> float:

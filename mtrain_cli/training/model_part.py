@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from mtrain_cli.config.schema import Config, ModelConfig
@@ -61,6 +61,21 @@ class ModelPart:
             layers
             for layers, kept in zip(self.layers, self.in_flight, strict=True)
             for _ in range(kept - (layers == self.current))
+        )
+
+    @property
+    def virtual_stages(self) -> tuple[ModelPart, ...]:
+        """The parts of its virtual stages, in order."""
+        ends = len(self.layers) - 1
+        return tuple(
+            replace(
+                self,
+                layers=(layers,),
+                first=self.first and n == 0,
+                last=self.last and n == ends,
+                in_flight=(max(1, self.in_flight[n]),),
+            )
+            for n, layers in enumerate(self.layers)
         )
 
     @property

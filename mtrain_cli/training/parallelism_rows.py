@@ -12,6 +12,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.training import resolution
 from mtrain_cli.training.expert_price import ExpertPrice, cheapest, expert_degree, price, prices
+from mtrain_cli.training.flops import ASSUMED_DENSITY
 from mtrain_cli.training.run_plan import RunPlan, size
 
 
@@ -97,6 +98,12 @@ def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:
     message, step = size(pipeline.hidden), size(pipeline.received)
     moved = f"a message has {message} of hidden states; a stage between others receives {step}"
     rows = [("pipeline", pipeline.describe()), ("", f"{moved} per step")]
+    sparsity = plan.config.sparsity
+    if sparsity.dense_layers and sparsity.known_density(plan.config.seq) is None:
+        cut = plan.config.topology.stage_layers == "auto"
+        what = "layers of stages and idle time assume" if cut else "the idle time assumes"
+        text = f"{what} that a sparse layer computes {ASSUMED_DENSITY:.0%} of the pairs"
+        rows.append(("", text + "; topology.stage_layers sets other layers" * cut))
     if plan.config.train.shard == "full" and plan.micro_batches > 1 and plan.received.weights:
         again = "train.shard=full gathers weights again for every micro-batch"
         rows.append(("", f"{again}; train.shard=gradients gathers them once a step"))

@@ -246,7 +246,12 @@ class RunPlan:
     def _attention(self) -> AttentionMemory:
         """Memory of a layer's attention, which does not depend on the memory settings."""
         return AttentionMemory(
-            self.config.of_worker, self.layout, self.exchange, self.kernel, self.dtype_bytes
+            self.config.of_worker,
+            self.layout,
+            self.exchange,
+            self.kernel,
+            self.dtype_bytes,
+            self.dense_kernel and self.dense_kernel[0],
         )
 
     def replan(self, config: Config) -> RunPlan:

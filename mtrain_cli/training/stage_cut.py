@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config
-from mtrain_cli.training.flops import layer_kinds, layer_matmul
+from mtrain_cli.training.flops import ASSUMED_DENSITY, layer_kinds, layer_matmul
 
 _DIVISIONS = 60  # halvings of the slowest stage's cost, until float64 resolves no difference
 _ROUNDING = 1e-12  # relative error of sums of costs
@@ -30,21 +30,34 @@ def stage_layers(config: Config) -> tuple[int, ...]:
 def layer_costs(config: Config) -> list[float]:
     """Return the forward FLOP per token of each layer: matrix products, and q k^T and p v.
 
-    Of a layer's experts, those of one token count.
-    A dynamic index counts as dense attention if its density depends on the data.
+    Of a layer's experts, those of one token count. Layers under ``sparsity.dense_layers`` count all
+    pairs, and sparse layers those of `sparse_share`.
     """
     model, mask, seq = config.model, MaskRule.of(config), config.seq
-    share = config.sparsity.known_density(seq) or 1.0
-    per_pair = 4 * model.num_heads * model.head_dim * share / seq
+    per_pair = 4 * model.num_heads * model.head_dim / seq
+    dense, share = config.sparsity.dense_of(model.num_layers), sparse_share(config)
     pairs = {
         full: rule.undivided(seq, seq).pairs
         for full, rule in ((False, mask), (True, MaskRule(mask.document_mask)))
     }
     matmul = {kind: 2 * layer_matmul(model, experts=kind) for kind in layer_kinds(model)}
     return [
-        matmul[model.has_experts(layer)] + per_pair * pairs[config.mask.is_full(layer)]
+        matmul[model.has_experts(layer)]
+        + per_pair * pairs[config.mask.is_full(layer)] * (1.0 if layer in dense else share)
         for layer in range(model.num_layers)
     ]
+
+
+def sparse_share(config: Config) -> float:
+    """Return the share of the allowed pairs that counts for a layer with an index.
+
+    If the share depends on the data, a model with dense layers counts `ASSUMED_DENSITY`. A model
+    whose layers are all sparse counts all pairs: only the LM head is weighed against them.
+    """
+    known = config.sparsity.known_density(config.seq)
+    if known is not None:
+        return known
+    return ASSUMED_DENSITY if config.sparsity.dense_layers else 1.0
 
 
 def head_cost(config: Config) -> float:

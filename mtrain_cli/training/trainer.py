@@ -284,7 +284,7 @@ class Trainer:
         self.step += 1
         batch, seq = self.config.train.global_batch, self.config.seq
         self.tokens += batch * seq
-        self._freeze_garbage(sparse=bool(records))
+        self._freeze_garbage(sparse=records is not None)
         index = self._index_metrics(reports, records, pairs)
         return StepResult(
             loss=mean_loss,
@@ -325,18 +325,18 @@ class Trainer:
         finite_check: torch.Tensor,
         stop: bool,
         data_seconds: float,
-        records: list[IndexRecord],
+        records: list[IndexRecord] | None,
     ) -> list[StepReport]:
         """Return the report of every rank.
 
         Args:
             finite_check: float64 [2], this rank's loss and squared gradient norm, on the device.
-            records: index estimates of this step. Empty for a dense step.
+            records: index estimates of this step on this rank. None for a dense step.
         """
         numbers = [float(stop), self.compute_timer.seconds, data_seconds]
         timing = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         local = torch.cat([finite_check, timing])
-        if records:
+        if records is not None:
             layers = self.config.model.num_layers - self.config.sparsity.dense_layers
             sums = local_index_sums(records, layers, self.device)
             local = torch.cat([local, sums])
@@ -355,13 +355,13 @@ class Trainer:
             self.states.step(scale)
 
     def _index_metrics(
-        self, reports: Sequence[StepReport], records: list[IndexRecord], pairs: int
+        self, reports: Sequence[StepReport], records: list[IndexRecord] | None, pairs: int
     ) -> IndexMetrics | None:
         """Combine the index sums of all ranks. Return None for a dense step.
 
         pairs: allowed pairs per head, of all sequences.
         """
-        if not records:
+        if records is None:
             return None
         sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
         return index_metrics(sums, records, self.config.seq).with_dense_layers(

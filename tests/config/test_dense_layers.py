@@ -23,12 +23,11 @@ def test_the_last_layers_are_dense():
     [
         ("sparsity.dense_layers=4", "=4: leaves no sparse layer of model.num_layers=4; give at"),
         ("sparsity.dense_layers=-1", "=-1: must be 0 or more"),
-        ("topology.pipeline_parallel=2", "=1: is not supported with topology.pipeline_parallel"),
     ],
 )
 def test_a_contradiction_is_one_line(word, line):
     with pytest.raises(ConfigError) as caught:
-        compose([*SPARSE, "sparsity.dense_layers=1", "topology.workers=2", word])
+        compose([*SPARSE, "topology.workers=2", "topology.pipeline_parallel=2", word])
     assert caught.value.problems[0].startswith(f"sparsity.dense_layers{line}")
 
 

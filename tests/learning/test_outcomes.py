@@ -11,6 +11,7 @@ from mtrain_cli.learning.outcomes import (
     BETTER,
     FAILED,
     HELD,
+    MEASURES,
     NOTHING,
     OPEN,
     UNKNOWN,
@@ -107,7 +108,9 @@ def test_questions_are_told_apart_by_their_place():
     ]  # fmt: skip
     rows = [{"hits": [[0.05, 1], [0.99, 0], [1.0, 1]], "places": [length - 1, 5, 6]}]
     values, depths = needles(rows, A)
-    assert values == {"needles": pytest.approx(200 / 3), "inside": 100.0, "elsewhere": 50.0}
+    assert values == {
+        "needles": pytest.approx(200 / 3), "inside": 100.0, "elsewhere": 50.0, "outside": 50.0,
+    }  # fmt: skip
     assert depths == {("inside", 0): 100.0, ("elsewhere", 9): 50.0}
 
 
@@ -152,8 +155,8 @@ def test_a_cell_with_damaged_results_is_named(tmp_path, monkeypatch, results, ro
     assert [lost in line and "done.json" in line for line in lines] == ([True] if lost else [])
 
 
-def predicted(rule, limit, measure="long_loss", attention="own", cell=SPARSE):
-    return Prediction("p", "2026-11-26", "text", cell, attention, measure, rule, limit)
+def predicted(rule, limit=0, measure="long_loss", attention="own", cell=SPARSE, **more):
+    return Prediction("p", "2026-11-26", "text", cell, attention, measure, rule, limit, **more)
 
 
 def test_predictions_of_losses():
@@ -193,12 +196,66 @@ def test_what_dense_never_finds_cannot_be_lost():
     )  # fmt: skip
 
 
+def test_a_prediction_written_after_some_seeds_is_judged_by_the_others_only():
+    found = [
+        one
+        for seed, loss in enumerate((9.0, 2.02, 2.04))
+        for one in (
+            measured(DENSE, seed, long_loss=2.0),
+            measured(AGAIN, seed, long_loss=2.01 if seed else 9.0),
+            measured(SPARSE, seed, "vertical_slash", long_loss=loss),
+        )
+    ]
+    late = {"seeds": (1, 2)}
+    each = outcome(predicted("at_most_percent", 2, **late), found, A)
+    assert (each.state, each.found[:6], each.found[-7:]) == (HELD, "+1.5 [", "2 seeds")
+    assert outcome(predicted("at_most_percent", 2), found, A).state == FAILED
+    within = outcome(predicted("within_spread", **late), found, A)
+    assert (within.state, "(spread 0.01)" in within.found) == (FAILED, True)
+    assert outcome(predicted("within_spread"), found, A).state == HELD  # seed 0 differs by 7
+    early = [one for one in found if one.cell.seed == 0]
+    each = outcome(predicted("at_most_percent", 2, **late), early, A)
+    assert (each.state, each.found) == (UNKNOWN, "no such cell of the seeds 1, 2 is finished")
+
+
+def test_a_prediction_may_compare_two_cells_of_a_seed():
+    windows = f"{SPARSE}-windows"
+    found = [
+        measured(DENSE, 0, needles=98.0),
+        measured(SPARSE, 0, "vertical_slash", needles=16.0),
+        measured(SPARSE, 0, DENSE, needles=1.0),
+        measured(windows, 0, "vertical_slash", needles=8.0),
+    ]
+    rule = predicted("below_cell", measure="needles", cell=windows, beside=SPARSE)
+    each = outcome(rule, found, A)
+    assert (each.state, each.found) == (HELD, "-8 points, 1 seed")
+    assert outcome(predicted("below_cell", measure="needles", beside=windows), found, A).state == (
+        FAILED
+    )
+    assert outcome(rule, [one for one in found if one.cell.name != SPARSE], A).state == UNKNOWN
+
+
+FIRST = (
+    "p90-loss", "inside", "outside-fails", "outside-recovers", "windows-repair",
+    "dense-layers-repair", "equal-time", "control", "p60-loss", "moba-needles",
+)  # fmt: skip
+
+
 def test_the_predictions_of_the_repository_are_about_cells_of_tier_a():
     names = {variant.name for variant in A.variants}
-    rules = []
-    for prediction in outcomes.read_predictions():
+    predictions = outcomes.read_predictions()
+    for prediction in predictions:
         assert prediction.cell in names
+        assert prediction.beside in ("", *names)
         assert prediction.measure in (*outcomes.MEASURES, outcomes.WORST_BUCKET)
         assert outcome(prediction, [], A).state == UNKNOWN
-        rules.append(prediction.rule)
-    assert len(rules) == 10
+        everything = [
+            measured(name, seed, attention, {(8192, 16384): 2.0}, **dict.fromkeys(MEASURES, 90.0))
+            for seed in A.seeds
+            for name in names
+            for attention in (DENSE, "own")
+        ]
+        outcome(prediction, everything, A)  # the rule is known
+    assert [each.id for each in predictions if not each.seeds] == list(FIRST)
+    assert all(each.seeds in ((), (1, 2)) for each in predictions)
+    assert len({each.id for each in predictions}) == len(predictions)

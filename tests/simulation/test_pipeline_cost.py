@@ -44,16 +44,17 @@ def test_equal_stages_take_the_time_of_the_formula(words, parts):
     plan = planned(TWO[0], *words, "model.vocab_size=264")
     assert plan.pipeline is not None
     assert plan.pipeline.layers == (8 // 2 // parts,) * 2 * parts
-    stages = [StageTime(forward=8.0, backward=16.0, loss=0.0)] * 2
+    passes = (8.0 / parts,) * parts, (16.0 / parts,) * parts
+    stages = [StageTime(*passes, loss=0.0)] * 2
     assert timed_step(plan, stages, 0.0).played.makespan == pytest.approx((8 + 1 / parts) * 3)
-    with_loss = [stages[0], StageTime(forward=8.0, backward=16.0, loss=8.0)]
+    with_loss = [stages[0], StageTime(*passes, loss=8.0)]
     played = timed_step(plan, with_loss, 0.0).played
     assert played.busy(0) == pytest.approx(24)
     assert played.busy(1) == pytest.approx(32)
 
 
 def test_the_loss_is_in_the_pass_that_forms_its_gradients():
-    stages = [StageTime(8.0, 8.0, 0.0), StageTime(8.0, 8.0, 80.0)]
+    stages = [StageTime((8.0,), (8.0,), 0.0), StageTime((8.0,), (8.0,), 80.0)]
     for word, first in (("forward", 1 + 10), ("recompute", 1 + 2.5)):
         plan = planned(*TWO, f"train.loss_gradients={word}")
         spans = [span for span in timed_step(plan, stages, 0.0).played.spans if span.stage == 1]
@@ -102,3 +103,60 @@ def test_a_hop_crosses_nodes_if_stages_are_on_different_nodes():
 def test_stages_that_do_not_divide_the_workers_are_refused():
     with pytest.raises(ConfigError, match=r"topology.pipeline_parallel=3: must divide the 8 work"):
         predicted("topology.pipeline_parallel=3")
+
+
+def test_a_stage_deals_its_time_out_in_proportion_to_its_virtual_stages():
+    whole = {"forward": 8.0, "backward": 30.0, "loss": 5.0}
+    parts = [{"forward": 1.0, "backward": 1.0}, {"forward": 3.0, "backward": 2.0}]
+    assert StageTime.of(whole, parts) == StageTime((2.0, 6.0), (10.0, 20.0), 5.0)
+
+
+SPARSE = (
+    "sparsity=vertical_slash", "sparsity.dense_layers=4",
+    "model.vocab_size=264", "topology.pipeline_parallel=2",
+)  # fmt: skip
+
+
+def sparse_step(*words: str) -> PredictedScenario:
+    config = compose([*WORDS, *SPARSE, *words])
+    source = PairSource("clustered", density=0.05, columns=64)
+    scenario = Scenario(config, source.problem(config))
+    return predict_training(CLUSTER, scenario, 8, "striped", "all_gather")
+
+
+@pytest.mark.parametrize(
+    ("words", "sparse", "dense"),
+    [
+        (("topology.stage_layers=[4,4]",), (0,), (1,)),
+        (("topology.virtual_stages=2", "topology.stage_layers=[2,2,2,2]"), (0, 1), (2, 3)),
+    ],
+)
+def test_passes_take_the_time_of_their_own_kind_of_layers(words, sparse, dense):
+    """Half of the layers is dense: stages hold one kind, or a virtual stage of each kind."""
+    step = sparse_step(*words).step
+    played = step.pipeline
+    assert played is not None
+    of_kind = [
+        [played.forward[number] + played.backward[number] for number in numbers]
+        for numbers in (sparse, dense)
+    ]
+    assert min(of_kind[1]) > 1.3 * max(of_kind[0])
+    assert sum(step.parts.values()) == pytest.approx(step.seconds.value)
+    busy = [played.played.busy(stage) for stage in range(2)]
+    assert step.parts["pipeline"] * 1e6 == pytest.approx(played.played.makespan - max(busy))
+    if len(sparse) == 2:
+        assert busy[0] == pytest.approx(busy[1], rel=0.02)
+
+
+def test_stages_of_one_kind_take_the_time_of_a_model_of_that_kind():
+    """A stage of sparse layers, and one of dense layers, as in models whose layers are alike."""
+    mixed = sparse_step("topology.stage_layers=[4,4]").step.pipeline
+    sparse = sparse_step("sparsity.dense_layers=0", "topology.stage_layers=[4,4]").step.pipeline
+    dense = predicted("model.vocab_size=264", *TWO).step.pipeline
+    assert mixed is not None
+    assert sparse is not None
+    assert dense is not None
+    assert mixed.forward[0] == pytest.approx(sparse.forward[0])
+    assert mixed.backward[0] == pytest.approx(sparse.backward[0])
+    assert mixed.forward[1] == pytest.approx(dense.forward[1], rel=1e-6)
+    assert mixed.backward[1] == pytest.approx(dense.backward[1], rel=1e-6)

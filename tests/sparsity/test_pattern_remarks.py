@@ -17,6 +17,10 @@ WINDOW = (
     "a single window at the end probes only the last packed document; "
     "set sparsity.windows=4 to probe several"
 )
+ALL_LAYERS = (
+    "every layer is sparse: such models found fewer needles in `mtrain study learning` "
+    "(docs/studies.md); sparsity.dense_layers={} keeps the last quarter dense"
+)
 
 
 @pytest.mark.parametrize(
@@ -24,15 +28,20 @@ WINDOW = (
     [
         ("", []),
         ("sparsity=moba", [MOBA]),
-        ("sparsity=moba sparsity.chunk=256", []),
+        ("sparsity=moba sparsity.chunk=256", [ALL_LAYERS.format(1)]),
         ("sparsity=fixed", []),
         (
             "sparsity=fixed sparsity.columns=5000",
             ["5000 columns cover all of seq=4k: computes every pair, like sparsity=dense"],
         ),
-        ("sparsity=vertical_slash", [WINDOW]),
-        ("sparsity=vertical_slash data.document_mask=false", []),
-        ("sparsity=vertical_slash sparsity.windows=2", []),
+        ("sparsity=vertical_slash", [WINDOW, ALL_LAYERS.format(1)]),
+        ("sparsity=vertical_slash sparsity.dense_layers=1", [WINDOW]),
+        ("sparsity=vertical_slash data.document_mask=false", [ALL_LAYERS.format(1)]),
+        (
+            "sparsity=vertical_slash sparsity.windows=2 model.num_layers=36",
+            [ALL_LAYERS.format(9)],
+        ),
+        ("sparsity=vertical_slash sparsity.windows=2 sparsity.dense_layers=2", []),
         (
             "sparsity=vertical_slash sparsity.min_slashes=32",
             [

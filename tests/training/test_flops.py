@@ -18,7 +18,9 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.training.flops import (
+    ASSUMED_DENSITY,
     allowed_pairs,
+    assumed_density,
     causal_pairs,
     flops_per_token,
     layer_kinds,
@@ -338,3 +340,15 @@ def test_the_peak_follows_from_the_gpus_name(name, teraflops):
 @pytest.mark.parametrize("name", ["cpu", "NVIDIA GeForce GTX 1080", "", "Tesla T4", "NVIDIA A1000"])
 def test_an_unknown_device_has_no_peak(name):
     assert peak_flops(name) is None
+
+
+def test_the_assumed_density_is_the_mean_over_layers_of_what_mask_and_pattern_allow():
+    assert assumed_density(compose(["mask=full", "seq=1k"])) == 1024 / (1025 / 2)
+    window = ["mask=sliding_window", "mask.window=1", "seq=1k"]
+    assert assumed_density(compose(window)) == 2 / 1025
+    sparse = ["sparsity=vertical_slash", "model.num_layers=4"]
+    assert assumed_density(compose([*window, *sparse])) == 2 / 1025
+    assert assumed_density(compose(["seq=1k"])) == 1
+    assert assumed_density(compose(sparse)) == ASSUMED_DENSITY
+    dense = assumed_density(compose([*sparse, "sparsity.dense_layers=1"]))
+    assert dense == pytest.approx((3 * ASSUMED_DENSITY + 1) / 4)

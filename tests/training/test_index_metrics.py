@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from mtrain_cli.attention.index import IndexCounts
 from mtrain_cli.parallel.context_attention import IndexRecord
-from mtrain_cli.training.index_metrics import index_metrics, local_index_sums
+from mtrain_cli.training.index_metrics import index_metrics, index_records, local_index_sums
 
 SEQ, LAYERS = 9, 2  # 45 causal pairs
 
@@ -79,3 +82,18 @@ def test_partial_counts_of_workers_add_up_to_the_total():
     )
     results = index_metrics((mine + other).tolist(), [], SEQ)
     assert results.density_by_layer == (25 / 45,)
+
+
+def test_a_stage_of_only_dense_layers_adds_nothing_to_the_sums():
+    nothing = local_index_sums([], LAYERS, torch.device("cpu"))
+    assert nothing.dtype == torch.float64
+    assert nothing.tolist() == [0.0] * len(SUM)
+
+
+def test_a_sparse_step_without_records_is_no_dense_step():
+    def attention(index: Any) -> Any:
+        return SimpleNamespace(index=index)
+
+    sparse = SimpleNamespace(records=[], count=lambda: None)
+    assert index_records([attention(sparse)]) == []
+    assert index_records([attention(None)]) is None

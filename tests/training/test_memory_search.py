@@ -455,14 +455,6 @@ def test_products_are_kept_if_that_saves_time_and_there_is_room(words, kept):
     assert (chosen_plan and chosen_plan.config.train.keep_mlp) is kept
 
 
-def test_the_mask_counts_in_the_time_of_a_step():
-    assert memory_search.density(compose(["mask=full", "seq=1k"])) == 1024 / (1025 / 2)
-    window = ["mask=sliding_window", "mask.window=1", "seq=1k"]
-    assert memory_search.density(compose(window)) == 2 / 1025
-    assert memory_search.density(compose([*window, "sparsity=vertical_slash"])) == 2 / 1025
-    assert memory_search.density(compose(["seq=1k"])) == 1
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -61,3 +61,14 @@ def test_virtual_stages_keep_more_of_the_first_part():
     assert first.current == range(2, 3)
     assert len(list(first.others)) == 4
     assert (first.first, first.last, last.first, last.last) == (True, False, False, True)
+
+
+def test_virtual_stages_are_parts_of_their_own():
+    config = compose(
+        ["model.num_layers=4", "topology.pipeline_parallel=2", "topology.virtual_stages=2"]
+    )
+    begin, end = model_parts(config, 4)[1].virtual_stages
+    assert (begin.every_layer, end.every_layer) == ([1], [3])
+    assert [(part.first, part.last) for part in (begin, end)] == [(False, False), (False, True)]
+    begin, end = model_parts(config, 4)[0].virtual_stages
+    assert [(part.first, part.last) for part in (begin, end)] == [(True, False), (False, False)]

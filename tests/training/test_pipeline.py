@@ -116,6 +116,7 @@ MOBA = (
     "seq=256", "sparsity=moba", "sparsity.block=16", "sparsity.chunk=32", "sparsity.top_k=2",
     "sparsity.dense_steps=0",
 )  # fmt: skip
+DENSE_END = (*SLASHES, "sparsity.dense_layers=2")
 WINDOWS = ("seq=256", "mask=sliding_window", "mask.window=40", "mask.full_every=2")
 RING, ULYSSES = "topology.exchange=ring", "topology.exchange=ulysses"
 GPIPE, VIRTUAL = "topology.schedule=gpipe", "topology.virtual_stages=2"
@@ -148,6 +149,9 @@ NONE, FULL = "train.activation_checkpoint=none", "train.activation_checkpoint=fu
         (4, (2, 2, 1), SLASHES, (RING, FULL)),
         (4, (2, 2, 1), MOBA, (VIRTUAL,)),
         (2, (2, 1, 1), WINDOWS, (VIRTUAL,)),
+        # Two sparse layers and a dense one; only a dense one.
+        (2, (2, 1, 1), DENSE_END, ("topology.stage_layers=[3,1]",)),
+        (4, (2, 2, 1), (*MOBA, "sparsity.dense_layers=2"), (VIRTUAL,)),
         (8, (2, 2, 2), (*SLASHES, "seed=1"), (RING,)),
         pytest.param(2, (2, 1, 1), (), ("train.compile=true",), marks=pytest.mark.slow),
         (2, (2, 1, 1), (*UNTIED, "train.dtype=bfloat16"), (VIRTUAL,)),
@@ -318,15 +322,27 @@ def test_the_held_out_loss_by_context_equals_that_of_one_worker():
             )
 
 
-def sparse_metrics(rank: int, world: int, degrees: Degrees) -> list[float]:
-    """Return density, slashes and columns of a sparse step, and its densities by layer."""
-    trainer = make(rank, world, degrees, SLASHES)
-    index = trainer.train_step(False).index
+def sparse_metrics(
+    rank: int, world: int, degrees: Degrees, overrides: tuple[str, ...] = SLASHES
+) -> list[float]:
+    """Return pairs, density, slashes and columns of a sparse step, and its densities by layer."""
+    trainer = make(rank, world, degrees, overrides)
+    result = trainer.train_step(False)
     trainer.close()
-    return [index.density, index.slashes, index.columns, *index.density_by_layer]
+    index = result.index
+    each = index.density_by_layer
+    return [result.pairs, index.density, index.slashes, index.columns, *each]
 
 
 def test_metrics_of_a_sparse_step_equal_those_of_one_worker():
     expected = gloo.run(1, sparse_metrics, ALONE)[0]
     for found in gloo.run(4, sparse_metrics, (2, 2, 1)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_stage_of_only_dense_layers_reports_the_metrics_of_all():
+    expected = gloo.run(1, sparse_metrics, ALONE, DENSE_END)[0]
+    assert expected[-4] < expected[-1] == expected[-2]
+    stages = (*DENSE_END, "topology.stage_layers=[2,2]")
+    for found in gloo.run(2, sparse_metrics, (2, 1, 1), stages):
         np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.training.flops import ASSUMED_DENSITY
 from mtrain_cli.training.stage_cut import cut, head_cost, layer_costs, stage_layers
 
 
@@ -70,6 +71,31 @@ def test_costs_follow_from_model_sequence_and_mask():
     assert full == pytest.approx(layer_costs(config)[0])
     assert narrow < full
     assert layer_costs(mixed) == [narrow, full, narrow, full]
+
+
+LONG = ["seq=64k", "model.num_layers=8", "model.vocab_size=264", "topology.pipeline_parallel=2"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "share"),
+    [
+        (["sparsity=vertical_slash"], ASSUMED_DENSITY),
+        (["sparsity=fixed", "sparsity.density=0.2", "sparsity.columns=0"], 0.2),
+    ],
+)
+def test_dense_layers_at_the_end_cost_more_and_stages_are_cut_for_it(pattern, share):
+    config = compose([*LONG, *pattern, "sparsity.dense_layers=2"])
+    matrices = layer_costs(compose([*LONG, "seq=16"]))[0]
+    dense = layer_costs(compose(LONG))
+    matrices -= 4 * config.model.num_heads * config.model.head_dim * 17 / 2
+    sparse = matrices + share * (dense[0] - matrices)
+    assert layer_costs(config) == pytest.approx([sparse] * 6 + dense[6:])
+    assert stage_layers(compose(LONG)) == (4, 4)
+    assert stage_layers(config)[1] < 4
+
+
+def test_a_pattern_in_all_layers_counts_all_pairs_unless_its_density_is_known():
+    assert layer_costs(compose([*LONG, "sparsity=moba"])) == layer_costs(compose(LONG))
 
 
 def test_given_numbers_of_layers_are_kept():
