@@ -129,6 +129,7 @@ def make_problem(
     where: str,
     dtype=torch.float32,
     device="cpu",
+    batch: int = 2,
 ) -> Problem:
     """Make a problem.
 
@@ -136,7 +137,6 @@ def make_problem(
     window: tokens that a query sees; 0 for all of its document.
     """
     rng = np.random.default_rng(seed)
-    batch = 2
     padded = seq + int(rng.integers(0, 5))
     if documents is None:
         padded = seq

@@ -45,24 +45,27 @@ def check(kernel, problem, tolerance: float) -> None:
         )
 
 
-# The interpreter takes seconds per case: test every shard for the richest indices; the rest is
-# marked slow.
-SHARDS = [
+# The interpreter takes seconds per case: test every shard for the richest indices, and every kind
+# and every shard with documents or without; the rest is marked slow.
+SHARDS = ("whole", "striped queries", "striped", "later queries")
+CASES = [
     pytest.param(
         kind,
         where,
+        documents,
         marks=()
-        if where == "whole" or kind in ("both", "bitmap", "local bitmap")
+        if (where == "whole" or kind in ("both", "bitmap", "local bitmap"))
+        and documents == (number + shard) % 2
         else pytest.mark.slow,
     )
-    for kind in KINDS
-    for where in ("whole", "striped queries", "striped", "later queries")
+    for number, kind in enumerate(KINDS)
+    for shard, where in enumerate(SHARDS)
+    for documents in (False, True)
 ]
 
 
-@pytest.mark.parametrize(("kind", "where"), SHARDS)
-@pytest.mark.parametrize("documents", [False, True])
-def test_triton_equals_the_oracle(kind, documents, where):
+@pytest.mark.parametrize(("kind", "where", "documents"), CASES)
+def test_triton_equals_the_oracle(kind, where, documents):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
     check(
@@ -82,19 +85,29 @@ def test_triton_equals_the_oracle(kind, documents, where):
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "where"),
-    [
-        ("both", "whole"),
-        ("both", "striped"),
-        ("local bitmap", "striped"),
-        *(
-            pytest.param(kind, where, marks=pytest.mark.slow)
-            for kind, where in (("both", "later queries"), ("columns", "whole"), ("gated", "whole"))
-        ),
-    ],
-)
-@pytest.mark.parametrize(("documents", "window"), [(False, 23), (True, 40)])
+WINDOWS = [
+    ("both", "whole", False, 23),
+    ("both", "striped", True, 40),
+    ("local bitmap", "striped", False, 23),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("both", "whole", True, 40),
+            ("both", "striped", False, 23),
+            ("local bitmap", "striped", True, 40),
+            *(
+                (kind, where, documents, window)
+                for kind, where in (
+                    ("both", "later queries"), ("columns", "whole"), ("gated", "whole")
+                )
+                for documents, window in ((False, 23), (True, 40))
+            ),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "where", "documents", "window"), WINDOWS)
 def test_triton_serves_sliding_windows(kind, where, documents, window):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
@@ -192,8 +205,7 @@ def test_triton_computes_delta_if_none_is_given():
         torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["both", "bitmap"])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("kind", "given"), [("both", True), ("bitmap", False)])
 def test_triton_accepts_strided_heads(kind, given):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
