@@ -69,9 +69,8 @@ def test_missing_packages_are_named(monkeypatch):
 @pytest.mark.parametrize("kind", ["bitmap", "local bitmap"])
 @pytest.mark.parametrize("where", ["whole", "striped", "later queries"])
 def test_lists_hold_the_blocks_that_index_and_mask_leave(kind, where):
-    # A program lists 64 query blocks at once, and the sequence has 68.
     p = make_problem(
-        3, kind, seq=1085, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
+        3, kind, seq=1609, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
     )
     index, geometry = p.tiles.index, p.tiles.geometry
     plan = make_tile_plan(p.tiles, backward=True)
