@@ -78,7 +78,7 @@ def _frontier(summary: Summary) -> Figure:
     views = []
     for measure in (LOSS, LONG_LOSS, NEEDLES):
         unit = "points from dense" if measure == NEEDLES else "nats above dense"
-        for title, fact in (("density of training", "density"), ("training, seconds", "seconds")):
+        for title, fact in (("density", "density"), ("seconds of training", "seconds")):
             points = [
                 _point(summary, each, getattr(each, fact), measure)
                 for each in summary.compared
@@ -87,12 +87,14 @@ def _frontier(summary: Summary) -> Figure:
             if points:
                 axes = plots.from_zero(title), plots.axis(unit, zeroline=True)
                 layout = plots.layout(_height(points), *axes, legend=_BELOW)
-                views.append(FigureView((f"{MEASURES[measure]}: {title}",), points, layout))
+                views.append(FigureView((f"{MEASURES[measure]} against {title}",), points, layout))
     note = (
         "Bars: 95 % t-interval over seeds, paired. Dense is at 0. Filled: measured with the "
         "attention of the training. Open: with dense attention."
     )
-    return Figure("frontier", "Loss against density and time", (), views, note, together=True)
+    return Figure(
+        "frontier", "Loss and needles against density and time", (), views, note, together=True
+    )
 
 
 def _point(summary: Summary, each: Compared, x: float, measure: str) -> plots.Trace:
