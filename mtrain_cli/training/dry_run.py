@@ -249,16 +249,21 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
     rows = [("kernel", f"{plan.kernel}: {plan.kernel_reason}")]
     if plan.dense_kernel is not None:
         name, reason = plan.dense_kernel
-        rows.append(("", f"{name} for {_dense_parts(plan.config)}, which are dense: {reason}"))
+        sparsity = plan.config.sparsity
+        are = "is" if sparsity.dense_steps + sparsity.dense_layers == 1 else "are"
+        rows.append(("", f"{name} for {_dense_parts(plan.config)}, which {are} dense: {reason}"))
     return rows
 
 
 def _dense_parts(config: Config) -> str:
     """Return ``the first 10 steps and the last 2 layers``: what is dense in a sparse run."""
     sparsity = config.sparsity
-    counts = (f"the first {sparsity.dense_steps} steps", f"the last {sparsity.dense_layers} layers")
-    given = (sparsity.dense_steps, sparsity.dense_layers)
-    return " and ".join(text for text, number in zip(counts, given, strict=True) if number)
+    counts = (("first", "step", sparsity.dense_steps), ("last", "layer", sparsity.dense_layers))
+    return " and ".join(
+        f"the {which} {unit if number == 1 else f'{number} {unit}s'}"
+        for which, unit, number in counts
+        if number
+    )
 
 
 def _of_causal(pairs: float, seq: int) -> str:
