@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import count, format_size, with_count
 from mtrain_cli.console import two_columns
@@ -257,13 +258,9 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 def _dense_parts(config: Config) -> str:
     """Return ``the first 10 steps and the last 2 layers``: what is dense in a sparse run."""
-    sparsity = config.sparsity
-    counts = (("first", "step", sparsity.dense_steps), ("last", "layer", sparsity.dense_layers))
-    return " and ".join(
-        f"the {which} {unit if number == 1 else f'{number} {unit}s'}"
-        for which, unit, number in counts
-        if number
-    )
+    steps = config.sparsity.dense_steps
+    first = "" if not steps else "the first step" if steps == 1 else f"the first {steps} steps"
+    return " and ".join(text for text in (first, last_layers(config)) if text)
 
 
 def _of_causal(pairs: float, seq: int) -> str:
