@@ -7,13 +7,14 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 _INTEGER_LIMIT = 2**63  # other programs read integers as int64
 _FLOAT_LIMIT = 1e18
+_MOST_SHOWN = 5  # most numbers of lines in a message
 _MAY_DIVERGE = ("loss", "grad_norm")  # names of fields that may be infinite or NaN
 
 
@@ -78,6 +79,27 @@ def reason(error: BaseException) -> str:
         return "a number has too many digits"
     is_no_number = text.startswith(("could not convert", "invalid literal", "cannot convert"))
     return "a value is not a number" if is_no_number else text
+
+
+def damaged_lines(file: Path, numbers: Sequence[int]) -> str:
+    """Return ``FILE: lines 2, 5 are damaged``. numbers: count from 1."""
+    shown = ", ".join(map(str, numbers[:_MOST_SHOWN])) + " and more" * (len(numbers) > _MOST_SHOWN)
+    return (
+        f"{file}: line {shown} is damaged"
+        if len(numbers) == 1
+        else (f"{file}: lines {shown} are damaged")
+    )
+
+
+def lines_not_shown(file: Path, numbers: Sequence[int], thing: str) -> str:
+    """Return ``FILE: line 2 is damaged; this step is not shown``; "" without numbers.
+
+    thing: what a line holds, such as "step".
+    """
+    if not numbers:
+        return ""
+    lost = f"this {thing} is" if len(numbers) == 1 else f"these {thing}s are"
+    return f"{damaged_lines(file, numbers)}; {lost} not shown"
 
 
 def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) -> T:

@@ -25,7 +25,6 @@ FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
 NATS, PERCENT = "nats", "%"
 HELD_OUT_TEXT = "held-out text"  # in the settings of a result
-_MOST_SHOWN = 5  # most numbers of lines in a message
 IN_TRAINING = "in_training"  # key of a sample that a run measured during training
 
 
@@ -236,15 +235,32 @@ def require_own(path: Path, model: str) -> None:
                 "folder"
             )
         return
-    try:
-        document = documents.read_json(about)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{about}: cannot be read ({documents.reason(error)})") from None
-    found = document.get("model") if isinstance(document, dict) else None
+    found = _model_of(about)
     if found != model:
         raise ConfigError(
             f"--out {path}: holds results of another model, {found}; give another folder"
         )
+
+
+def _model_of(about: Path) -> str:
+    """Return the model that a folder of results names.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        document = documents.read_json(about)
+        if isinstance(document, dict) and isinstance(model := document.get("model"), str):
+            return model
+        why = "it names no model"
+    except (OSError, ValueError) as error:
+        why = documents.reason(error)
+    in_run = about.parent.name == FOLDER
+    model, whole = ("..", "") if in_run else ("PATH", ", with the whole path of the model,")
+    raise ConfigError(
+        f'{about}: damaged ({why}). Write {{"model": "{model}"}} into it{whole} and give the same '
+        "`mtrain eval` again"
+    )
 
 
 def remove_unused(created: Sequence[Path]) -> None:
@@ -268,11 +284,19 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def read_whole_results(folder: Path) -> tuple[list[Result], str]:
-    """Do as `read_results`. Also return a line on results that cannot be read, or ""."""
+    """Do as `read_results`. Also return a line on what cannot be read, or ""."""
     for place in (folder / FOLDER, folder):
-        if (place / ABOUT).is_file() and (place / RESULTS).is_file():
+        if not (place / ABOUT).is_file():
+            continue
+        try:
+            _model_of(place / ABOUT)
+            unread = ""
+        except ConfigError as error:
+            unread = error.problems[0]
+        if (place / RESULTS).is_file():
             by_key, damage = _read(place / RESULTS)
-            return list(by_key.values()), damage
+            return list(by_key.values()), "; ".join(filter(None, (unread, damage)))
+        return [], unread
     return [], ""
 
 
@@ -305,15 +329,8 @@ def _read(file: Path) -> tuple[dict[str, Result], str]:
             damaged.append(number)
         else:
             results[result.key] = result
-    if not damaged:
-        return results, ""
-    shown = ", ".join(map(str, damaged[:_MOST_SHOWN])) + " and more" * (len(damaged) > _MOST_SHOWN)
-    several = len(damaged) > 1
-    return results, (
-        f"{file}: line{'s' * several} {shown} {'are' if several else 'is'} damaged; "
-        f"{'these results are' if several else 'this result is'} not shown. Give the same "
-        "`mtrain eval` again"
-    )
+    lost = documents.lines_not_shown(file, damaged, "result")
+    return results, lost and f"{lost}. Give the same `mtrain eval` again"
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:

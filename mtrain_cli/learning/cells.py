@@ -78,18 +78,30 @@ class Study:
         """Open a folder that `save` marked; None if it is no study.
 
         Raises:
-            ConfigError: it is of another version of mtrain.
+            ConfigError: the file is damaged, or of another version of mtrain.
         """
+        file = folder / ABOUT
+        if not file.is_file():
+            return None
         try:
-            about = documents.read_json(folder / ABOUT)
-        except (OSError, ValueError):
-            return None
-        if not isinstance(about, dict) or about.get("study") != _KIND:
-            return None
-        tier, steps = TIERS.get(str(about.get("tier"))), about.get("base_steps")
-        if tier is None or not isinstance(steps, int):
-            raise ConfigError(f"{folder / ABOUT}: no such tier; allowed: {', '.join(TIERS)}")
-        return Study(folder, replace(tier, base_steps=steps))
+            about = documents.read_json(file)
+            why = "" if isinstance(about, dict) else "it is not a JSON object"
+        except (OSError, ValueError) as error:
+            about, why = None, documents.reason(error)
+        if isinstance(about, dict):
+            if about.get("study") != _KIND:
+                return None
+            if (tier := TIERS.get(str(about.get("tier")))) is None:
+                raise ConfigError(
+                    f"{file}: tier={about.get('tier')}: no such tier; allowed: {', '.join(TIERS)}"
+                )
+            if documents.is_number(steps := about.get("base_steps")) and isinstance(steps, int):
+                return Study(folder, replace(tier, base_steps=steps))
+            why = f"base_steps={steps}: expected a whole number"
+        raise ConfigError(
+            f"{file}: damaged ({why}). The command of the study writes it again and keeps finished "
+            f"cells: mtrain study learning --tier NAME --out {folder}"
+        )
 
     def save(self) -> None:
         """Mark the folder as a study of this tier."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.earlier_versions import RENAMED_METRICS, renamed
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.records import step_lines
 
 METRICS_FILE = "metrics.jsonl"
 # First steps that rates exclude: compilation, first communicators and growth of the allocator.
@@ -129,6 +129,8 @@ class MetricsWriter:
     - steps after `start_step`, which an earlier attempt trained after its last checkpoint
     - an incomplete last line, which a crash cut short
 
+    Damaged lines before them stay.
+
     Raises:
         ConfigError: TensorBoard is requested but not installed.
     """
@@ -137,7 +139,7 @@ class MetricsWriter:
         self.path = Path(run_dir) / METRICS_FILE
         self._events = _summary_writer(Path(run_dir), start_step) if tensorboard else None
         if self.path.exists():
-            _drop_later_steps(self.path, start_step)
+            step_lines.drop_later_steps(self.path, start_step)
         self._file = self.path.open("ab", buffering=0)
         self.lost = 0  # consecutive lines that could not be written
 
@@ -187,24 +189,42 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Read the steps of a `metrics.jsonl` in file order.
-
-    Skip an incomplete last line. Ignore unknown keys and replace missing values by None, so files
-    of other versions can be read.
-
-    path: the file, or the run folder that holds the file.
+    """Do as `read_readable_metrics`, but refuse damaged lines.
 
     Raises:
-        ConfigError: the file is missing, or a line before the last line is not a step.
+        ConfigError: the file is missing, or a line is damaged.
     """
-    path = Path(path)
-    path = path / METRICS_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; give a run's folder or its {METRICS_FILE}")
-    try:
-        return [_from_row(row) for _, row in _rows(path)]
-    except documents.UnreadableError as error:
-        raise ConfigError(f"{path}: holds a line that is not a step ({error})") from None
+    steps, damaged = read_readable_metrics(path)
+    if damaged:
+        file = metrics_file(path)
+        raise ConfigError(f"{documents.damaged_lines(file, damaged)}; each line must be a step")
+    return steps
+
+
+def read_readable_metrics(path: Path) -> tuple[list[StepMetrics], list[int]]:
+    """Read the steps of a `metrics.jsonl` in file order.
+
+    Skip an incomplete last line, which a crash cut short. Ignore unknown keys and replace missing
+    values by None, so files of other versions can be read.
+
+    Args:
+        path: the file, or the run folder that holds the file.
+
+    Returns:
+        The steps, and the numbers of the damaged lines, from 1.
+
+    Raises:
+        ConfigError: the file is missing.
+    """
+    file = metrics_file(path)
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file; give a run's folder or its {METRICS_FILE}")
+    return step_lines.read_steps(file, _from_row)
+
+
+def metrics_file(path: Path) -> Path:
+    """Return the metrics file of a run's folder. path: the folder, or the file itself."""
+    return path / METRICS_FILE if path.is_dir() else path
 
 
 def _from_row(row: dict[str, Any]) -> StepMetrics:
@@ -218,33 +238,6 @@ def sound_mfu(mfu: float | None, hfu: float | None) -> float | None:
     Earlier versions wrote an MFU above HFU, because they counted pairs that a sparse step skips.
     """
     return None if mfu is not None and hfu is not None and mfu > hfu else mfu
-
-
-def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return a (line, parsed line) pair for every step in the file."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append((line, row))
-        elif number < len(lines):
-            raise ConfigError(
-                f"{path}:{number}: not a step; each line must be a JSON object with an integer step"
-            )
-    return rows
-
-
-def _drop_later_steps(path: Path, last: int) -> None:
-    """Remove the steps after `last` from the file. Replace the file atomically."""
-    kept = "".join(f"{line}\n" for line, row in _rows(path) if row["step"] <= last)
-    with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _summary_writer(run_dir: Path, start_step: int) -> Any:

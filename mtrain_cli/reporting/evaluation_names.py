@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from mtrain_cli.config.pattern_settings import PatternSettings, pattern_keys
 from mtrain_cli.config.schema import PERPLEXITY
 from mtrain_cli.evaluation.results import HELD_OUT_TEXT, Result
 
@@ -17,7 +17,13 @@ _KINDS = (
     *("tokenizer", "dtype"),
 )
 _WHOLE = {HELD_OUT_TEXT: "text", "sentences": "form", "python": "form"}
+# All tasks of a suite have these settings, and those of their pattern.
+_OF_MODEL = {"tokenizer", "dtype", *(field.name for field in fields(PatternSettings))}
 _TEXT = "text"
+_UNKNOWN = "settings not recorded"  # by earlier versions
+_WEIGHTS = "weights "
+# How details begin that do not depend on the length.
+_ANY_LENGTH = ("in ", "haystack files ", "content ", "version ")
 _KEY_DIGITS = 4  # of the key of a result in its name
 
 
@@ -36,21 +42,21 @@ class NamedSettings:
 
 
 def distinguished(results: Sequence[Result]) -> list[Result]:
-    """Return results of which no two have one heading.
+    """Return results of which no two have one heading, and no heading has two settings.
 
-    Where results of a task and an attention differ in other settings, such as the seed, the name of
-    the attention gets these: ``dense, seed 2``. Where texts differ, all names have the text. Where
-    no settings tell results apart, the name gets the beginning of the result's key, which does not
-    change: ``dense (3f2a)``.
+    Where results of a task and an attention differ in settings, such as the seed, the name of the
+    attention gets these: ``dense, seed 2``. Lengths and checkpoints do not matter, so a column has
+    one setting. Where texts differ, all names have the text. Where no settings tell results of one
+    length apart, the name gets the beginning of the result's key, which does not change:
+    ``dense (3f2a)``.
     """
-    groups: dict[Hashable, list[Result]] = {}
-    for result in results:
-        groups.setdefault(_row(result), []).append(result)
-    named = {}
-    for group in groups.values():
-        for name, result in zip(_names(group), group, strict=True):
-            named[id(result)] = replace(result, attention=name)
-    return [named[id(result)] for result in results]
+    named: dict[int, str] = {}
+    for table in _grouped(results, _table):
+        own = [results[at] for at in table]
+        names = _by_rows(_with_details, own, _with_settings(own))
+        names = _by_rows(_with_keys, own, _with_weights(own, names))
+        named.update(zip(table, names, strict=True))
+    return [replace(result, attention=named[at]) for at, result in enumerate(results)]
 
 
 def named_settings(results: Sequence[Result]) -> list[NamedSettings]:
@@ -72,6 +78,36 @@ def named_settings(results: Sequence[Result]) -> list[NamedSettings]:
     return found
 
 
+def _grouped(
+    results: Sequence[Result], key: Callable[[Result], Hashable]
+) -> Iterable[Sequence[int]]:
+    """Return the numbers of the results of each group."""
+    groups: dict[Hashable, list[int]] = {}
+    for at, result in enumerate(results):
+        groups.setdefault(key(result), []).append(at)
+    return groups.values()
+
+
+def _by_rows(
+    change: Callable[[Sequence[Result], Sequence[str]], list[str]],
+    table: Sequence[Result],
+    names: Sequence[str],
+) -> list[str]:
+    """Change the names of the results of each row."""
+    found = list(names)
+    for row in _grouped(table, _row):
+        changed = change([table[at] for at in row], [names[at] for at in row])
+        for at, name in zip(row, changed, strict=True):
+            found[at] = name
+    return found
+
+
+def _table(result: Result) -> str:
+    """Return what names the table of a result. Tasks of a suite share one."""
+    suite, colon, _ = result.task.partition(":")
+    return suite + colon
+
+
 def _row(result: Result) -> tuple[str, str]:
     """Return what names the rows of a result. The note of lm-eval tells the shots."""
     return result.task, result.note if result.task.startswith("lm-eval:") else ""
@@ -91,44 +127,75 @@ def _kind(setting: str) -> str:
     return _WHOLE.get(setting) or next(begins, "")
 
 
-def _names(group: Sequence[Result]) -> list[str]:
-    """Return a name of the attention for each result of a task."""
-    by_attention: dict[str, list[Result]] = {}
-    for result in group:
-        by_attention.setdefault(result.attention, []).append(result)
-    different = {name: _different(own) for name, own in by_attention.items()}
-    kinds = {_kind(one) for own in different.values() for one in own} - {""}
-    texts = {one for result in group for one in _settings(result) if _kind(one) == _TEXT}
-    if len(texts) > 1:
-        kinds.add(_TEXT)
-    names = []
-    for result in group:
-        own = different[result.attention]
-        shown = [one for one in _settings(result) if one in own or _kind(one) in kinds]
-        names.append(", ".join([result.attention, *shown]))
-    return _with_keys(group, _with_details(group, names))
+def _with_settings(table: Sequence[Result]) -> list[str]:
+    """Return a name of the attention for each result of a table, with settings that differ."""
+    different = [set[str]() for _ in table]
+    for same in _grouped(table, lambda result: result.attention):
+        found = _different([_of_model(table[at]) for at in same])
+        for at in same:
+            different[at] |= found
+    for same in _grouped(table, lambda result: (_row(result), result.attention)):
+        recorded = [table[at] for at in same if table[at].settings]
+        found = _different([_settings(result) for result in recorded])
+        for at in same:
+            different[at] |= found if table[at].settings else {_UNKNOWN} if recorded else set()
+    names = [result.attention for result in table]
+    for row in _grouped(table, _row):
+        kinds = {_kind(one) for at in row for one in different[at]} - {""}
+        texts = {one for at in row for one in _settings(table[at]) if _kind(one) == _TEXT}
+        kinds |= {_TEXT} if len(texts) > 1 else set()
+        for at in row:
+            own = _settings(table[at]) or (_UNKNOWN,)
+            shown = [one for one in own if one in different[at] or _kind(one) in kinds]
+            names[at] = ", ".join([names[at], *shown])
+    return names
 
 
-def _different(group: Sequence[Result]) -> set[str]:
-    """Return the settings in which results of an attention differ; none if no two are of a place.
+def _of_model(result: Result) -> list[str]:
+    """Return the settings that all tasks of a suite have."""
+    keys = {*_OF_MODEL, *pattern_keys(result.attention)}
+    return [one for one in result.settings if one.partition(" ")[0] in keys]
 
-    A place is a length and a step.
+
+def _different(every: Iterable[Iterable[str]]) -> set[str]:
+    """Return the settings that not all results have. every: the settings of each result."""
+    sets = [set(own) for own in every]
+    common = sets[0].intersection(*sets) if sets else set()
+    return {one for own in sets for one in own if one not in common}
+
+
+def _with_weights(table: Sequence[Result], names: Sequence[str]) -> list[str]:
+    """Return names with the weights where those of one step and name differ.
+
+    The weights in training have no hash to compare.
     """
-    if len({(result.length, result.step) for result in group}) == len(group):
-        return set()
-    every = [set(_settings(result)) for result in group if result.settings]
-    common: set[str] = set.intersection(*every) if every else set()
-    return {one for own in every for one in own} - common
+    found = list(names)
+    weights = [
+        next((one for one in result.details if one.startswith(_WEIGHTS)), "") for result in table
+    ]
+    for same in _same([(r.step, name) for r, name in zip(table, names, strict=True)]):
+        known = {weights[at] for at in same if not weights[at].startswith(f"{_WEIGHTS}training")}
+        if len(known - {""}) > 1:
+            for at in same:
+                found[at] += f", {weights[at]}" if weights[at] else ""
+    return found
 
 
 def _with_details(group: Sequence[Result], names: Sequence[str]) -> list[str]:
-    """Return names with the first details that tell apart results of one name and place."""
+    """Return names of a row with the first details that tell apart results of one name.
+
+    Lengths have details of their own, such as a first sequence. These tell apart results of one
+    place.
+    """
     found = list(names)
     most = max((len(result.details) for result in group), default=0)
     for number in range(most):
-        for same in _alike(group, found):
-            own = [group[at].details[number : number + 1] for at in same]
-            if all(own) and len(set(own)) > 1:
+        details = [result.details[number : number + 1] for result in group]
+        any_length = [bool(own) and own[0].startswith(_ANY_LENGTH) for own in details]
+        alike = [one for one in _same(found) if all(any_length[at] for at in one)]
+        for same in (*alike, *_alike(group, found)):
+            own = [details[at] for at in same]
+            if len({found[at] for at in same}) == 1 and all(own) and len(set(own)) > 1:
                 shown = _shortened([one for (one,) in own])
                 for at, detail in zip(same, shown, strict=True):
                     found[at] += f", {detail}"
@@ -148,13 +215,19 @@ def _short_key(result: Result) -> str:
 
 
 def _alike(group: Sequence[Result], names: Sequence[str]) -> Iterable[Collection[int]]:
-    """Return the numbers of the results that share a name and a place with others."""
-    places = [(r.length, r.step, name) for r, name in zip(group, names, strict=True)]
-    several = {place for place, count in Counter(places).items() if count > 1}
-    return [
-        [at for at, own in enumerate(places) if own == place]
-        for place in sorted(several, key=places.index)
-    ]
+    """Return the numbers of the results that share a name and a place with others.
+
+    A place is a length and a step.
+    """
+    return _same([(r.length, r.step, name) for r, name in zip(group, names, strict=True)])
+
+
+def _same(keys: Sequence[Hashable]) -> list[list[int]]:
+    """Return the numbers of the keys that are equal to others."""
+    places: dict[Hashable, list[int]] = {}
+    for at, key in enumerate(keys):
+        places.setdefault(key, []).append(at)
+    return [same for same in places.values() if len(same) > 1]
 
 
 def _shortened(details: Sequence[str]) -> list[str]:

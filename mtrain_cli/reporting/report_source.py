@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,11 @@ from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.evaluation import results as evaluation_results
-from mtrain_cli.launch import restart
 from mtrain_cli.launch.restart import Restart
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import read_state
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.attention_files import AttentionFiles, read_attention_files
 from mtrain_cli.records.expert_loads import ExpertAnalysis, analyse_experts
-from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics, read_metrics
+from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics
 from mtrain_cli.records.record_files import (
     HEAD_ROWS,
     KERNELS,
@@ -35,12 +32,12 @@ from mtrain_cli.records.record_files import (
     open_records,
 )
 from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
-from mtrain_cli.reporting.run_settings import read_settings, with_choices
+from mtrain_cli.reporting.run_files import RunFiles, read_run_files
+from mtrain_cli.reporting.run_settings import RESOLVED, with_choices
 from mtrain_cli.reporting.step_tables import damage_of_step
-from mtrain_cli.training.evaluation import Evaluation, read_evaluations
+from mtrain_cli.training.evaluation import Evaluation
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
-RESOLVED, ENVIRONMENT = "resolved.yaml", "environment.json"
 SHOWN = 5  # most names in a message
 LAYER = "layer"  # kind of the older shipped profiles
 SHOWN_FIRST = "real-512k-4xh200"  # the shipped profile that a report shows if there is no run
@@ -71,7 +68,7 @@ class ReportSource:
         instead of ``auto``.
     restarts: restarts of the run after failures.
     experts: loads of the experts in `recorded`.
-    damage: why a damaged file is skipped; empty if no file is damaged.
+    damage: a line on each damaged file, of which the report lacks a part.
     """
 
     name: str
@@ -91,7 +88,7 @@ class ReportSource:
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
     experts: tuple[ExpertAnalysis, ...] = ()
-    damage: str = ""
+    damage: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -176,8 +173,7 @@ class ReportSource:
             remarks.append(
                 "one worker: nothing to compare with; imbalance degrees across workers are 1"
             )
-        if self.damage:
-            remarks.append(self.damage)
+        remarks += self.damage
         if self._stopped:
             remarks.append(f"step {self.metrics[-1].step} of {self.steps_wanted}")
         return remarks
@@ -322,86 +318,87 @@ def open_source(path: Path) -> ReportSource:
     """
     if path.is_file():
         return _open_file(path)
-    recorded = next(
-        (open_records(folder) for folder in (path, path / PROFILE) if (folder / SUMMARY).is_file()),
-        None,
-    )
-    results, lost = evaluation_results.read_whole_results(path)
-    metrics, damaged = _metrics(path, alone=recorded is None and not results)
-    damaged = "; ".join(filter(None, (damaged, lost)))
-    if recorded is None and not metrics and not results:
-        raise ConfigError(lost or _nothing(path))
-    cases: tuple[CaseAnalysis, ...] = ()
-    experts: tuple[ExpertAnalysis, ...] = ()
-    if recorded is not None:
-        kind, named = recorded.summary.get("kind"), (_name(path), path, _facts(path, recorded))
-        if kind == STEP:
-            if damage := damage_of_step(recorded.summary):
-                raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
-            experts, damaged = _experts(recorded)
-            return ReportSource(
-                *named,
-                step=recorded.summary,
-                settings=_settings(path, recorded),
-                experts=experts,
-                damage=damaged,
-            )
-        if kind == STUDY:
-            return ReportSource(*named, study=tables_of(recorded.summary, recorded.folder))
-        if kind == SPARSITY:
-            return ReportSource(
-                *named,
-                sparsity=_sparsity(recorded.folder),
-                attention=read_attention_files(recorded.folder),
-                settings=_settings(path, recorded),
-            )
-        recorded.check_schemas()
-        cases = tuple(analyse(recorded))
-        experts, unread = _experts(recorded)
-        damaged = "; ".join(filter(None, (damaged, unread)))
-        if not cases and not metrics and not recorded.summary.get("sweep"):
-            if recorded.complete or recorded.summary.get("samples"):
-                raise ConfigError(
-                    f"{recorded.folder}: {RECORDS} is missing, although {SUMMARY} lists samples; "
-                    "measure again"
-                )
-            raise ConfigError(
-                f"{recorded.folder}: no sample yet; the profile still runs or stopped too early"
-            )
-    return ReportSource(
-        _name(path),
-        path,
-        _facts(path, recorded),
-        recorded,
-        cases,
-        metrics,
-        steps_wanted=_steps_wanted(path) if metrics else None,
-        evaluations=tuple(read_evaluations(path)),
-        results=tuple(results),
-        settings=_settings(path, recorded),
-        restarts=tuple(restart.read_restarts(RunDir(path))),
-        experts=experts,
-        damage=damaged,
-    )
-
-
-def _experts(recorded: RecordedFolder) -> tuple[tuple[ExpertAnalysis, ...], str]:
-    """Return the loads of the experts, and an error about their file or ""."""
+    files = read_run_files(path)
+    others = bool(files.metrics or files.results)
     try:
-        return tuple(analyse_experts(recorded)), ""
+        places = [place for place in (path, path / PROFILE) if (place / SUMMARY).is_file()]
+        if places:
+            return _recorded(path, open_records(places[0]), files)
     except ConfigError as error:
-        return (), f"{error.problems[0]}; loads of experts are not shown"
+        if not others:
+            raise
+        line = f"{error.problems[0]}; the profile is not shown"
+        files = replace(files, damage=(*files.damage, line))
+    if not others:
+        raise ConfigError(*(files.damage or [_nothing(path)]))
+    return _with_files(_bare(path, None, files), files)
 
 
-def _settings(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
+def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSource:
+    """Return a source with a profile or simulation.
+
+    Raises:
+        ConfigError: a file of the profile is damaged, or the profile has no sample.
+    """
+    source, kind = _bare(path, recorded, files), recorded.summary.get("kind")
+    if kind == STEP:
+        if damage := damage_of_step(recorded.summary):
+            raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
+        return _with_experts(replace(source, step=recorded.summary), recorded)
+    if kind == STUDY:
+        return replace(source, study=tables_of(recorded.summary, recorded.folder))
+    if kind == SPARSITY:
+        rows, attention = _sparsity(recorded.folder), read_attention_files(recorded.folder)
+        return replace(source, sparsity=rows, attention=attention)
+    recorded.check_schemas()
+    cases = tuple(analyse(recorded))
+    if not cases and not files.metrics and not recorded.summary.get("sweep"):
+        if recorded.complete or recorded.summary.get("samples"):
+            raise ConfigError(
+                f"{recorded.folder}: {RECORDS} is missing, although {SUMMARY} lists samples; "
+                "measure again"
+            )
+        raise ConfigError(
+            f"{recorded.folder}: no sample yet; the profile still runs or stopped too early"
+        )
+    source = replace(_with_experts(source, recorded), recorded=recorded, cases=cases)
+    return _with_files(source, files)
+
+
+def _bare(path: Path, recorded: RecordedFolder | None, files: RunFiles) -> ReportSource:
+    """Return a source with its name, facts, settings and damage."""
+    facts, settings = _facts(recorded, files), _settings(recorded, files)
+    return ReportSource(_name(path), path, facts, settings=settings, damage=files.damage)
+
+
+def _with_files(source: ReportSource, files: RunFiles) -> ReportSource:
+    return replace(
+        source,
+        metrics=files.metrics,
+        steps_wanted=files.steps_wanted if files.metrics else None,
+        evaluations=files.evaluations,
+        results=files.results,
+        restarts=files.restarts,
+    )
+
+
+def _with_experts(source: ReportSource, recorded: RecordedFolder) -> ReportSource:
+    """Add the loads of the experts, or a line about a damaged file of them."""
+    try:
+        return replace(source, experts=tuple(analyse_experts(recorded)))
+    except ConfigError as error:
+        line = f"{error.problems[0]}; loads of experts are not shown"
+        return replace(source, damage=(*source.damage, line))
+
+
+def _settings(recorded: RecordedFolder | None, files: RunFiles) -> dict[str, Any]:
     """Return `ReportSource.settings`.
 
     The choices come from the state of the run, or else from the recorded cases.
     """
-    settings = read_settings(path)
-    state = read_state(RunDir(path))
-    if state is not None and state.chosen:
-        return with_choices(settings, {k: str(v) for k, v in state.chosen.items() if k in _CHOSEN})
+    if files.state is not None and files.state.chosen:
+        chosen = {k: str(v) for k, v in files.state.chosen.items() if k in _CHOSEN}
+        return with_choices(files.settings, chosen)
     summary = recorded.summary if recorded is not None else {}
     measured = [summary.get("settings"), *(summary.get("cases") or ())]
     cases = [facts for facts in measured if isinstance(facts, dict)]
@@ -409,29 +406,7 @@ def _settings(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
     for key, fact in _CHOSEN.items():
         if values := dict.fromkeys(str(facts[fact]) for facts in cases if facts.get(fact)):
             used[key] = ", ".join(values)
-    return with_choices(settings, used)
-
-
-def _metrics(path: Path, *, alone: bool) -> tuple[tuple[StepMetrics, ...], str]:
-    """Return the metrics of a run, and an error about the metrics file or "".
-
-    Args:
-        alone: whether the run has nothing else to show.
-
-    Raises:
-        ConfigError: the file is damaged, and the run has nothing else to show.
-    """
-    file = path / METRICS_FILE
-    if not file.is_file():
-        return (), ""
-    try:
-        steps = tuple(read_metrics(path))
-    except ConfigError as error:
-        if alone:
-            raise
-        return (), f"{error.problems[0]}; steps are not shown"
-    empty = not steps and not alone and file.stat().st_size
-    return steps, f"{file}: no steps" if empty else ""
+    return with_choices(files.settings, used)
 
 
 def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
@@ -499,20 +474,10 @@ def _name(path: Path) -> str:
     return os.path.basename(path.resolve()) or str(path)
 
 
-def _facts(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
+def _facts(recorded: RecordedFolder | None, files: RunFiles) -> dict[str, Any]:
     summary = recorded.summary if recorded is not None else {}
     command = {"command": summary["command"]} if summary.get("command") else {}
-    return {**(summary.get("environment") or {}), **command, **_document(path / ENVIRONMENT)}
-
-
-def _steps_wanted(path: Path) -> int | None:
-    """Return the run's train.steps; None if resolved.yaml cannot be read."""
-    from mtrain_cli.config import resolved_file
-
-    try:
-        return resolved_file.load(path / RESOLVED).train.steps
-    except ConfigError:
-        return None
+    return {**(summary.get("environment") or {}), **command, **files.facts}
 
 
 def _document(path: Path) -> dict[str, Any]:

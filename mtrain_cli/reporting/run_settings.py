@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.documents import read_yaml
+from mtrain_cli.config.documents import UnreadableError, read_yaml, reason
 from mtrain_cli.config.earlier_versions import renamed
 from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.sizes import format_size
@@ -42,16 +42,22 @@ _CARD = (
 _OF_ATTENTION = ("mask", "workers", "attention")  # headings of `_CARD`
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings in resolved.yaml by dotted key, or {} without a readable file.
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the settings in a resolved.yaml by dotted key.
 
     The file is not checked against the schema, so reports can show runs of other mtrain versions.
+
+    Raises:
+        UnreadableError: the file is no YAML, or holds no settings.
+        OSError: the file cannot be read.
     """
+    document = read_yaml(file)
+    if not isinstance(document, Mapping):
+        raise UnreadableError("it holds no settings")
     try:
-        document = read_yaml(folder / RESOLVED)
-        return renamed(keys.flatten(document)) if isinstance(document, Mapping) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
+        return renamed(keys.flatten(document))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(reason(error)) from None
 
 
 def with_choices(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:

@@ -259,7 +259,7 @@ class _StepEstimate:
         self.us = dict.fromkeys(PARTS, 0.0)
         self.messages = TensorMessages.of(plan) if plan.dims.tp > 1 else None
         self.exchange = RowExchange.of(plan, loads or ExpertLoads(), cluster, costs, slowest)
-        kinds = layer_kinds(plan.config.model, (n for layers in part.layers for n in layers))
+        kinds = layer_kinds(plan.config.model, part.every_layer)
         self.with_experts = kinds.get(True, 0) / self.layers
         self.row_waits: dict[str, RowWait] = {}
         self.rows = ExpertRows()

@@ -16,9 +16,10 @@ from statistics import mean
 
 import numpy as np
 
+from mtrain_cli.config.documents import damaged_lines
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.records.expert_loads import LOAD_PARTS, LOADS, analyse_experts
-from mtrain_cli.records.metrics import METRICS_FILE, read_metrics
+from mtrain_cli.records.metrics import METRICS_FILE, metrics_file, read_readable_metrics
 from mtrain_cli.records.record_files import open_records
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 
@@ -158,7 +159,8 @@ def _of_run(text: str, model: ModelConfig) -> ExpertLoads:
     file = next((f for f in (Path(text), Path("runs", text)) if (f / METRICS_FILE).is_file()), None)
     if file is None:
         raise ConfigError(f"--expert-loads {text}: no such run; give {EXAMPLE}")
-    steps = [step.expert_load_by_layer for step in read_metrics(file)]
+    metrics, damaged = read_readable_metrics(file)
+    steps = [step.expert_load_by_layer for step in metrics]
     loads = [load for step in steps[-_LAST:] for load in step or ()]
     if not loads:
         raise ConfigError(f"--expert-loads {text}: {file} has no loads of experts; give {EXAMPLE}")
@@ -172,4 +174,5 @@ def _of_run(text: str, model: ModelConfig) -> ExpertLoads:
         f"zipf:{high:.2f}, whose largest load is that of {file}: {wanted:.2f} times the mean, over "
         f"layers and the last {min(_LAST, len(steps))} steps"
     )
+    source += f"; {damaged_lines(metrics_file(file), damaged)}" if damaged else ""
     return ExpertLoads(high, source)

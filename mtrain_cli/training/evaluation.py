@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replace_text
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.records.step_lines import drop_later_steps, read_steps
 
 if TYPE_CHECKING:
     from mtrain_cli.training.batch import Batch, HostBatch
@@ -168,8 +168,7 @@ class EvaluationWriter:
         self.path = Path(run_dir) / EVALUATIONS_FILE
         self.kept: list[dict[str, Any]] = []
         if self.path.exists():
-            self.kept = kept = [row for row in _rows(self.path) if row["step"] <= start_step]
-            replace_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+            self.kept = drop_later_steps(self.path, start_step)
 
     def write(self, evaluation: Evaluation) -> str | None:
         """Append a row. Return None, or a warning if the row cannot be written."""
@@ -184,34 +183,19 @@ class EvaluationWriter:
         return None
 
 
-def read_evaluations(path: Path) -> list[Evaluation]:
+def read_evaluations(path: Path) -> tuple[list[Evaluation], list[int]]:
     """Return the evaluations in a run's folder, in the order of the file.
 
-    Return an empty list if the folder has no such file.
+    Skip an incomplete last line, which a crash cut short.
 
-    Raises:
-        ConfigError: a line is not an evaluation.
+    Returns:
+        The evaluations, and the numbers of the damaged lines, from 1. Both are empty if the folder
+        has no such file.
     """
     file = Path(path) / EVALUATIONS_FILE
     if not file.is_file():
-        return []
-    try:
-        return [documents.checked(Evaluation, row) for row in _rows(file)]
-    except documents.UnreadableError as error:
-        raise ConfigError(f"{file}: holds a line that is not an evaluation ({error})") from None
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file. Skip invalid lines, such as a line that a crash cut short."""
-    rows = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
+        return [], []
+    return read_steps(file, partial(documents.checked, Evaluation))
 
 
 def losses_by_bucket(

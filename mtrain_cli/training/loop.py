@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.config.documents import damaged_lines
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
@@ -17,7 +18,7 @@ from mtrain_cli.launch.restart import read_restarts
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.records.metrics import MetricsWriter, read_metrics
+from mtrain_cli.records.metrics import MetricsWriter, read_readable_metrics
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
@@ -125,9 +126,14 @@ def _announce(
         if environment.restarts:
             line += f", restart {environment.restarts}, on {environment.dims.workers} workers"
         progress.message(line)
-    if environment.rank == 0 and environment.restarts:
-        restarts = [restart.step for restart in read_restarts(run_dir)]
-        progress.add_earlier_steps(read_metrics(run_dir.path), restarts)
+    if environment.rank == 0 and resume and run_dir.metrics.is_file():
+        earlier, damaged = read_readable_metrics(run_dir.metrics)
+        if damaged:
+            lines = damaged_lines(run_dir.metrics, damaged)
+            progress.message(f"{lines}; training goes on", warning=True)
+        if environment.restarts:
+            restarts = [restart.step for restart in read_restarts(run_dir)]
+            progress.add_earlier_steps(earlier, restarts)
 
 
 def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:

@@ -29,6 +29,7 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.training.attention_memory import AttentionMemory
+from mtrain_cli.training.flops import layer_kinds
 from mtrain_cli.training.layer_memory import BackwardBytes, LayerMemory
 from mtrain_cli.training.model_part import ModelPart, model_parts
 from mtrain_cli.training.state_memory import StateMemory
@@ -416,13 +417,17 @@ class _StepMemory:
         """Return how many bytes the first `layers` layers keep on the device for backward."""
         own = self.part.current[:layers]
         away = layers - self.on_device(layers)
-        kept = sum(self.memory_of(layer).kept for layer in own[away:])
-        decisions = sum(self.memory_of(layer).decision for layer in own[:away])
-        return kept + decisions + self._products_of(own)
+        decisions = self._sum_of("decision", own[:away])
+        return self._sum_of("kept", own[away:]) + decisions + self._products_of(own)
 
     def _kept_by(self, layers: range) -> int:
         """Return how many bytes all these layers keep for backward, without offload."""
-        return sum(self.memory_of(layer).kept for layer in layers) + self._products_of(layers)
+        return self._sum_of("kept", layers) + self._products_of(layers)
+
+    def _sum_of(self, size: str, layers: range) -> int:
+        """Return the sum of an attribute of `LayerMemory` over layers."""
+        kinds = layer_kinds(self.model, layers)
+        return sum(n * getattr(self.by_kind[kind], size) for kind, n in kinds.items())
 
     def _products_of(self, layers: range) -> int:
         """Return how many bytes of MLP products these layers keep."""
@@ -464,4 +469,4 @@ class _StepMemory:
 
     def host(self) -> int:
         """Return how many bytes of host memory offloaded activations take."""
-        return sum(self.memory_of(layer).on_host for layer in range(self.layers_on_host))
+        return self._sum_of("on_host", range(self.layers_on_host))

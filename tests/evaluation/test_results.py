@@ -114,6 +114,22 @@ def test_results_of_another_model_are_refused(tmp_path):
         require_own(tmp_path, "two")
 
 
+@pytest.mark.parametrize(("content", "why"), [("{", "line 1, column 2"), ("[]", "no model")])
+def test_a_damaged_name_of_the_model_is_refused_and_its_results_are_shown(tmp_path, content, why):
+    folder = ResultsFolder.open(tmp_path / "evaluation", "..")
+    folder.add_result(RESULT)
+    file = tmp_path / "evaluation" / "evaluation.json"
+    file.write_text(content)
+    results, line = read_whole_results(tmp_path)
+    assert results == [RESULT]
+    assert line.startswith(f"{file}: damaged (")
+    assert why in line
+    with pytest.raises(ConfigError, match=r'damaged .* Write \{"model": "\.\."\} into it and give'):
+        require_own(file.parent, "..")
+    file.write_text('{"model": ".."}')
+    require_own(file.parent, "..")
+
+
 def test_other_folders_and_files_are_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):

@@ -83,6 +83,26 @@ def test_a_finished_cell_must_be_of_the_same_settings(tmp_path):
         study.done(cell(DENSE))
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", r"study\.json: damaged \(line 1, column 2: .* --out "),
+        ("[]", r"study\.json: damaged \(it is not a JSON object\)"),
+        ('{"study": "learning", "tier": "tiny"}', r"study\.json: damaged \(base_steps=None"),
+        ('{"study": "learning", "tier": "huge"}', r"study\.json: tier=huge: no such tier; allowed"),
+    ],
+)
+def test_a_damaged_study_is_named(tmp_path, content, why):
+    Study(tmp_path, TINY).save()
+    assert Study.open(tmp_path) == Study(tmp_path, TINY)
+    (tmp_path / "study.json").write_text(content)
+    with pytest.raises(ConfigError, match=why):
+        Study.open(tmp_path)
+    (tmp_path / "study.json").write_text('{"study": "of mine"}')
+    assert Study.open(tmp_path) is None
+    assert Study.open(tmp_path / "nowhere") is None
+
+
 def test_estimates_grow_with_the_work():
     a = TIERS["a"]
     dense, untrained = Cell(0, a.variant(DENSE)), Cell(0, a.variant("untrained"))

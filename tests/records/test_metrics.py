@@ -11,7 +11,12 @@ import pytest
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.records import metrics as module
-from mtrain_cli.records.metrics import MetricsWriter, StepMetrics, read_metrics
+from mtrain_cli.records.metrics import (
+    MetricsWriter,
+    StepMetrics,
+    read_metrics,
+    read_readable_metrics,
+)
 
 STEP = StepMetrics(
     step=1,
@@ -137,12 +142,28 @@ def test_a_step_outlives_a_killed_process(tmp_path):
     assert read_metrics(tmp_path) == [STEP]
 
 
-def test_a_damaged_line_in_the_middle_is_reported(tmp_path):
-    write(tmp_path, [1, 2])
+def test_damaged_lines_are_named_and_hide_no_other_step(tmp_path):
+    write(tmp_path, [1, 2, 3])
     path = tmp_path / "metrics.jsonl"
-    path.write_text("oops\n" + path.read_text())
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: not a step"):
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    wrong = b'{"step": 4, "loss": []}\n'
+    path.write_bytes(b"".join([b"oops\n", first, b"\n", b"\xff{}\n", *others, wrong, b"[]\n"]))
+    read, damaged = read_readable_metrics(tmp_path)
+    assert [step.step for step in read] == [1, 2, 3]
+    assert damaged == [1, 4, 7, 8]
+    message = r"metrics\.jsonl: lines 1, 4, 7, 8 are damaged; each line must be a step"
+    with pytest.raises(ConfigError, match=message):
         read_metrics(tmp_path)
+
+
+def test_resuming_keeps_damaged_lines_before_the_steps_that_it_drops(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    path = tmp_path / "metrics.jsonl"
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, b"\xffoops\n", second, third, b"later\n"]))
+    write(tmp_path, [3], start_step=2)
+    assert path.read_bytes() == b"".join([first, b"\xffoops\n", second, third])
+    assert read_readable_metrics(tmp_path)[1] == [2]
 
 
 def test_a_missing_file_is_reported(tmp_path):

@@ -29,8 +29,44 @@ def test_the_heading_has_the_settings_that_differ():
 
 def test_other_lengths_steps_tasks_and_attentions_need_no_settings():
     others = [{"length": 1024}, {"step": 8}, {"task": "perplexity"}, {"attention": "moba"}]
-    found = names(ONE, *(dataclasses.replace(TWO, **other) for other in others))
+    found = names(ONE, *(dataclasses.replace(ONE, **other) for other in others))
     assert found == ["dense", "dense", "dense", "dense", "moba"]
+
+
+def test_a_column_has_one_setting_also_if_lengths_or_steps_differ():
+    for other in ({"length": 1024}, {"step": 8}):
+        two = dataclasses.replace(TWO, **other)
+        assert names(ONE, two) == ["dense, seed 1", "dense, seed 2"]
+    (lengths, _) = evaluation_tables([ONE, dataclasses.replace(TWO, length=1024)])
+    assert lengths.heads == ("length", "dense, seed 1", "dense, seed 2", "samples")
+    assert [row[1:3] for row in lengths.rows] == [["50.0 ± 1.0", "-"], ["-", "70.0 ± 1.0"]]
+    unknown = dataclasses.replace(ONE, length=1024, settings=())
+    assert names(ONE, unknown) == ["dense", "dense, settings not recorded"]
+
+
+def test_lengths_are_told_apart_by_weights_and_texts_but_not_by_first_sequences():
+    def of(length: int, folder: str, sequence: int, weights: str) -> Result:
+        details = (f"in /x/{folder}", f"first sequence {sequence}", f"weights {weights}")
+        return dataclasses.replace(ONE, length=length, details=details)
+
+    one = of(512, "a", 1, "4-aa")
+    assert names(one, of(1024, "a", 2, "4-aa")) == ["dense", "dense"]
+    assert names(one, of(1024, "b", 2, "4-aa")) == ["dense, in a", "dense, in b"]
+    assert names(one, of(1024, "a", 2, "4-bb")) == ["dense, weights 4-aa", "dense, weights 4-bb"]
+    # A run has no hash of the weights that it trains, and each step has other weights.
+    assert names(one, of(1024, "a", 2, "training-4")) == ["dense", "dense"]
+    later = dataclasses.replace(of(512, "a", 1, "8-cc"), step=8)
+    assert names(one, later) == ["dense", "dense"]
+
+
+def test_tasks_of_a_suite_share_a_name_only_with_equal_settings_of_the_model():
+    """A row of RULER has the mean over tasks."""
+    fwe = dataclasses.replace(ONE, task="ruler:fwe", parts=(), settings=("p_v 0.9",))
+    sparse = dataclasses.replace(fwe, attention="vertical_slash")
+    vt = dataclasses.replace(sparse, task="ruler:vt", settings=("words.json", "p_v 0.9"))
+    assert names(sparse, vt) == ["vertical_slash"] * 2
+    other = dataclasses.replace(vt, settings=("words.json", "p_v 0.5"))
+    assert names(sparse, other) == ["vertical_slash, p_v 0.9", "vertical_slash, p_v 0.5"]
 
 
 def test_results_with_equal_settings_have_keys_that_a_later_result_does_not_change():

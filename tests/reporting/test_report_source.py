@@ -178,9 +178,10 @@ def test_folders_without_anything_to_report_are_skipped():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"step": 1, "loss": []}\n{"step": 2, "loss": 3.0}\n', "holds a line that is not a step"),
-        ("{\n{}\n", "not a step; each line must be a JSON object"),
-        ('{"step": "a", "loss": []}\n', "no steps"),
+        ('{"step": 1, "loss": []}\n[]\n', "lines 1, 2 are damaged; these steps are not shown"),
+        ("{\n{}\n", "lines 1, 2 are damaged"),
+        ('{"step": "a", "loss": []}\n', "line 1 is damaged; this step is not shown"),
+        ('{"step": 1, "lo', "no steps"),
     ],
 )
 def test_a_profile_shows_despite_damaged_metrics_with_a_remark(tmp_path, content, message):
@@ -189,11 +190,29 @@ def test_a_profile_shows_despite_damaged_metrics_with_a_remark(tmp_path, content
     source = open_source(folder)
     assert source.cases
     assert source.metrics == ()
-    assert any(message in remark for remark in source.remarks)
+    assert any(f"{folder}/metrics.jsonl: {message}" in remark for remark in source.remarks)
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "metrics.jsonl").write_text(content)
     with pytest.raises(ConfigError):
         open_source(tmp_path / "alone")
+
+
+def test_a_run_shows_its_steps_despite_a_damaged_line_and_a_damaged_profile(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    first, second, third = (step.to_json() for step in steps(3))
+    file.write_text(f"{first}\noops\n{third}\n")
+    source = open_source(tmp_path)
+    assert [step.step for step in source.metrics] == [1, 3]
+    assert source.remarks == [f"{file}: line 2 is damaged; this step is not shown"]
+    summary = tmp_path / "profile" / "summary.json"
+    summary.parent.mkdir()
+    summary.write_text("{")
+    file.write_text(f"{first}\n{second}\n")
+    source = open_source(tmp_path)
+    assert len(source.metrics) == 2
+    (remark,) = source.remarks
+    assert remark.startswith(f"{summary}: not the summary of a profile")
+    assert remark.endswith("; the profile is not shown")
 
 
 def test_a_damaged_result_of_an_evaluation_is_a_remark(tmp_path):

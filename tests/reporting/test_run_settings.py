@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
+from mtrain_cli.config.documents import UnreadableError
 from mtrain_cli.reporting.run_settings import attention_lines, read_settings, with_choices
 
 
-def test_unreadable_settings_count_as_none(tmp_path):
-    for content in (b"a: " + b"[" * 5000, b"\xff\xfe", b"a: [", b"- 1"):
-        (tmp_path / "resolved.yaml").write_bytes(content)
-        assert read_settings(tmp_path) == {}
+@pytest.mark.parametrize("content", [b"a: " + b"[" * 5000, b"\xff\xfe", b"a: [", b"- 1"])
+def test_settings_that_cannot_be_read_say_why(tmp_path, content):
+    file = tmp_path / "resolved.yaml"
+    file.write_bytes(content)
+    with pytest.raises(UnreadableError, match=r"nested|UTF-8|line 1|no settings"):
+        read_settings(file)
 
 
 def test_choices_replace_auto_and_nothing_is_added():

@@ -75,10 +75,11 @@ def test_a_profile_of_other_experts_is_refused(tmp_path):
 
 def test_loads_of_a_run_have_its_largest_load(tmp_path):
     lines = [{"step": n, "expert_load_by_layer": [2.0, 4.0]} for n in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\noops\n")
     loads = parse_loads(str(tmp_path), QWEN)
     assert loads.largest(128, 8) == pytest.approx(3.0, rel=1e-3)
     assert "3.00 times the mean" in loads.source
+    assert loads.source.endswith(f"{tmp_path}/metrics.jsonl: line {len(lines) + 1} is damaged")
     assert parse_loads("zipf:0.5", QWEN).exponent == 0.5
     assert parse_loads(None, QWEN) == ExpertLoads()
 

@@ -146,18 +146,18 @@ def test_a_run_evaluates_at_both_ends_and_periodically_also_after_a_resume(
     tmp_path: Path,
 ) -> None:
     gloo.run(1, whole, str(tmp_path), ["train.eval_every=3"], False)
-    first = read_evaluations(tmp_path)
+    first, _ = read_evaluations(tmp_path)
     assert [e.step for e in first] == [0, 3, 4]
     assert first[-1].loss < first[0].loss
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(0 <= m["data_seconds"] <= m["seconds"] for m in metrics)
     gloo.run(1, whole, str(tmp_path), ["train.eval_every=3", "train.steps=6"], True)
-    again = read_evaluations(tmp_path)
+    again, _ = read_evaluations(tmp_path)
     assert [e.step for e in again] == [0, 3, 4, 6]
     assert again[:3] == first
     # Nothing is left to train, and the evaluation of the last checkpoint exists: no second one.
     gloo.run(1, whole, str(tmp_path), ["train.eval_every=3", "train.steps=6"], True)
-    assert read_evaluations(tmp_path) == again
+    assert read_evaluations(tmp_path) == (again, [])
     table = positions_table([open_source(tmp_path)])
     assert table is not None
     assert table.row_count == 4
@@ -171,7 +171,8 @@ def test_a_resume_removes_later_rows_and_cut_lines(tmp_path: Path) -> None:
     with writer.path.open("a") as file:
         file.write('{"step": 6, "lo')
     EvaluationWriter(tmp_path, 2)
-    assert [e.step for e in read_evaluations(tmp_path)] == [2]
+    evaluations, damaged = read_evaluations(tmp_path)
+    assert ([e.step for e in evaluations], damaged) == ([2], [])
 
 
 def test_impossible_evaluations_are_refused() -> None:

@@ -1,0 +1,98 @@
+"""What a run's folder holds besides records, and which of its files are damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config import documents
+from mtrain_cli.config.sizes import with_count
+from mtrain_cli.evaluation import results as evaluation_results
+from mtrain_cli.launch import restart
+from mtrain_cli.launch.restart import Restart
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_state import RunState
+from mtrain_cli.records.metrics import StepMetrics, read_readable_metrics
+from mtrain_cli.reporting.run_settings import read_settings
+from mtrain_cli.training.evaluation import EVALUATIONS_FILE, Evaluation, read_evaluations
+
+_STEPS = "train.steps"
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The content of a run's folder. A damaged file, or a damaged line, is left out.
+
+    settings: resolved configuration by dotted key.
+    steps_wanted: the setting train.steps; None if unknown.
+    state: None if unknown.
+    facts: content of environment.json.
+    damage: a line on each damaged file, which names the file and what is not shown.
+    """
+
+    metrics: tuple[StepMetrics, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    results: tuple[evaluation_results.Result, ...] = ()
+    restarts: tuple[Restart, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps_wanted: int | None = None
+    state: RunState | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    damage: tuple[str, ...] = ()
+
+
+def read_run_files(path: Path) -> RunFiles:
+    """Read the files of a run's folder."""
+    run, damage = RunDir(path), []
+    metrics: list[StepMetrics] = []
+    if run.metrics.is_file():
+        metrics, damaged = read_readable_metrics(run.metrics)
+        damage.append(documents.lines_not_shown(run.metrics, damaged, "step"))
+        if not metrics and not damaged and run.metrics.stat().st_size:
+            damage.append(f"{run.metrics}: no steps")
+    evaluations, damaged = read_evaluations(path)
+    damage.append(documents.lines_not_shown(path / EVALUATIONS_FILE, damaged, "evaluation"))
+    results, unread = evaluation_results.read_whole_results(path)
+    damage.append(unread)
+    if lines := restart.count_unreadable_lines(run):
+        damage.append(f"{run.restarts}: {with_count(lines, 'unreadable line')} skipped")
+    settings = _whole(run.resolved, read_settings, "settings are", damage) or {}
+    steps = settings.get(_STEPS)
+    if steps is not None and not (isinstance(steps, int) and documents.is_number(steps)):
+        damage.append(f"{run.resolved}: {_STEPS}={steps}: expected a whole number")
+        steps = None
+    state = _whole(run.state, _state, "choices of the run are", damage)
+    facts = _whole(run.environment, _object, "command and machine are", damage) or {}
+    return RunFiles(
+        tuple(metrics), tuple(evaluations), tuple(results), tuple(restart.read_restarts(run)),
+        settings, steps, state, facts, tuple(filter(None, damage)),
+    )  # fmt: skip
+
+
+def _whole(path: Path, read: Callable[[Path], Any], lost: str, damage: list[str]) -> Any:
+    """Return what `read` makes of a file; None for a missing or damaged file.
+
+    Args:
+        lost: what a report without the file lacks, with its verb.
+        damage: gets a line about a damaged file.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        damage.append(f"{path}: cannot be read ({documents.reason(error)}); {lost} not shown")
+        return None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    document = documents.read_json(path)
+    if not isinstance(document, dict):
+        raise documents.UnreadableError("it is not a JSON object")
+    return document
+
+
+def _state(path: Path) -> RunState:
+    return documents.checked(RunState, documents.read_json(path))

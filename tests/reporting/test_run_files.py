@@ -1,0 +1,81 @@
+"""A damaged file of a run is named in one line, and hides nothing of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.resolved_file import save
+from mtrain_cli.evaluation.results import Result, ResultsFolder
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_state import StateReporter
+from mtrain_cli.reporting.run_files import read_run_files
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run with a file of each kind."""
+    save(compose(["train.steps=3"]), tmp_path / "resolved.yaml")
+    StateReporter(RunDir(tmp_path), chosen={"train.kernel": "sdpa"}, steps=3)
+    (tmp_path / "environment.json").write_text('{"command": "mtrain train"}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2}\n')
+    (tmp_path / "evaluations.jsonl").write_text(
+        '{"step": 0, "loss": 1.0, "tokens": 2, "sequences": 1, "seconds": 1.0, "attention": "dense"'
+        ', "buckets": []}\n'
+    )
+    (tmp_path / "restarts.jsonl").write_text(
+        '{"time": 1.0, "reason": "x", "rank": 0, "reached": 2, "step": 1, "workers": 1}\n'
+    )
+    folder = ResultsFolder.open(tmp_path / "evaluation", "..")
+    folder.add_result(Result("k1", "niah", 512, "dense", "", 3, 2, 50.0, 5.0, "%"))
+    return tmp_path
+
+
+def test_an_undamaged_run_has_everything(run: Path):
+    files = read_run_files(run)
+    assert files.damage == ()
+    assert files.state is not None
+    assert files.state.chosen == {"train.kernel": "sdpa"}
+    assert (files.steps_wanted, files.settings["train.steps"]) == (3, 3)
+    assert files.facts == {"command": "mtrain train"}
+    counts = (files.metrics, files.evaluations, files.results, files.restarts)
+    assert list(map(len, counts)) == [2, 1, 1, 1]
+    assert read_run_files(run / "evaluation").damage == ()
+    (run / "empty").mkdir()
+    assert read_run_files(run / "empty").damage == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("resolved.yaml", "settings are not shown"),
+        ("state.json", "choices of the run are not shown"),
+        ("environment.json", "command and machine are not shown"),
+        ("metrics.jsonl", "line 1 is damaged; this step is not shown"),
+        ("evaluations.jsonl", "line 1 is damaged; this evaluation is not shown"),
+        ("evaluation/results.jsonl", "line 1 is damaged; this result is not shown"),
+        ("evaluation/evaluation.json", 'Write {"model": ".."} into it and give'),
+        ("restarts.jsonl", "1 unreadable line skipped"),
+    ],
+)
+def test_one_line_names_a_damaged_file_and_what_is_missing(run: Path, name: str, lost: str):
+    whole = read_run_files(run)
+    (run / name).write_text("{\n")
+    files = read_run_files(run)
+    (line,) = files.damage
+    assert line.startswith(f"{run / name}: ")
+    assert lost in line
+    shown = "metrics", "evaluations", "restarts", "settings", "facts", "results"
+    changed = [one for one in shown if getattr(files, one) != getattr(whole, one)]
+    assert len(changed) <= 1
+
+
+def test_a_wrong_number_of_steps_is_named(run: Path):
+    file = run / "resolved.yaml"
+    file.write_text(file.read_text().replace("steps: 3\n", "steps: three\n", 1))
+    files = read_run_files(run)
+    assert files.damage == (f"{file}: train.steps=three: expected a whole number",)
+    assert files.steps_wanted is None
+    assert files.settings
