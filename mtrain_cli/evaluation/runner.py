@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
+from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
@@ -474,4 +475,7 @@ def pattern_text(config: Config) -> str:
     from mtrain_cli.sparsity.pattern_registry import make_pattern
 
     pattern: Any = make_pattern(config.sparsity, config.seed)
-    return "" if pattern is None else pattern.describe()
+    if pattern is None:
+        return ""
+    last = last_layers(config)
+    return f"{pattern.describe()}{f'; {last} dense' if last else ''}"
