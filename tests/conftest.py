@@ -4,11 +4,14 @@ Without a GPU, Triton kernels run in Triton's interpreter.
 """
 
 import contextlib
+import functools
+import gc
 import os
 import signal
 
 import pytest
 import torch
+import typer.testing
 
 # Tests share the cores, so more threads, here or in child processes, would only compete.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
@@ -24,6 +27,9 @@ if not torch.cuda.is_available():
         triton_interpreter.remember_types()
     # Create no kernel cache next to the tests' temporary folders.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+
+# Derive the options of the command line from its functions once, not in each call of `CliRunner`.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 MAX_PROCESSES = 8  # each test may start up to five more
 # The files that take longest begin first, so that no process has one of them left at the end.
@@ -48,10 +54,11 @@ LONGEST = (
 
 
 def pytest_configure() -> None:
-    """Restore default signal handlers.
+    """Restore default signal handlers, and collect no garbage while tests are collected.
 
     A shell ignores SIGINT for background jobs, and all processes of the tests would inherit that.
     """
+    gc.disable()
     for signum, default in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGTERM, signal.SIG_DFL),
@@ -65,6 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of the longest files first."""
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but do not visit the modules and tests of the session each time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # GPU tests also run without pytest-xdist

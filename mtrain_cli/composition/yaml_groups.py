@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
 from mtrain_cli.config.documents import reason
 from mtrain_cli.config.expert_settings import DENSE_KEYS
-from mtrain_cli.config.groups import TOP, Groups
+from mtrain_cli.config.groups import TOP, Groups, state
 from mtrain_cli.config.overrides import OverrideProblem
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.schema import ConfigError
@@ -56,22 +56,45 @@ def compose_groups(
         OmegaConf.update(composed, name, values[name], merge=False, force_add=True)
 
     def resolve(name: str) -> None:
+        if name in together:
+            leaves[name] = together[name]
+            return
         value = OmegaConf.select(composed, name)
         is_tree = OmegaConf.is_config(value)
         leaves[name] = OmegaConf.to_container(value, resolve=True) if is_tree else value
 
-    steps = [(update, name) for name in values]
-    steps += [(resolve, name) for name in dict.fromkeys([*values, *keys.flatten(tree)])]
-    for step, name in steps:
-        try:
-            step(name)
-        except (OmegaConfBaseException, ValueError, RecursionError) as error:
-            shown = f"{name}={keys.show(values[name])}" if name in values else name
-            line = f"{shown}: cannot be resolved: {_one_line(error)}"
-            problems[name] = OverrideProblem(line, (name,))
+    def each(step: Callable[[str], None], names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                step(name)
+            except (OmegaConfBaseException, ValueError, RecursionError) as error:
+                shown = f"{name}={keys.show(values[name])}" if name in values else name
+                line = f"{shown}: cannot be resolved: {_one_line(error)}"
+                problems[name] = OverrideProblem(line, (name,))
+
+    each(update, values)
+    together = _resolved_together(composed)
+    each(resolve, dict.fromkeys([*values, *keys.flatten(tree)]))
     if leaves.get("model.moe", ...) is None:  # null: a dense model
         del leaves["model.moe"]
     return _of_pattern({**DENSE_KEYS, **leaves}, values), list(problems.values())
+
+
+def _resolved_together(composed: Any) -> dict[str, Any]:
+    """Return all values by dotted key. Return none if some value cannot be resolved.
+
+    This takes a tenth of the time of resolving them one by one.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        tree: Any = OmegaConf.to_container(composed, resolve=True)
+    except (OmegaConfBaseException, ValueError, RecursionError):
+        return {}
+    return {
+        name: value for name, value in keys.flatten(tree).items() if value != "???"
+    }  # a missing value
 
 
 def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:
@@ -79,19 +102,13 @@ def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:
     *own, shipped = folders
     if own:  # a user's folder can be large, so do not look for changes in it
         return _compose_anew(own, shipped, words)
-    return copy.deepcopy(_composed_before(shipped, tuple(words), _state(shipped)))
+    return copy.deepcopy(_composed_before(shipped, tuple(words), state(shipped)))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _composed_before(shipped: Path, words: tuple[str, ...], _state: object) -> Any:
     """Return what `_compose` returns. Hydra takes about 0.1 s, so equal calls share a result."""
     return _compose_anew((), shipped, words)
-
-
-def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return path, time of change and size of each YAML file below the folder."""
-    files = sorted((str(file), file.stat()) for file in folder.rglob("*.yaml"))
-    return tuple((name, facts.st_mtime_ns, facts.st_size) for name, facts in files)
 
 
 def _compose_anew(own: Sequence[Path], shipped: Path, words: Sequence[str]) -> Any:

@@ -6,6 +6,7 @@ also give the path of a YAML file with the same keys.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -227,7 +228,8 @@ def load_cluster(
         path = file_of(name)
     except ValueError as error:
         raise ConfigError(f"{typed or f'--cluster {name}'}: {error}") from None
-    presets, content = shipped(), _content(path)
+    presets = shipped()
+    content = _content_of_preset(path) if name in presets else _content(path)
     if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
         others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
         raise ConfigError(
@@ -244,6 +246,11 @@ def load_cluster(
 def _links_nodes(content: Mapping[str, Any]) -> bool:
     links = content.get("links")
     return isinstance(links, Mapping) and links.get("outer") is not None
+
+
+@functools.cache  # a search for memory settings prices every setting by the same cluster
+def _content_of_preset(path: Path) -> dict[str, Any]:
+    return _content(path)
 
 
 def _content(path: Path) -> dict[str, Any]:

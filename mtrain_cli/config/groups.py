@@ -82,7 +82,7 @@ def open_groups(config_dir: Path | None = None) -> Groups:
     """
     shipped = resource_dir("conf")
     if config_dir is None:
-        return Groups((shipped,))
+        return _unchanged(shipped, state(shipped))
     folder = config_dir.expanduser().resolve()
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
@@ -94,6 +94,18 @@ def open_groups(config_dir: Path | None = None) -> Groups:
             f"expected files such as {config_dir}/model/mine.yaml"
         )
     return groups
+
+
+def state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return path, time of change and size of each YAML file below the folder."""
+    files = sorted((str(file), file.stat()) for file in folder.rglob("*.yaml"))
+    return tuple((name, facts.st_mtime_ns, facts.st_size) for name, facts in files)
+
+
+@functools.lru_cache(maxsize=1)
+def _unchanged(shipped: Path, _state: object) -> Groups:
+    """Return the groups of mtrain's own folder. Their files are read once until one changes."""
+    return Groups((shipped,))
 
 
 def summary(file: Path) -> str:

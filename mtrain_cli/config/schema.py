@@ -552,7 +552,8 @@ class Config:
     @property
     def of_worker(self) -> Config:
         """The configuration with the part of the model that one worker's layers compute."""
-        return replace(self, model=self.model.part(self.topology.tensor_parallel))
+        degree = self.topology.tensor_parallel
+        return self if degree == 1 else replace(self, model=self.model.part(degree))
 
     def changed(self, **groups: Mapping[str, Any]) -> Config:
         """Return a copy with other values, such as ``changed(topology={"workers": 8})``."""

@@ -7,8 +7,8 @@ embedding, softmax, SwiGLU gate) do not count.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -74,13 +74,16 @@ def _expert_shapes(model: ModelConfig) -> dict[str, Shape]:
     }
 
 
-def layer_kinds(model: ModelConfig, layers: Iterable[int] | None = None) -> dict[bool, int]:
+def layer_kinds(model: ModelConfig, layers: Sequence[int] | None = None) -> dict[bool, int]:
     """Count layers without experts (key False) and with experts (key True). Omit zeros.
 
-    layers: numbers of the layers to count. Default: all.
+    layers: numbers of the layers to count, in ascending order. Default: all.
     """
     every = range(model.num_layers) if layers is None else layers
-    return dict(Counter(model.has_experts(layer) for layer in every))
+    dense = len(every)
+    if model.moe.experts:  # the last layers have experts
+        dense = bisect_left(every, True, key=model.has_experts)
+    return {kind: n for kind, n in ((False, dense), (True, len(every) - dense)) if n}
 
 
 def layer_matmul(model: ModelConfig, *, experts: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 from mtrain_cli.config.schema import Config
@@ -109,7 +110,7 @@ class LayerMemory:
         """Bytes of the router's decision, which the layer also keeps if it is offloaded."""
         return 0 if self.experts is None else self.experts.decision
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """Bytes that the layer keeps until backward, without its index and MLP products."""
         out = self.out + self.lse
@@ -124,7 +125,7 @@ class LayerMemory:
             return (1 + self.degree) * self.hidden + attention  # the normed input is gathered
         return 4 * self.hidden + attention + 4 * self.product
 
-    @property
+    @cached_property
     def on_host(self) -> int:
         """Bytes of host memory for an offloaded layer, in whole blocks (`ActivationOffload`)."""
         late = self.queries - self.early

@@ -20,7 +20,6 @@ train.compile, a layer's backward pass takes less memory than estimated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -29,6 +28,7 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.training.attention_memory import AttentionMemory
+from mtrain_cli.training.flops import layer_kinds
 from mtrain_cli.training.layer_memory import BackwardBytes, LayerMemory
 from mtrain_cli.training.model_part import ModelPart, model_parts
 from mtrain_cli.training.state_memory import StateMemory
@@ -408,21 +408,29 @@ class _StepMemory:
         """Return the memory of a layer. layer: its number."""
         return self.by_kind[self.model.has_experts(layer), layer in self.dense]
 
-    def _sparse(self, layers: Sequence[int]) -> list[int]:
-        """Return the layers that have an index, or all if the run has none."""
-        return [layer for layer in layers if layer not in self.dense]
+    def _sparse(self, layers: range) -> range:
+        """Return the first layers, which have an index; all if the run has no dense layers."""
+        return layers[: max(0, self.model.num_layers - len(self.dense) - layers.start)]
 
     def kept(self, layers: int) -> int:
         """Return how many bytes the first `layers` layers keep on the device for backward."""
         own = self.part.current[:layers]
         away = layers - self.on_device(layers)
-        kept = sum(self.memory_of(layer).kept for layer in own[away:])
-        decisions = sum(self.memory_of(layer).decision for layer in own[:away])
-        return kept + decisions + self._products_of(own)
+        decisions = self._sum_of("decision", own[:away])
+        return self._sum_of("kept", own[away:]) + decisions + self._products_of(own)
 
     def _kept_by(self, layers: range) -> int:
         """Return how many bytes all these layers keep for backward, without offload."""
-        return sum(self.memory_of(layer).kept for layer in layers) + self._products_of(layers)
+        return self._sum_of("kept", layers) + self._products_of(layers)
+
+    def _sum_of(self, size: str, layers: range) -> int:
+        """Return the sum of an attribute of `LayerMemory` over layers."""
+        sparse = self._sparse(layers)
+        return sum(
+            n * getattr(self.by_kind[experts, dense], size)
+            for dense, of_kind in ((False, sparse), (True, layers[len(sparse) :]))
+            for experts, n in layer_kinds(self.model, of_kind).items()
+        )
 
     def _products_of(self, layers: range) -> int:
         """Return how many bytes of MLP products these layers keep."""
@@ -439,7 +447,7 @@ class _StepMemory:
         layers: number of layers of the current virtual stage that hold an index.
         """
         index = self.attention.index
-        if index is None or not self._sparse(self.part.every_layer):
+        if index is None or not any(map(self._sparse, self.part.layers)):
             return 0
         counts = self.micro_batches * index.counted
         return self._index_of(self.part.current, layers) + counts
@@ -459,9 +467,9 @@ class _StepMemory:
         # Slashes and columns stay until all layers are counted (`DynamicIndex.count`).
         indices = index.kept * (sparse if index.bitmap else len(self._sparse(own)))
         on_device = holding[len(holding) - self.on_device(len(holding)) :]
-        columns = sum(self.memory_of(layer).gathered_columns for layer in on_device)
+        columns = self._sum_of("gathered_columns", on_device)
         return indices + sparse * index.derived(self.attention.kernel) + columns
 
     def host(self) -> int:
         """Return how many bytes of host memory offloaded activations take."""
-        return sum(self.memory_of(layer).on_host for layer in range(self.layers_on_host))
+        return self._sum_of("on_host", range(self.layers_on_host))

@@ -96,10 +96,10 @@ class StateMemory:
 
     def weights_of(self, layers: Sequence[int]) -> int:
         """Return the number of weights of these layers with which this worker computes."""
-        return sum(self.whole[self.model.has_experts(layer)] for layer in layers)
+        return sum(self.whole[kind] * n for kind, n in layer_kinds(self.model, layers).items())
 
     def _shards_of(self, layers: Sequence[int]) -> int:
-        return sum(self.shards[self.model.has_experts(layer)] for layer in layers)
+        return sum(self.shards[kind] * n for kind, n in layer_kinds(self.model, layers).items())
 
     @property
     def parameters(self) -> int:
@@ -190,7 +190,9 @@ class StateMemory:
         """Return the bytes of weights and gradients that reach one worker per optimizer step."""
         n, full = self.micro_batches, self.shard_kind == "full"
         reduced = self.r * (1 if self.shard_kind == "optimizer" else n)
-        dealt = sum(self.dealt[self.model.has_experts(layer)] for layer in self.numbers)
+        dealt = sum(
+            self.dealt[kind] * n for kind, n in layer_kinds(self.model, self.numbers).items()
+        )
         each = self.e * (2 * n if full else 1) + reduced
         experts = (self.workers // self.degree - 1) * each * dealt
         layers = each * (self.of_layers - dealt)
