@@ -25,6 +25,14 @@ def layer_kinds(config: Config) -> dict[str, list[int]]:
     return dict(zip(SPARSE_KINDS, (sparse, sorted(dense)), strict=True))
 
 
+def last_layers(config: Config) -> str:
+    """Return ``the last 2 layers``: those that are dense in a sparse model; "" without any."""
+    number = config.sparsity.dense_layers or 0
+    if number < 2:
+        return "the last layer" * number
+    return f"the last {number} layers"
+
+
 def problems(config: Config) -> Iterator[str]:
     """Yield a line for each setting that contradicts ``sparsity.dense_layers``."""
     dense, layers = config.sparsity.dense_layers or 0, config.model.num_layers

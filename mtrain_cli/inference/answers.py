@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.inference.engine import Completion, Engine
 from mtrain_cli.inference.text import TextCodec, TextStream
@@ -85,6 +86,8 @@ def describe(engine: Engine, *, generates: bool = True) -> list[str]:
     step = "" if engine.step is None else f", step {engine.step}"
     dtype = str(choices.dtype).removeprefix("torch.")
     attention = f"{pattern}, kernel {choices.kernel.name}"
+    if (last := last_layers(engine.config)) and choices.dense_kernel is not None:
+        attention += f", {last} dense, kernel {choices.dense_kernel[0].name}"
     new = f"dense over the whole cache, kernel {engine.decode_kernel}"
     return [
         f"{model.name}{step}: {model.num_layers} layers, {dtype} on {device}{workers}",

@@ -1,9 +1,9 @@
 """Predict a training step: simulated attention, the rest of a layer, weights and the optimizer.
 
 Order and overlap follow FSDP2. While one layer computes, FSDP2 gathers the next layer's weights. In
-backward, it then reduce-scatters the gradients of the layer that has just ended. All layers are
-equal, so a layer takes the larger of computation time and communication time. The first gather and
-the last reduce-scatter are exposed.
+backward, it then reduce-scatters the gradients of the layer that has just ended. A layer takes the
+larger of computation time and communication time, both in the mean over the layers of a worker. The
+first gather and the last reduce-scatter are exposed.
 
 ``train.shard`` determines what each micro-batch communicates. If a run recomputes a share of
 attention's pairs, recomputation takes this share of the forward pass's attention time, but sends

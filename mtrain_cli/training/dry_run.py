@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import count, format_size, with_count
 from mtrain_cli.console import two_columns
@@ -249,16 +250,17 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
     rows = [("kernel", f"{plan.kernel}: {plan.kernel_reason}")]
     if plan.dense_kernel is not None:
         name, reason = plan.dense_kernel
-        rows.append(("", f"{name} for {_dense_parts(plan.config)}, which are dense: {reason}"))
+        sparsity = plan.config.sparsity
+        are = "is" if sparsity.dense_steps + sparsity.dense_layers == 1 else "are"
+        rows.append(("", f"{name} for {_dense_parts(plan.config)}, which {are} dense: {reason}"))
     return rows
 
 
 def _dense_parts(config: Config) -> str:
     """Return ``the first 10 steps and the last 2 layers``: what is dense in a sparse run."""
-    sparsity = config.sparsity
-    counts = (f"the first {sparsity.dense_steps} steps", f"the last {sparsity.dense_layers} layers")
-    given = (sparsity.dense_steps, sparsity.dense_layers)
-    return " and ".join(text for text, number in zip(counts, given, strict=True) if number)
+    steps = config.sparsity.dense_steps
+    first = "" if not steps else "the first step" if steps == 1 else f"the first {steps} steps"
+    return " and ".join(text for text in (first, last_layers(config)) if text)
 
 
 def _of_causal(pairs: float, seq: int) -> str:

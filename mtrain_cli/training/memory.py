@@ -20,7 +20,6 @@ train.compile, a layer's backward pass takes less memory than estimated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -409,9 +408,9 @@ class _StepMemory:
         """Return the memory of a layer. layer: its number."""
         return self.by_kind[self.model.has_experts(layer), layer in self.dense]
 
-    def _sparse(self, layers: Sequence[int]) -> list[int]:
-        """Return the layers that have an index, or all if the run has none."""
-        return [layer for layer in layers if layer not in self.dense]
+    def _sparse(self, layers: range) -> range:
+        """Return the first layers, which have an index; all if the run has no dense layers."""
+        return layers[: max(0, self.model.num_layers - len(self.dense) - layers.start)]
 
     def kept(self, layers: int) -> int:
         """Return how many bytes the first `layers` layers keep on the device for backward."""
@@ -426,8 +425,12 @@ class _StepMemory:
 
     def _sum_of(self, size: str, layers: range) -> int:
         """Return the sum of an attribute of `LayerMemory` over layers."""
-        kinds = layer_kinds(self.model, layers)
-        return sum(n * getattr(self.by_kind[kind], size) for kind, n in kinds.items())
+        sparse = self._sparse(layers)
+        return sum(
+            n * getattr(self.by_kind[experts, dense], size)
+            for dense, of_kind in ((False, sparse), (True, layers[len(sparse) :]))
+            for experts, n in layer_kinds(self.model, of_kind).items()
+        )
 
     def _products_of(self, layers: range) -> int:
         """Return how many bytes of MLP products these layers keep."""
@@ -444,7 +447,7 @@ class _StepMemory:
         layers: number of layers of the current virtual stage that hold an index.
         """
         index = self.attention.index
-        if index is None or not self._sparse(self.part.every_layer):
+        if index is None or not any(map(self._sparse, self.part.layers)):
             return 0
         counts = self.micro_batches * index.counted
         return self._index_of(self.part.current, layers) + counts
@@ -464,7 +467,7 @@ class _StepMemory:
         # Slashes and columns stay until all layers are counted (`DynamicIndex.count`).
         indices = index.kept * (sparse if index.bitmap else len(self._sparse(own)))
         on_device = holding[len(holding) - self.on_device(len(holding)) :]
-        columns = sum(self.memory_of(layer).gathered_columns for layer in on_device)
+        columns = self._sum_of("gathered_columns", on_device)
         return indices + sparse * index.derived(self.attention.kernel) + columns
 
     def host(self) -> int:

@@ -11,6 +11,7 @@ import gloo
 import pytest
 from evaluation.evaluated_runs import configs_of, request_of, runner_of, small_run, text_file
 
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.measurement import Cell
@@ -27,6 +28,7 @@ from mtrain_cli.evaluation.runner import (
     Runner,
     StoppedError,
     name_of,
+    pattern_text,
     score_text,
     settings_of,
 )
@@ -382,3 +384,12 @@ def test_names_and_scores_for_the_user():
     assert score_text(dataclasses.replace(result, score=None)) == "not finite"
     nats = dataclasses.replace(result, score=2.34567, error=None, unit="nats")
     assert score_text(nats) == "2.3457 nats"
+
+
+def test_results_name_the_dense_layers_of_a_pattern():
+    words = ["sparsity=moba", "model.num_layers=4"]
+    alone, with_dense = (
+        pattern_text(compose([*words, f"sparsity.dense_layers={n}"])) for n in (0, 2)
+    )
+    assert with_dense == f"{alone}; the last 2 layers dense"
+    assert pattern_text(compose(["sparsity=dense"])) == ""

@@ -84,6 +84,9 @@ def test_the_banner_names_both_kinds_of_attention(tmp_path, capsys):
     assert describe(engine(folder), generates=False)[1] == "attention: dense, kernel sdpa"
     sparse = describe(engine(folder, "sparsity=moba"))
     assert sparse[1].startswith("prompts: moba (")
+    mixed = describe(engine(folder, "sparsity=moba", "sparsity.dense_layers=1"))[1]
+    assert ", kernel sdpa, the last layer dense, kernel sdpa; new tokens: " in mixed
+    assert "last layer" not in sparse[1]
     write_run(tmp_path / "run")
     assert describe(engine(tmp_path / "run"))[0] == "tiny, step 3: 2 layers, float32 on cpu"
     report(dense)

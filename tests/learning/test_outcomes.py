@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
@@ -16,6 +18,7 @@ from mtrain_cli.learning.outcomes import (
     OPEN,
     UNKNOWN,
     WORSE,
+    Evaluated,
     Measured,
     Prediction,
     compare,
@@ -81,6 +84,24 @@ def test_loses_nothing_needs_the_interval_inside_the_spread(difference, words):
     assert sparse_of(three(difference)).verdict["loss"] == words
 
 
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        ([0.002, 0.003, 0.004], OPEN),
+        ([0.010, 0.011, 0.012], OPEN),  # as dense with other data
+        ([0.02, 0.021, 0.022], WORSE),
+        ([-0.02, -0.021, -0.022], BETTER),
+        ([0.003], OPEN),
+    ],
+)
+def test_key_tokens_are_those_of_dense_so_a_dense_training_may_be_worse_on_them(difference, words):
+    found = [
+        replace(one, values={"key_loss": one.values["loss"], "loss": one.values["loss"]})
+        for one in three(difference)
+    ]
+    assert sparse_of(found).verdict["key_loss"] == words
+
+
 def test_nothing_is_claimed_if_even_the_control_does_not_lose():
     found = three([0.002, 0.003, 0.004], control=0.0)
     assert sparse_of(found).difference["loss"].is_inside(spread_of(found)["loss"])
@@ -125,13 +146,11 @@ def test_the_long_loss_counts_tokens_with_long_context():
     assert buckets[8192, 16384] == 2.0
 
 
-def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_path, monkeypatch):
+def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps():
     text = Result("k", "perplexity", 65536, DENSE, "", 1, 2, 4.0, None, NATS)
     questions = Result("n", "niah", 65536, DENSE, "", 1, 2, 90.0, None, PERCENT)
-    monkeypatch.setattr(outcomes, "read_results", lambda _: [text, questions])
-    monkeypatch.setattr(outcomes, "read_sample_rows", lambda _: [])
     done = Done("d", "c", steps=200, seconds=105.0, step_seconds=0.46, density=1.0)
-    (found,) = read_cell(Study(tmp_path, A), Cell(0, A.variant(DENSE)), done)
+    (found,) = read_cell(Evaluated([text, questions], []), A, Cell(0, A.variant(DENSE)), done)
     assert found.seconds == pytest.approx(92.0)
 
 
@@ -142,16 +161,15 @@ def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_pa
         (4, 1, "samples.jsonl"),
     ],
 )  # fmt: skip
-def test_a_cell_with_damaged_results_is_named(tmp_path, monkeypatch, results, rows, lost):
+def test_a_cell_with_damaged_results_is_named(tmp_path, results, rows, lost):
     whole = [
         Result(f"{task}-{attention}", task, 65536, attention, "", 1, 2, 4.0, None, NATS)
         for attention in (DENSE, "moba")
         for task in ("perplexity", "niah")
     ]
     samples = [{"key": result.key} for result in whole for _ in range(rows)]
-    monkeypatch.setattr(outcomes, "read_results", lambda _: whole[:results])
-    monkeypatch.setattr(outcomes, "read_sample_rows", lambda _: samples)
-    lines = damage_of(Study(tmp_path, A), Cell(0, A.variant("moba")))
+    files = Evaluated(whole[:results], samples)
+    lines = damage_of(files, Study(tmp_path, A), Cell(0, A.variant("moba")))
     assert [lost in line and "done.json" in line for line in lines] == ([True] if lost else [])
 
 
@@ -213,6 +231,8 @@ def test_a_prediction_written_after_some_seeds_is_judged_by_the_others_only():
     within = outcome(predicted("within_spread", **late), found, A)
     assert (within.state, "(spread 0.01)" in within.found) == (FAILED, True)
     assert outcome(predicted("within_spread"), found, A).state == HELD  # seed 0 differs by 7
+    alone = outcome(predicted("within_spread"), [one for one in found if one.cell.name != AGAIN], A)
+    assert (alone.state, alone.found) == (UNKNOWN, "dense-again of no such seed is finished")
     early = [one for one in found if one.cell.seed == 0]
     each = outcome(predicted("at_most_percent", 2, **late), early, A)
     assert (each.state, each.found) == (UNKNOWN, "no such cell of the seeds 1, 2 is finished")
