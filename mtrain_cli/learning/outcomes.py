@@ -10,14 +10,14 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.schema import NIAH, PERPLEXITY
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
 from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results, read_sample_rows
 from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study
 from mtrain_cli.learning.t_interval import Interval, interval
@@ -147,8 +147,9 @@ def summarize(study: Study) -> Summary:
             if variant is None:
                 gates[seed] = found.gate
             else:
-                measured += read_cell(study, cell, found)
-                damage += damage_of(study, cell)
+                files = read_files(study, cell)
+                measured += read_cell(study, cell, found, files)
+                damage += damage_of(study, cell, files)
     spread = spread_of(measured)
     compared = compare(study.tier, measured, spread)
     outcomes = [outcome(prediction, measured, study.tier) for prediction in read_predictions()]
@@ -159,13 +160,36 @@ def summarize(study: Study) -> Summary:
     )  # fmt: skip
 
 
-def read_cell(study: Study, cell: Cell, done: Done) -> list[Measured]:
-    """Return the measurements of a finished cell, dense inference first."""
+@dataclass(frozen=True)
+class CellFiles:
+    """The results of a finished cell, and the rows of its samples by the key of their result."""
+
+    results: list[Result]
+    rows: dict[str, list[dict[str, Any]]]
+
+
+def read_files(study: Study, cell: Cell) -> CellFiles:
+    """Read what a finished cell measured. Damaged rows are left out."""
     folder = study.path(cell) / EVALUATION
-    results = read_results(folder)
     rows: dict[str, list[dict[str, Any]]] = {}
-    for row in read_sample_rows(folder):
-        rows.setdefault(row["key"], []).append(row)
+    with contextlib.suppress(ConfigError):  # no samples: `damage_of` names the file
+        for row in read_sample_rows(folder):
+            if _is_sample(row):
+                rows.setdefault(row["key"], []).append(row)
+    return CellFiles(read_results(folder), rows)
+
+
+def _is_sample(row: dict[str, Any]) -> bool:
+    """Return whether a row has a key, and hits and places as `needles` reads them, if any."""
+    hits, places = row.get("hits", []), row.get("places", [])
+    pairs = isinstance(hits, list) and all(isinstance(hit, list) and len(hit) == 2 for hit in hits)
+    numbers = [*(value for hit in hits for value in hit), *places] if pairs else [None]
+    return isinstance(row.get("key"), str) and all(map(documents.is_number, numbers))
+
+
+def read_cell(study: Study, cell: Cell, done: Done, files: CellFiles) -> list[Measured]:
+    """Return the measurements of a finished cell, dense inference first."""
+    results, rows = files.results, files.rows
     found = []
     for attention in dict.fromkeys(result.attention for result in results):
         own = {r.task: r for r in results if r.attention == attention}
@@ -181,11 +205,9 @@ def read_cell(study: Study, cell: Cell, done: Done) -> list[Measured]:
     return found
 
 
-def damage_of(study: Study, cell: Cell) -> list[str]:
+def damage_of(study: Study, cell: Cell, files: CellFiles) -> list[str]:
     """Return a line if a finished cell lacks results or samples."""
-    folder = study.path(cell) / EVALUATION
-    results = read_results(folder)
-    rows = Counter(str(row.get("key")) for row in read_sample_rows(folder))
+    folder, results, rows = study.path(cell) / EVALUATION, files.results, files.rows
     attentions = {result.attention for result in results}
     tasks = [(result.task, result.attention) for result in results]
     wanted = {(task, attention) for task in (PERPLEXITY, NIAH) for attention in attentions}
@@ -195,7 +217,7 @@ def damage_of(study: Study, cell: Cell) -> list[str]:
         whole = attentions == {DENSE}
     if not whole or not wanted <= set(tasks):
         lost = RESULTS
-    elif any(rows[result.key] < result.samples for result in results):
+    elif any(len(rows.get(result.key, ())) < result.samples for result in results):
         lost = SAMPLES
     else:
         return []
@@ -237,7 +259,7 @@ def needles(
     hits: dict[str, list[int]] = {}
     by_depth: dict[tuple[str, int], list[int]] = {}
     for row in rows:
-        for (depth, hit), answer in zip(row["hits"], row.get("places", ()), strict=False):
+        for (depth, hit), answer in zip(row.get("hits", ()), row.get("places", ()), strict=False):
             place = place_of(answer, tier.long_seq, tier)
             hits.setdefault(NEEDLES, []).append(hit)
             hits.setdefault(place, []).append(hit)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+
 import pytest
 
-from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
+from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result, ResultsFolder
 from mtrain_cli.learning import outcomes
-from mtrain_cli.learning.cells import Done, Study
+from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study
 from mtrain_cli.learning.outcomes import (
     BETTER,
     FAILED,
@@ -16,6 +20,7 @@ from mtrain_cli.learning.outcomes import (
     OPEN,
     UNKNOWN,
     WORSE,
+    CellFiles,
     Measured,
     Prediction,
     compare,
@@ -27,9 +32,10 @@ from mtrain_cli.learning.outcomes import (
     place_of,
     read_cell,
     spread_of,
+    summarize,
 )
 from mtrain_cli.learning.t_interval import interval
-from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell
+from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
 
 A = TIERS["a"]
 SPARSE = "vertical_slash-0.6"
@@ -125,13 +131,12 @@ def test_the_long_loss_counts_tokens_with_long_context():
     assert buckets[8192, 16384] == 2.0
 
 
-def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_path, monkeypatch):
+def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_path):
     text = Result("k", "perplexity", 65536, DENSE, "", 1, 2, 4.0, None, NATS)
     questions = Result("n", "niah", 65536, DENSE, "", 1, 2, 90.0, None, PERCENT)
-    monkeypatch.setattr(outcomes, "read_results", lambda _: [text, questions])
-    monkeypatch.setattr(outcomes, "read_sample_rows", lambda _: [])
+    files = CellFiles([text, questions], {})
     done = Done("d", "c", steps=200, seconds=105.0, step_seconds=0.46, density=1.0)
-    (found,) = read_cell(Study(tmp_path, A), Cell(0, A.variant(DENSE)), done)
+    (found,) = read_cell(Study(tmp_path, A), Cell(0, A.variant(DENSE)), done, files)
     assert found.seconds == pytest.approx(92.0)
 
 
@@ -142,17 +147,47 @@ def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_pa
         (4, 1, "samples.jsonl"),
     ],
 )  # fmt: skip
-def test_a_cell_with_damaged_results_is_named(tmp_path, monkeypatch, results, rows, lost):
+def test_a_cell_with_damaged_results_is_named(tmp_path, results, rows, lost):
     whole = [
         Result(f"{task}-{attention}", task, 65536, attention, "", 1, 2, 4.0, None, NATS)
         for attention in (DENSE, "moba")
         for task in ("perplexity", "niah")
     ]
-    samples = [{"key": result.key} for result in whole for _ in range(rows)]
-    monkeypatch.setattr(outcomes, "read_results", lambda _: whole[:results])
-    monkeypatch.setattr(outcomes, "read_sample_rows", lambda _: samples)
-    lines = damage_of(Study(tmp_path, A), Cell(0, A.variant("moba")))
+    samples = {result.key: [{"key": result.key}] * rows for result in whole}
+    lines = damage_of(
+        Study(tmp_path, A), Cell(0, A.variant("moba")), CellFiles(whole[:results], samples)
+    )
     assert [lost in line and "done.json" in line for line in lines] == ([True] if lost else [])
+
+
+def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(
+    tmp_path, monkeypatch
+):
+    study, cell = Study(tmp_path, A), Cell(0, A.variant(DENSE))
+    text = Result("k", "perplexity", 65536, DENSE, "", 1, 1, 4.0, None, NATS)
+    questions = Result("n", "niah", 65536, DENSE, "", 1, 2, 90.0, None, PERCENT)
+    folder = ResultsFolder.open(study.path(cell) / EVALUATION, "..")
+    for result in (text, questions):
+        folder.add_result(result)
+    folder.add_sample({"key": "k", "index": 0})
+    whole = {"key": "n", "hits": [[0.5, 1]], "places": [5]}
+    for index, row in enumerate((whole, {**whole, "hits": [5]}, {"key": 5})):
+        folder.add_sample({"key": "n", "index": index, **row})
+    done = Done(digest(A, cell), "c", steps=2, seconds=1.0, step_seconds=0.5, density=1.0)
+    (study.path(cell) / DONE).write_text(json.dumps(dataclasses.asdict(done)))
+    read: list[Path] = []
+    real = outcomes.read_sample_rows
+    monkeypatch.setattr(
+        outcomes, "read_sample_rows", lambda path: (read.append(path), real(path))[1]
+    )
+    summary = summarize(study)
+    assert read == [folder.path]
+    (found,) = summary.measured
+    assert found.values == {"loss": 4.0, "needles": 100.0, "elsewhere": 100.0, "outside": 100.0}
+    (line,) = summary.damage
+    assert line.startswith(f"{folder.path}/samples.jsonl: damaged")
+    (folder.path / "samples.jsonl").unlink()
+    assert summarize(study).damage == (line,)
 
 
 def predicted(rule, limit=0, measure="long_loss", attention="own", cell=SPARSE, **more):
