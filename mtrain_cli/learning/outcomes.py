@@ -11,6 +11,8 @@ This module does not import torch.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -147,9 +149,9 @@ def summarize(study: Study) -> Summary:
             if variant is None:
                 gates[seed] = found.gate
             else:
-                files = read_files(study, cell)
-                measured += read_cell(study, cell, found, files)
-                damage += damage_of(study, cell, files)
+                files = Evaluated.read(study.path(cell) / EVALUATION)
+                measured += read_cell(files, study.tier, cell, found)
+                damage += damage_of(files, study, cell)
     spread = spread_of(measured)
     compared = compare(study.tier, measured, spread)
     outcomes = [outcome(prediction, measured, study.tier) for prediction in read_predictions()]
@@ -161,43 +163,45 @@ def summarize(study: Study) -> Summary:
 
 
 @dataclass(frozen=True)
-class CellFiles:
-    """The results of a finished cell, and the rows of its samples by the key of their result."""
+class Evaluated:
+    """The files of an evaluation. rows: of the samples."""
 
     results: list[Result]
-    rows: dict[str, list[dict[str, Any]]]
+    rows: list[dict[str, Any]]
 
-
-def read_files(study: Study, cell: Cell) -> CellFiles:
-    """Read what a finished cell measured. Damaged rows are left out."""
-    folder = study.path(cell) / EVALUATION
-    rows: dict[str, list[dict[str, Any]]] = {}
-    with contextlib.suppress(ConfigError):  # no samples: `damage_of` names the file
-        for row in read_sample_rows(folder):
-            if _is_sample(row):
-                rows.setdefault(row["key"], []).append(row)
-    return CellFiles(read_results(folder), rows)
+    @staticmethod
+    def read(folder: Path) -> Evaluated:
+        """Read the files. Damaged rows are left out: `damage_of` names the file."""
+        rows: list[dict[str, Any]] = []
+        with contextlib.suppress(ConfigError):  # there is no such file
+            rows = [row for row in read_sample_rows(folder) if _is_sample(row)]
+        return Evaluated(list(read_results(folder)), rows)
 
 
 def _is_sample(row: dict[str, Any]) -> bool:
     """Return whether a row has a key, and hits and places as `needles` reads them, if any."""
     hits, places = row.get("hits", []), row.get("places", [])
-    pairs = isinstance(hits, list) and all(isinstance(hit, list) and len(hit) == 2 for hit in hits)
+    if not (isinstance(hits, list) and isinstance(places, list)):
+        return False
+    pairs = all(isinstance(hit, list) and len(hit) == 2 for hit in hits)
     numbers = [*(value for hit in hits for value in hit), *places] if pairs else [None]
     return isinstance(row.get("key"), str) and all(map(documents.is_number, numbers))
 
 
-def read_cell(study: Study, cell: Cell, done: Done, files: CellFiles) -> list[Measured]:
+def read_cell(files: Evaluated, tier: Tier, cell: Cell, done: Done) -> list[Measured]:
     """Return the measurements of a finished cell, dense inference first."""
-    results, rows = files.results, files.rows
+    results = files.results
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in files.rows:
+        rows.setdefault(row["key"], []).append(row)
     found = []
     for attention in dict.fromkeys(result.attention for result in results):
         own = {r.task: r for r in results if r.attention == attention}
         if not {PERPLEXITY, NIAH} <= set(own):
             continue
         text = own[PERPLEXITY]
-        values, buckets = losses(text, study.tier.base_seq)
-        scores, depths = needles(rows.get(own[NIAH].key, ()), study.tier)
+        values, buckets = losses(text, tier.base_seq)
+        scores, depths = needles(rows.get(own[NIAH].key, ()), tier)
         seconds = done.steps * done.step_seconds
         found.append(
             Measured(cell, attention, seconds, done.density, values | scores, buckets, depths)
@@ -205,9 +209,10 @@ def read_cell(study: Study, cell: Cell, done: Done, files: CellFiles) -> list[Me
     return found
 
 
-def damage_of(study: Study, cell: Cell, files: CellFiles) -> list[str]:
+def damage_of(files: Evaluated, study: Study, cell: Cell) -> list[str]:
     """Return a line if a finished cell lacks results or samples."""
-    folder, results, rows = study.path(cell) / EVALUATION, files.results, files.rows
+    folder, results = study.path(cell) / EVALUATION, files.results
+    rows = Counter(str(row.get("key")) for row in files.rows)
     attentions = {result.attention for result in results}
     tasks = [(result.task, result.attention) for result in results]
     wanted = {(task, attention) for task in (PERPLEXITY, NIAH) for attention in attentions}
@@ -217,7 +222,7 @@ def damage_of(study: Study, cell: Cell, files: CellFiles) -> list[str]:
         whole = attentions == {DENSE}
     if not whole or not wanted <= set(tasks):
         lost = RESULTS
-    elif any(len(rows.get(result.key, ())) < result.samples for result in results):
+    elif any(rows[result.key] < result.samples for result in results):
         lost = SAMPLES
     else:
         return []
@@ -246,10 +251,14 @@ def place_of(answer: int, length: int, tier: Tier) -> str:
     """Return where a question is asked. answer: position of its first answer token."""
     if answer >= length - tier.probe:
         return INSIDE
+    return TAIL if answer >= length - _tail(length, tier.long_pairs) else ELSEWHERE
+
+
+@functools.cache
+def _tail(length: int, pairs: int) -> int:
     from mtrain_cli.data.needles import NeedleSettings
 
-    tail = NeedleSettings(length, tier.long_pairs, 0.0, 0).tail
-    return TAIL if answer >= length - tail else ELSEWHERE
+    return NeedleSettings(length, pairs, 0.0, 0).tail
 
 
 def needles(

@@ -20,7 +20,7 @@ from mtrain_cli.learning.outcomes import (
     OPEN,
     UNKNOWN,
     WORSE,
-    CellFiles,
+    Evaluated,
     Measured,
     Prediction,
     compare,
@@ -131,12 +131,11 @@ def test_the_long_loss_counts_tokens_with_long_context():
     assert buckets[8192, 16384] == 2.0
 
 
-def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_path):
+def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps():
     text = Result("k", "perplexity", 65536, DENSE, "", 1, 2, 4.0, None, NATS)
     questions = Result("n", "niah", 65536, DENSE, "", 1, 2, 90.0, None, PERCENT)
-    files = CellFiles([text, questions], {})
     done = Done("d", "c", steps=200, seconds=105.0, step_seconds=0.46, density=1.0)
-    (found,) = read_cell(Study(tmp_path, A), Cell(0, A.variant(DENSE)), done, files)
+    (found,) = read_cell(Evaluated([text, questions], []), A, Cell(0, A.variant(DENSE)), done)
     assert found.seconds == pytest.approx(92.0)
 
 
@@ -153,10 +152,9 @@ def test_a_cell_with_damaged_results_is_named(tmp_path, results, rows, lost):
         for attention in (DENSE, "moba")
         for task in ("perplexity", "niah")
     ]
-    samples = {result.key: [{"key": result.key}] * rows for result in whole}
-    lines = damage_of(
-        Study(tmp_path, A), Cell(0, A.variant("moba")), CellFiles(whole[:results], samples)
-    )
+    samples = [{"key": result.key} for result in whole for _ in range(rows)]
+    files = Evaluated(whole[:results], samples)
+    lines = damage_of(files, Study(tmp_path, A), Cell(0, A.variant("moba")))
     assert [lost in line and "done.json" in line for line in lines] == ([True] if lost else [])
 
 
@@ -171,7 +169,9 @@ def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(
         folder.add_result(result)
     folder.add_sample({"key": "k", "index": 0})
     whole = {"key": "n", "hits": [[0.5, 1]], "places": [5]}
-    for index, row in enumerate((whole, {**whole, "hits": [5]}, {"key": 5})):
+    for index, row in enumerate(
+        (whole, {**whole, "hits": [5]}, {**whole, "places": 7}, {"key": 5})
+    ):
         folder.add_sample({"key": "n", "index": index, **row})
     done = Done(digest(A, cell), "c", steps=2, seconds=1.0, step_seconds=0.5, density=1.0)
     (study.path(cell) / DONE).write_text(json.dumps(dataclasses.asdict(done)))
