@@ -357,7 +357,103 @@ def _panel(drawing: Drawing, top: float, name: str, label: str, recorded: dict) 
             drawing.add(f'<polyline points="{points}" class="c{place}"/>')
 
 
+STUDY = "learning/tier-a.json"  # of `mtrain report STUDY --json`
+NAMED = {"-dense-layers": "dense layers", "-windows": "windows"}
+PANEL_HIGH, LEFT, WIDE, GAP = 190, 66, 380, 13  # GAP: least distance of two labels
+
+
+def frontier() -> str:
+    """Loss above dense against the density and the seconds of training, with intervals."""
+    data = json.loads((resource_dir("profiles") / STUDY).read_text())
+    rows = [
+        row
+        for row in data["compared"]
+        if row["difference"] and row["step_seconds"]
+        and (row["attention"] != "dense" or row["variant"] == "dense-again")
+    ]  # fmt: skip
+    count = max(len(row["seeds"]) for row in rows)
+    drawing = Drawing(
+        "Loss against density and seconds of training",
+        "Loss of tokens with at least 8K of context, above that of dense training, for each way of "
+        "sparse training, against the density and against the seconds of training.",
+    )
+    drawing.text(20, 26, "nats above dense, tokens with 8K of context or more", "title")
+    many = f"mean of {count} seeds; bars: 95 % intervals" if count > 1 else "one seed"
+    drawing.text(20, 44, many, "small")
+    top = 58.0
+    for fact, title, scale, unit in (
+        ("density", "density of training", 100, "%"),
+        ("seconds", "seconds of training", 1, "s"),
+    ):
+        _points(drawing, top, rows, fact, scale, unit)
+        drawing.text(LEFT + WIDE / 2, top + PANEL_HIGH + 32, title, "small", "middle")
+        top += PANEL_HIGH + 48
+    return drawing.finish(top)
+
+
+def _points(d: Drawing, top: float, rows: list, fact: str, scale: float, unit: str) -> None:
+    """Draw a panel: points with intervals, each with its name."""
+    spans = [row["difference"]["long_loss"] for row in rows]
+    ends = [
+        end for over in spans for end in (over["mean"], over["low"], over["high"])
+        if end is not None
+    ]  # fmt: skip
+    step = 0.02
+    low, high = step * np.floor(min(0, *ends) / step), step * np.ceil(max(ends) / step)
+    most = 1.12 * max(scale * row[fact] for row in rows)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return LEFT + WIDE * x / most, top + PANEL_HIGH * (high - y) / (high - low)
+
+    d.box(LEFT, top, WIDE, PANEL_HIGH, "grid")
+    for value in np.arange(low, high + step / 2, step):
+        _, y = at(0, value)
+        d.text(LEFT - 6, y + 4, f"{value:.2f}".replace("-0.00", "0.00"), "small", "end")
+        kind = "line" if abs(value) < step / 2 else "frame"
+        d.add(f'<path d="M{LEFT} {y:.1f}h{WIDE}" class="{kind}" stroke-opacity="0.4"/>')
+    for value in range(0, int(most) + 1, 20):
+        d.text(at(value, 0)[0], top + PANEL_HIGH + 16, f"{value} {unit}", "small", "middle")
+    taken: list[tuple[float, float, float]] = []
+    points = [at(scale * row[fact], over["mean"]) for row, over in zip(rows, spans, strict=True)]
+    for row, over in sorted(zip(rows, spans, strict=True), key=lambda pair: -pair[1]["mean"]):
+        x, y = at(scale * row[fact], over["mean"])
+        kind = {"fixed": "wait", "dense-again": "gap"}.get(row["variant"], "w0")
+        if over["low"] is not None:
+            (_, up), (_, down) = at(0, over["high"]), at(0, over["low"])
+            d.add(f'<path d="M{x:.1f} {up:.1f}V{down:.1f}M{x - 3:.1f} {up:.1f}h6'
+                  f'M{x - 3:.1f} {down:.1f}h6" class="line"/>')  # fmt: skip
+        d.add(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="{kind}"/>')
+        _name(d, row["variant"], (x, y), points, taken)
+
+
+def _name(
+    d: Drawing,
+    variant: str,
+    point: tuple[float, float],
+    points: Sequence[tuple[float, float]],
+    taken: list[tuple[float, float, float]],
+) -> None:
+    """Write the name of a point beside it, where no point is, below other names.
+
+    taken: left end, right end and height of the names so far.
+    """
+    text = variant.removeprefix("vertical_slash-0.6") or "vertical_slash-0.6"
+    text = NAMED.get(text, text)
+    x, y = point
+    width = 7.0 * len(text)
+    is_left = x + 10 + width > LEFT + WIDE or any(
+        x + 10 < other < x + 10 + width and abs(high - y) < GAP for other, high in points
+    )
+    begin = x - 10 - width if is_left else x + 10
+    for left, right, at in sorted(taken, key=lambda each: each[2]):
+        if left < begin + width and begin < right and abs(at - y) < GAP:
+            y = at + GAP
+    taken.append((begin, begin + width, y))
+    d.text(x - 10 if is_left else x + 10, y + 4, text, "small", "end" if is_left else "start")
+
+
 FIGURES = {
+    "frontier": frontier,
     "layouts": layouts,
     "ring": ring,
     "timeline": timeline,

@@ -150,7 +150,7 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
         # A failure of the disk or the network, or a wrong file name: a traceback would not help.
         if error.filename is None or isinstance(error, BrokenPipeError):
             raise
-        _print_problems((f"{_clipped(os.fsdecode(error.filename))}: {error.strerror}",))
+        _print_problems((f"{_clipped(os.fsdecode(error.filename))}: {error.strerror or error}",))
         raise typer.Exit(USAGE_ERROR if error.errno in _PATH_ERRORS else FAILURE) from error
     except RuntimeError as error:
         if str(error) != "Could not determine home directory.":

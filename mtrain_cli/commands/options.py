@@ -143,19 +143,20 @@ def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., Non
 
 @contextlib.contextmanager
 def writing(place: object) -> Iterator[None]:
-    """Turn an OSError into one that names the file or folder that the user gave.
+    """Turn an OSError into one line that names the file.
+
+    place: a folder or file, or what the user typed, as in `not_written`.
 
     Raises:
         RunError: the disk is full or failed.
         ConfigError: nothing can be written to this place.
     """
-    from mtrain_cli.launch.failures import write_failure
+    from mtrain_cli.launch.failures import not_written, write_failure
 
     try:
         yield
     except OSError as error:
-        line = f"{place}: could not be written ({error.strerror or error})"
-        raise write_failure(error, line) from error
+        raise write_failure(error, not_written(error, place)) from error
 
 
 def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) -> list[str]:

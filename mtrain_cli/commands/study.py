@@ -7,6 +7,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import no_such
 from mtrain_cli.simulation import published
 
 _PUBLISHED = "published"  # the command that takes names of tables
@@ -17,8 +19,11 @@ class _Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = args[0] if args else ""
-        is_table = first in (*published.PAPERS, "all") or first in published.names()
-        if first not in self.commands and is_table:
+        if first and not first.startswith("-") and first not in self.commands:
+            tables = published.choices()
+            if first not in tables:
+                names = [*self.commands, *tables]
+                raise ConfigError(f"{first}: {no_such('command or published table', first, names)}")
             args = [_PUBLISHED, *args]
         return super().parse_args(ctx, args)
 

@@ -213,7 +213,7 @@ def _free_gpu() -> None:
 
 
 def show(study: Study, *, as_json: bool) -> None:
-    """Print what is known of a study, and write its page."""
+    """Print what is known of a study, and write its page; as JSON, print it only."""
     import json
 
     from mtrain_cli.learning.outcomes import summarize
@@ -221,11 +221,11 @@ def show(study: Study, *, as_json: bool) -> None:
     from mtrain_cli.reporting.terminal import make_console
 
     summary = summarize(study)
-    with writing(study.folder):
-        page = learning_page.write_page(study, summary)
     if as_json:
         typer.echo(json.dumps(learning_tables.document(summary), indent=1))
         return
+    with writing(study.folder):
+        page = learning_page.write_page(study, summary)
     console = make_console()
     learning_tables.show_summary(console, summary)
     console.print(f"page    {page}", soft_wrap=True)

@@ -22,6 +22,7 @@ from mtrain_cli.config import keys, validate
 from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
 from mtrain_cli.config.overrides import OverrideProblem, convert, parse
+from mtrain_cli.config.problem import Allowed, Problem
 from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
 
 # Keys that a resumed run keeps: its weights, its loss, the order of its data and its name depend on
@@ -307,7 +308,7 @@ def _checked(
     """
     blamed = {name for problem in problems for name in problem.keys}
     missing = [name for name in keys.all_keys() if name not in leaves and not _is_in(name, blamed)]
-    lines = [problem.line for problem in problems]
+    lines = _with_degrees(problems, leaves, blamed)
     for section in dict.fromkeys(name.partition(".")[0] for name in missing):
         names = keys.first_few([name for name in missing if name.partition(".")[0] == section])
         lines.append(
@@ -325,6 +326,27 @@ def _checked(
     if lines:
         raise ConfigError(*lines)
     return keys.build(_absolute(leaves))
+
+
+def _with_degrees(
+    problems: Sequence[OverrideProblem], leaves: Mapping[str, Any], blamed: set[str]
+) -> list[str]:
+    """Return the lines of problems. A word instead of a degree gets the degrees that are allowed.
+
+    blamed: keys with a problem. The degrees depend on the model and the workers.
+    """
+    if any(name == "topology.workers" or name.startswith("model.") for name in blamed):
+        return [problem.line for problem in problems]
+    degrees = validate.allowed_degrees(keys.build({**_defaults(), **leaves}))
+    lines = []
+    for problem in problems:
+        line = problem.line
+        name = "".join(problem.keys)
+        if name in degrees and line.endswith(keys.all_keys()[name].expected):
+            words = [str(one) if isinstance(one, Allowed) else one for one in Problem(line).parts]
+            line = Problem(*words, "; allowed: ", Allowed(degrees[name]))
+        lines.append(line)
+    return lines
 
 
 def _conflicts(leaves: Mapping[str, Any]) -> Iterator[str]:

@@ -12,14 +12,26 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path in the same folder. The file that the block writes there replaces ``path``.
 
-    If the block raises an error, ``path`` stays as it was.
+    If the block raises an error, ``path`` stays as it was. An OSError names it.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        yield draft
-        draft.replace(path)
+        with naming(path, draft):
+            yield draft
+            draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path, draft: Path | None = None) -> Iterator[None]:
+    """Name a file in an OSError of its draft, or in one that names no file: that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or (draft is not None and str(error.filename) == str(draft)):
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def replace_text(path: Path, text: str) -> None:

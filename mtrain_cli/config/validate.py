@@ -114,6 +114,20 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
+def allowed_degrees(config: Config) -> dict[str, str]:
+    """Return the degrees that model and workers allow, by keys of degrees that are no ``auto``."""
+    workers, layers = config.topology.workers, config.model.num_layers
+    tensor = tensor_parallel.common_divisor(config.model)
+    stages = f"1 to {layers}"
+    if isinstance(workers, int):
+        tensor = gcd(workers, tensor)
+        stages = ", ".join(str(n) for n in range(1, layers + 1) if workers % n == 0)
+    return {
+        "topology.tensor_parallel": _divisors(tensor),
+        "topology.pipeline_parallel": stages,
+    }
+
+
 def _topology(topology: TopologyConfig, model: ModelConfig) -> Iterator[str]:
     if topology.cluster != "auto":
         try:

@@ -162,8 +162,8 @@ class HarnessRunner:
     def _lead(self) -> None:
         request, source = self._request, self._settings[0].source()
         folder = ResultsFolder.open(Path(request.out), request.model)
-        if folder.damage:
-            _warn(folder.damage, first=self._first)
+        for line in folder.damage:
+            _warn(line, first=self._first)
         tasks = self._tasks or load_tasks(request)
         plan = tasks.plan(self._codec, Plan.of(source, beyond=True))
         self._generates = plan.generates
@@ -330,10 +330,12 @@ class _KeptAnswers:
         self._progress, self._device = progress, runner.device
         self._file, self._key = folder.path / ANSWERS, key_of(runner.origin(setting))
         self._held: dict[str, Any] = {}
-        for row in kept_rows(self._file):
-            name, answer = row.get("request"), row.get("answer")
-            if row.get("key") == self._key and isinstance(name, str) and _is_answer(name, answer):
-                self._held[name] = answer
+        rows, lost = kept_rows(self._file, _is_row)
+        if lost:
+            progress.say(f"warning: {lost}")
+        for row in rows:
+            if row["key"] == self._key:
+                self._held[row["request"]] = row["answer"]
 
     def scores(self, pairs: Sequence[Pair]) -> list[Score]:
         names = [request_hash(["scores", *pair]) for pair in pairs]
@@ -391,6 +393,13 @@ def plan_flop(plan: Plan, config: Config) -> float:
     for length in plan.lengths:
         counts[length] = counts.get(length, 0) + 1
     return sum(count * forward_flop(config, length) for length, count in counts.items())
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    """Return whether a row from the disk holds the answer to a request of a model."""
+    name = row.get("request")
+    is_named = isinstance(row.get("key"), str) and isinstance(name, str)
+    return is_named and _is_answer(str(name), row.get("answer"))
 
 
 def _is_answer(name: str, answer: Any) -> bool:

@@ -26,6 +26,7 @@ from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, codec_of_files
 from mtrain_cli.launch import progress_record
+from mtrain_cli.launch.failures import not_written
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_lock import RunLock
 from mtrain_cli.parallel.collectives import share
@@ -151,7 +152,7 @@ class TaskEvaluations(Callback):
             for runner in self._runners if due else ():
                 runner.run_at(trainer.step, folder)
                 if runner.problem:
-                    line = f"{self._out}: cannot be written ({runner.problem}); training goes on"
+                    line = f"{runner.problem}; training goes on"
                     self._message(line, warning=True)
         reshard(trainer.decoder)  # otherwise the backward pass reshards, but none follows here
 
@@ -167,15 +168,15 @@ class TaskEvaluations(Callback):
             self._out.mkdir(parents=True, exist_ok=True)
             lock = RunLock(self._out)
             folder = ResultsFolder.open(self._out, "..")
-            if folder.damage:
-                self._message(folder.damage, warning=True)
+            for line in folder.damage:
+                self._message(line, warning=True)
             if self._last is not None:
                 folder.drop_training(self._last)
         except ConfigError as error:
             busy = f"another `mtrain eval` writes to {self._out}"
             opened = None, busy if lock is None else error.problems[0]
         except OSError as error:
-            opened = None, f"{self._out}: {error.strerror}"
+            opened = None, not_written(error, self._out)
         else:
             opened = folder, ""
         try:

@@ -11,13 +11,13 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.atomic_files import naming, replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.run_lock import LOCK
 
@@ -135,17 +135,17 @@ class ResultsFolder:
 
     samples: rows of samples by the key of their result and by their number.
     results: results by their key, in the order of the file.
-    damage: a line on results that could not be read; "" if there are none.
+    damage: a line on each file with lines that could not be read.
     """
 
     path: Path
     samples: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     results: dict[str, Result] = field(default_factory=dict)
-    damage: str = ""
+    damage: tuple[str, ...] = ()
 
     @staticmethod
     def open(path: Path, model: str) -> ResultsFolder:
-        """Open or create a folder. Drop lines that a crash cut short.
+        """Open or create a folder. Remove damaged lines, and lines that a crash cut short.
 
         Args:
             model: name of the model that `model_name` returns.
@@ -157,15 +157,15 @@ class ResultsFolder:
         path.mkdir(parents=True, exist_ok=True)
         replace_text(path / ABOUT, json.dumps({"model": model}) + "\n")
         opened = ResultsFolder(path)
-        for row in kept_rows(path / SAMPLES):
-            key, index = row.get("key"), row.get("index")
-            if isinstance(key, str) and isinstance(index, int) and index >= 0:
-                opened.samples.setdefault(key, {})[index] = row
-        file = path / RESULTS
+        rows, lost_samples = kept_rows(path / SAMPLES, _is_sample)
+        for row in rows:
+            opened.samples.setdefault(row["key"], {})[row["index"]] = row
+        file, lost = path / RESULTS, ""
         if file.exists():
-            opened.results, opened.damage = _read(file)
-            if opened.damage or not file.read_bytes().endswith(b"\n"):
+            opened.results, lost = _read(file)
+            if lost or not file.read_bytes().endswith(b"\n"):
                 _rewrite(file, map(asdict, opened.results.values()))
+        opened.damage = tuple(filter(None, (lost_samples, lost)))
         return opened
 
     def drop_training(self, after: int) -> None:
@@ -335,7 +335,7 @@ def _read(file: Path) -> tuple[dict[str, Result], str]:
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
     """Append a JSON object to a file of rows."""
-    with file.open("a", encoding="utf-8") as open_file:
+    with naming(file), file.open("a", encoding="utf-8") as open_file:
         open_file.write(json.dumps(row) + "\n")
 
 
@@ -343,15 +343,44 @@ def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def kept_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, and remove its other lines. A missing file has none."""
+def kept_rows(
+    file: Path, is_whole: Callable[[dict[str, Any]], bool]
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the whole rows of a file, and remove its other lines. A missing file has none.
+
+    Args:
+        is_whole: whether a JSON object is a row of this file.
+
+    Returns:
+        The rows, and a line on damaged lines or "". A last line that a crash cut short is none.
+    """
     if not file.exists():
-        return []
-    rows = list(_rows(file))
+        return [], ""
+    rows, damaged = [], []
+    for number, row in _numbered_rows(file):
+        if row is not None and is_whole(row):
+            rows.append(row)
+        else:
+            damaged.append(number)
     text = file.read_bytes()
-    if text and (not text.endswith(b"\n") or text.count(b"\n") != len(rows)):
-        replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
+    is_cut = not text.endswith(b"\n")
+    if damaged or is_cut:
+        _rewrite(file, rows)
+    if is_cut and damaged and damaged[-1] == text.count(b"\n") + 1:
+        damaged.pop()
+    if not damaged:
+        return rows, ""
+    it, it_is = ("it", "it is") if len(damaged) == 1 else ("them", "they are")
+    return rows, (
+        f"{documents.damaged_lines(file, damaged)}; {it_is} removed, and the `mtrain eval` that "
+        f"wrote {it} measures {it} again"
+    )
+
+
+def _is_sample(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has the key of a result and the number of a sample."""
+    key, index = row.get("key"), row.get("index")
+    return isinstance(key, str) and isinstance(index, int) and index >= 0
 
 
 def _rows(file: Path) -> Iterable[dict[str, Any]]:

@@ -31,6 +31,7 @@ from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.scorer import Scorer
 from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.failures import not_written
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.resolution import compute_dtype
 
@@ -116,7 +117,7 @@ class Runner:
 
     stop: returns whether the user asked to stop. Only the first worker's counts.
     training: the model in training to evaluate instead of weights on disk.
-    problem: why results in training could not be written; "" if they were.
+    problem: a line on results in training that could not be written; "" if they were.
     failed: lines on samples that cannot be made, and on weights that cannot be loaded.
     """
 
@@ -160,8 +161,8 @@ class Runner:
         """
         request = self._request
         folder = ResultsFolder.open(Path(request.out), request.model) if self._first else None
-        if folder is not None and folder.damage:
-            self._warn(folder.damage)
+        for line in folder.damage if folder is not None else ():
+            self._warn(line)
         self.run_in(folder)
 
     def run_at(self, step: int, folder: ResultsFolder | None) -> None:
@@ -361,7 +362,7 @@ class Runner:
         except OSError as error:
             if self._training is None:
                 raise
-            self.problem = error.strerror or str(error)
+            self.problem = not_written(error, Path(self._request.out))
 
     def _finish(
         self,

@@ -57,6 +57,24 @@ class PeerLostError(RunError):
     """Another worker did not answer in time."""
 
 
+def not_written(error: OSError, place: object) -> str:
+    """Return ``FILE: could not be written (No space left on device)``.
+
+    Args:
+        place: the folder or file that is written, if the error names no file. A text is what the
+            user typed, such as ``--out DIR``, and is always in the line.
+    """
+    text, file = str(place), error.filename
+    name = os.fsdecode(file) if isinstance(file, str | bytes) else ""
+    if not name or text.endswith(name):
+        named = f"{text}:"
+    elif isinstance(place, Path):
+        named = f"{name}:"
+    else:
+        named = f"{text}: {name}"
+    return f"{named} could not be written ({error.strerror or error})"
+
+
 def write_failure(error: OSError, text: str) -> RunError | ConfigError:
     """Return the error to raise in place of an OSError while writing a file.
 

@@ -10,6 +10,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -147,8 +148,9 @@ def summarize(study: Study) -> Summary:
             if variant is None:
                 gates[seed] = found.gate
             else:
-                measured += read_cell(study, cell, found)
-                damage += damage_of(study, cell)
+                files = Evaluated.read(study.path(cell) / EVALUATION)
+                measured += read_cell(files, study.tier, cell, found)
+                damage += damage_of(files, study, cell)
     spread = spread_of(measured)
     compared = compare(study.tier, measured, spread)
     outcomes = [outcome(prediction, measured, study.tier) for prediction in read_predictions()]
@@ -159,12 +161,23 @@ def summarize(study: Study) -> Summary:
     )  # fmt: skip
 
 
-def read_cell(study: Study, cell: Cell, done: Done) -> list[Measured]:
+@dataclass(frozen=True)
+class Evaluated:
+    """The files of an evaluation. rows: of the samples."""
+
+    results: list[Result]
+    rows: list[dict[str, Any]]
+
+    @staticmethod
+    def read(folder: Path) -> Evaluated:
+        return Evaluated(list(read_results(folder)), list(read_sample_rows(folder)))
+
+
+def read_cell(files: Evaluated, tier: Tier, cell: Cell, done: Done) -> list[Measured]:
     """Return the measurements of a finished cell, dense inference first."""
-    folder = study.path(cell) / EVALUATION
-    results = read_results(folder)
+    results = files.results
     rows: dict[str, list[dict[str, Any]]] = {}
-    for row in read_sample_rows(folder):
+    for row in files.rows:
         rows.setdefault(row["key"], []).append(row)
     found = []
     for attention in dict.fromkeys(result.attention for result in results):
@@ -172,8 +185,8 @@ def read_cell(study: Study, cell: Cell, done: Done) -> list[Measured]:
         if not {PERPLEXITY, NIAH} <= set(own):
             continue
         text = own[PERPLEXITY]
-        values, buckets = losses(text, study.tier.base_seq)
-        scores, depths = needles(rows.get(own[NIAH].key, ()), study.tier)
+        values, buckets = losses(text, tier.base_seq)
+        scores, depths = needles(rows.get(own[NIAH].key, ()), tier)
         seconds = done.steps * done.step_seconds
         found.append(
             Measured(cell, attention, seconds, done.density, values | scores, buckets, depths)
@@ -181,11 +194,10 @@ def read_cell(study: Study, cell: Cell, done: Done) -> list[Measured]:
     return found
 
 
-def damage_of(study: Study, cell: Cell) -> list[str]:
+def damage_of(files: Evaluated, study: Study, cell: Cell) -> list[str]:
     """Return a line if a finished cell lacks results or samples."""
-    folder = study.path(cell) / EVALUATION
-    results = read_results(folder)
-    rows = Counter(str(row.get("key")) for row in read_sample_rows(folder))
+    folder, results = study.path(cell) / EVALUATION, files.results
+    rows = Counter(str(row.get("key")) for row in files.rows)
     attentions = {result.attention for result in results}
     tasks = [(result.task, result.attention) for result in results]
     wanted = {(task, attention) for task in (PERPLEXITY, NIAH) for attention in attentions}
@@ -224,10 +236,14 @@ def place_of(answer: int, length: int, tier: Tier) -> str:
     """Return where a question is asked. answer: position of its first answer token."""
     if answer >= length - tier.probe:
         return INSIDE
+    return TAIL if answer >= length - _tail(length, tier.long_pairs) else ELSEWHERE
+
+
+@functools.cache
+def _tail(length: int, pairs: int) -> int:
     from mtrain_cli.data.needles import NeedleSettings
 
-    tail = NeedleSettings(length, tier.long_pairs, 0.0, 0).tail
-    return TAIL if answer >= length - tail else ELSEWHERE
+    return NeedleSettings(length, pairs, 0.0, 0).tail
 
 
 def needles(

@@ -279,7 +279,7 @@ def cells_of(tier: Tier, only: Sequence[str] = (), seeds: Sequence[int] = ()) ->
         seeds: some of the tier's; () for all.
 
     Raises:
-        ConfigError: there is no such variant or seed.
+        ConfigError: there is no such variant or seed, or a seed appears twice.
     """
     known = [BASE, *(variant.name for variant in tier.variants)]
     for name in only:
@@ -289,6 +289,9 @@ def cells_of(tier: Tier, only: Sequence[str] = (), seeds: Sequence[int] = ()) ->
         if seed not in tier.seeds:
             allowed = ", ".join(map(str, tier.seeds))
             raise ConfigError(f"--seeds {seed}: tier {tier.name} has the seeds {allowed}")
+        if seeds.count(seed) > 1:
+            given = ",".join(map(str, seeds))
+            raise ConfigError(f"--seeds {given}: {seed} appears twice; give each seed once")
     wanted = _with_needs(tier, only or known)
     # One seed after another, so that a first sitting already gives whole comparisons.
     return [

@@ -11,6 +11,7 @@ from typing import Any
 
 from mtrain_cli.config.pattern_settings import DenseSettings
 from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.failures import not_written
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.context_attention import ContextAttention
@@ -72,10 +73,7 @@ class TrainingProfile(Callback):
             cases = list(self._by_kind.values())
             self._writer = ProfileWriter(plan, self._bench, cases, self._folder, kept)
         except OSError as error:
-            self.problem = (
-                f"{self._folder}: cannot be written ({error.strerror or error}); "
-                "no steps are recorded"
-            )
+            self.problem = f"{not_written(error, self._folder)}; no steps are recorded"
         # Collecting needs every worker: all record, or none.
         if not all(self._bench.gather(self._writer is not None)):
             self._writer = None
@@ -180,8 +178,8 @@ class TrainingProfile(Callback):
             self._writer.sampled(self._trainer.step, self._samples)
         except OSError as error:
             self.problem = (
-                f"{self._folder}: the profile of step {self._trainer.step} was not written "
-                f"({error.strerror or error}); the run continues"
+                f"{not_written(error, self._folder)}, so the profile of step {self._trainer.step} "
+                "is missing; the run continues"
             )
         self._recorded.append(seconds)
         self._after.append(time.perf_counter() - began)
@@ -206,7 +204,7 @@ class TrainingProfile(Callback):
         try:
             self._writer.finish(analysed=False)
         except OSError as error:
-            self.problem = f"{self._folder}: could not be completed ({error.strerror or error})"
+            self.problem = not_written(error, self._folder)
         self.problem = self.problem or self._writer.problem
         if not self._recorded:
             return ""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.launch.failures import not_written
 from mtrain_cli.profiling.load_collector import collect_loads
 from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.recorded_work import Estimated, own_work
@@ -250,7 +251,7 @@ class ProfileWriter:
                 full = next((each for each in of_cases if each is not None), None)
                 save_indices(path, setup, computed.masks, parts, full)
             except OSError as error:
-                self.problem = f"{path}: could not be written ({error.strerror or error})"
+                self.problem = not_written(error, path)
         for _ in parts:  # Some parts need a gather, so every worker must reach the end.
             pass
 

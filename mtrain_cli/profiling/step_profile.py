@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.failures import RunError, not_written
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.profiling.load_collector import expert_workers, own_rows
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
@@ -346,7 +346,7 @@ def _write_results(
         join_loads(folder)
         record_files.write_summary(folder, document)
     except OSError as error:
-        raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
+        raise RunError(not_written(error, folder)) from error
 
 
 def _show(folder: Path, document: dict[str, Any], plan: StepProfilePlan) -> None:

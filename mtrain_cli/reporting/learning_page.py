@@ -15,12 +15,14 @@ from mtrain_cli.learning.outcomes import (
     LONG_LOSS,
     LOSS,
     MEASURES,
+    NEEDLES,
     PLACES,
     Compared,
     Measured,
     Summary,
     dense_of,
 )
+from mtrain_cli.learning.tiers import DENSE
 from mtrain_cli.reporting import elements, plots
 from mtrain_cli.reporting.learning_tables import label, remarks, tables
 from mtrain_cli.reporting.plots import Figure, FigureView
@@ -28,7 +30,9 @@ from mtrain_cli.reporting.plots import Figure, FigureView
 PAGE = "report.html"
 _TITLE = "Does sparse training lose anything?"
 _BELOW = {"orientation": "v", "y": -0.3, "yanchor": "top", "x": 0}
-_SYMBOLS, _DASHES = ("circle", "diamond", "square"), ("solid", "dot", "dash")
+# Of the variants that have the same color, in turn: symbol and dash with the training's attention.
+_SYMBOLS, _DASHES = ("circle", "square"), ("solid", "longdash")
+_DENSE_DASHES = ("dot", "dashdot")  # with dense attention in the measurement
 
 
 def write_page(study: Study, summary: Summary) -> Path:
@@ -72,37 +76,60 @@ def figures(summary: Summary) -> list[Figure]:
 def _frontier(summary: Summary) -> Figure:
     """Draw the difference from dense against the density and the seconds of training."""
     views = []
-    for measure in (LOSS, LONG_LOSS):
+    for measure in (LOSS, LONG_LOSS, NEEDLES):
+        unit = "points from dense" if measure == NEEDLES else "nats above dense"
         for title, fact in (("density", "density"), ("seconds of training", "seconds")):
             points = [
-                _point(each, number, getattr(each, fact), measure)
-                for number, each in enumerate(summary.compared)
+                _point(summary, each, getattr(each, fact), measure)
+                for each in summary.compared
                 if measure in each.difference and each.variant.is_trained
             ]
             if points:
-                axes = plots.from_zero(title), plots.axis("nats above dense", zeroline=True)
-                layout = plots.layout(380 + 20 * len(points), *axes, legend=_BELOW)
+                axes = plots.from_zero(title), plots.axis(unit, zeroline=True)
+                layout = plots.layout(_height(points), *axes, legend=_BELOW)
                 views.append(FigureView((f"{MEASURES[measure]} against {title}",), points, layout))
-    note = "Bars: 95 % t-interval over seeds, paired. Dense is at 0."
-    return Figure("frontier", "Loss against density and time", (), views, note, together=True)
+    note = (
+        "Bars: 95 % t-interval over seeds, paired. Dense is at 0. Filled: measured with the "
+        "attention of the training. Open: with dense attention."
+    )
+    return Figure(
+        "frontier", "Loss and needles against density and time", (), views, note, together=True
+    )
 
 
-def _point(each: Compared, number: int, x: float, measure: str) -> plots.Trace:
+def _point(summary: Summary, each: Compared, x: float, measure: str) -> plots.Trace:
     """Return a point with its interval."""
     over = each.difference[measure]
     half = 0.0 if over.high is None else over.high - over.mean
-    marker = {**_style(number), "size": 10, "symbol": _SYMBOLS[_round(number)]}
+    colour, turn = _colour(summary, each)
+    symbol = _SYMBOLS[turn] + ("-open" if _is_dense_beside_own(each) else "")
     bars = {"type": "data", "array": plots.numbers([half]), "thickness": 1}
     return plots.line(
-        escape(label(each)), [x], [over.mean], _style(number)["color"],
-        mode="markers", marker=marker, error_y=bars,
+        escape(label(each)), [x], [over.mean], colour,
+        mode="markers", marker={"color": colour, "size": 10, "symbol": symbol}, error_y=bars,
     )  # fmt: skip
+
+
+def _colour(summary: Summary, each: Compared) -> tuple[str, int]:
+    """Return the color of a variant, and how many variants before it have the same."""
+    names = [variant.name for variant in summary.tier.variants]
+    turn, at = divmod(names.index(each.variant.name), len(plots.PALETTE))
+    return plots.PALETTE[at], turn % len(_SYMBOLS)
+
+
+def _is_dense_beside_own(each: Compared) -> bool:
+    return bool(each.variant.words) and each.attention == DENSE
+
+
+def _height(traces: Sequence[plots.Trace]) -> int:
+    """Return the height of a figure with a legend below: half of it has room for the legend."""
+    return max(400 + 20 * len(traces), 42 * len(traces) + 40)
 
 
 def _by_context(summary: Summary) -> Figure:
     """Draw the loss by context, and its difference from dense."""
     drawn: dict[str, list[plots.Trace]] = {"nats per token": [], "nats above dense": []}
-    for number, each in enumerate(summary.compared):
+    for each in summary.compared:
         own = _of(summary, each)
         dense = [dense_of(summary.measured, one.cell.seed) for one in own]
         pairs = [(one, other) for one, other in zip(own, dense, strict=True) if other is not None]
@@ -119,11 +146,12 @@ def _by_context(summary: Summary) -> Figure:
             ],
         }
         for title, values in lines.items():
-            style = {**_style(number), "dash": _DASHES[_round(number)]}
+            colour, turn = _colour(summary, each)
+            dashes = _DENSE_DASHES if _is_dense_beside_own(each) else _DASHES
             drawn[title].append(
                 plots.line(
                     escape(label(each)), [end for _, end in spans], list(map(_mean, values)),
-                    style["color"], line=style,
+                    colour, line={"color": colour, "dash": dashes[turn]},
                 )
             )  # fmt: skip
     views = []
@@ -133,19 +161,13 @@ def _by_context(summary: Summary) -> Figure:
             "earlier tokens (up to)", type="log", tickvals=ticks,
             ticktext=[format_size(end) for end in ticks],
         )  # fmt: skip
-        layout = plots.layout(380 + 20 * len(traces), x, plots.axis(title), legend=_BELOW)
+        layout = plots.layout(_height(traces), x, plots.axis(title), legend=_BELOW)
         views += [FigureView((title,), traces, layout)] if ticks else []
-    note = "Mean over seeds; differences are from the dense cell of the same seed."
+    note = (
+        "Mean over seeds; differences are from the dense cell of the same seed. Dotted: measured "
+        "with dense attention, but trained with another."
+    )
     return Figure("loss-by-context", "Loss by context", (), views, note, together=True)
-
-
-def _style(number: int) -> dict[str, str]:
-    return {"color": plots.PALETTE[number % len(plots.PALETTE)]}
-
-
-def _round(number: int) -> int:
-    """Return how often the palette was used up before."""
-    return min(number // len(plots.PALETTE), len(_SYMBOLS) - 1)
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -167,7 +189,10 @@ def _by_depth(summary: Summary) -> Figure:
             "%{x}, depth %{y}: %{z} %",
             zmax=100,
         )
-        axes = plots.axis("asked", type="category"), plots.downward("depth", type="category")
+        axes = (
+            plots.axis("asked", type="category"),
+            plots.downward("depth", type="category", automargin=True),
+        )
         views.append(FigureView((label(each),), [map_], plots.layout(320, *axes)))
     note = "Depth: share of the text before the needle. Empty cells have no question."
     return Figure("needles", "Needles by depth and place", (), views, note, together=True)

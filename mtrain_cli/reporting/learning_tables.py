@@ -18,12 +18,14 @@ from mtrain_cli.learning.outcomes import (
     LOSS,
     MEASURES,
     NEEDLES,
+    NOTHING,
+    PLACES,
     Compared,
     Summary,
     control_loses,
 )
 from mtrain_cli.learning.t_interval import Interval
-from mtrain_cli.learning.tiers import DENSE, FIXED, Cell, Tier, Variant
+from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
 from mtrain_cli.reporting.evaluation_tables import EvaluationTable
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 
@@ -98,8 +100,8 @@ def show_summary(console: Console, summary: Summary) -> None:
 def tables(summary: Summary) -> list[EvaluationTable]:
     """Return the tables of the terminal and of the page."""
     return [
-        _predictions(summary), _prices(summary), _differences(summary), _needles(summary),
-        _contexts(summary),
+        _predictions(summary), _prices(summary), _differences(summary), _noise(summary),
+        _needles(summary), _contexts(summary),
     ]  # fmt: skip
 
 
@@ -167,7 +169,15 @@ def document(summary: Summary) -> dict[str, Any]:
         "spread": summary.spread,
         "gates": summary.gates,
         "cells": {key: asdict(done) for key, done in summary.done.items()},
-        "compared": [{**asdict(each), "variant": each.variant.name} for each in summary.compared],
+        "seeds": summary.tier.seeds,
+        "compared": [
+            {
+                **asdict(each),
+                "variant": each.variant.name,
+                "step_seconds": _step_seconds(summary, each.variant.name),
+            }
+            for each in summary.compared
+        ],
         "predictions": [asdict(each) for each in summary.outcomes],
         "remarks": remarks(summary),
     }
@@ -175,11 +185,17 @@ def document(summary: Summary) -> dict[str, Any]:
 
 def _predictions(summary: Summary) -> EvaluationTable:
     rows = [
-        [each.state, each.prediction.text, each.found, each.prediction.written]
+        [
+            each.state, each.prediction.text, each.found,
+            ", ".join(map(str, each.prediction.seeds or summary.tier.seeds)),
+            each.prediction.written,
+        ]
         for each in summary.outcomes
-    ]
-    heads = ("", "prediction", "found: mean [95 % interval]", "written")
-    return EvaluationTable("Predictions", heads, rows, words=4)
+    ]  # fmt: skip
+    heads = ("", "prediction", "found: mean [95 % interval]", "judged by seeds", "written")
+    late = any(each.prediction.seeds for each in summary.outcomes)
+    note = "Predictions for some seeds were written when the others had run." if late else ""
+    return EvaluationTable("Predictions", heads, rows, words=5, note=note)
 
 
 def _prices(summary: Summary) -> EvaluationTable:
@@ -199,9 +215,26 @@ def _prices(summary: Summary) -> EvaluationTable:
     heads = ("trained with", "density", "s / step", "dense / it", MEASURES[LONG_LOSS], "needles, %")
     note = (
         "density: share of causal pairs that training computes. Loss and needles with the attention"
-        " of the training, and their difference from dense"
+        f" of the training, and their difference from dense.{_about(summary)}"
     )
     return EvaluationTable("Price and loss", heads, rows, note=note)
+
+
+def _about(summary: Summary) -> str:
+    """Return what a reader must know of the control and of the cell for equal time."""
+    text, steps = "", summary.tier.steps
+    for variant in (each.variant for each in summary.compared if each.attention != DENSE):
+        if variant.name == FIXED:
+            text += f" {FIXED}: random keys, a control that must lose."
+        if variant.time_of:
+            keys = (Cell(seed, variant).key for seed in summary.tier.seeds)
+            own = [summary.done[key].steps for key in keys if key in summary.done]
+            if own and (times := sum(own) / len(own) / steps) > 1:
+                text += (
+                    f" {variant.name}: {times:.1f} times the steps; it reads the documents with "
+                    f"needles {times:.1f} times, since there are as many as {steps} steps need."
+                )
+    return text
 
 
 def _step_seconds(summary: Summary, name: str) -> float | None:
@@ -230,19 +263,34 @@ def _differences(summary: Summary) -> EvaluationTable:
                     each.verdict.get(name, CONTROL), str(len(each.seeds)),
                 ]
             )  # fmt: skip
-    spread = ", ".join(
-        f"{MEASURES[name]} {summary.spread[name]:.4f}" if name in LOSSES
-        else f"{MEASURES[name]} {summary.spread[name]:.1f} points"
-        for name in (*LOSSES, NEEDLES) if name in summary.spread
-    )  # fmt: skip
-    note = "[low, high]: 95 % t-interval over seeds, paired. "
-    note += f"Largest difference of two dense trainings: {spread or 'not measured'}."
+    note = "[low, high]: 95 % t-interval over seeds, paired"
     return EvaluationTable("Beside dense", heads, rows, words=2, note=note)
 
 
-def _needles(summary: Summary) -> EvaluationTable:
-    from mtrain_cli.learning.outcomes import PLACES
+def _noise(summary: Summary) -> EvaluationTable:
+    """Return how much two dense trainings differ, by measure."""
+    again = next((each for each in summary.compared if each.variant.name == AGAIN), None)
+    rows = [
+        [
+            MEASURES[name], _number(summary.spread[name], loss=name in LOSSES),
+            value(again.difference.get(name), loss=name in LOSSES, signed=True),
+        ]
+        for name in MEASURES
+        if again is not None and name in summary.spread
+    ]  # fmt: skip
+    heads = ("measure", "spread: largest of any seed", "mean of the seeds")
+    note = (
+        f'"{NOTHING}" needs the interval of a difference to lie between -spread and +spread. The '
+        "largest of several seeds is a lenient limit: compare it with the interval of the mean"
+    )
+    return EvaluationTable("Two dense trainings", heads, rows, note=note)
 
+
+def _number(number: float, *, loss: bool) -> str:
+    return f"{number:.{4 if loss else 1}f}"
+
+
+def _needles(summary: Summary) -> EvaluationTable:
     rows = [
         [label(each), *(_beside(each, name) for name in (NEEDLES, *PLACES))]
         for each in summary.compared

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.evaluation.results import Part, Result
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, PassAnalysis
 from mtrain_cli.records.attention_files import without_lists
@@ -43,7 +44,7 @@ class Sheet:
 
     def write(self, folder: Path) -> Path:
         path = folder / f"{self.name}.csv"
-        with path.open("w", newline="", encoding="utf-8") as file:
+        with replacing(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(self.rows[0])
             writer.writerows([_cell(value) for value in row.values()] for row in self.rows)

@@ -106,6 +106,11 @@ def names() -> list[str]:
     return sorted(path.stem for path in (resource_dir("profiles") / FOLDER).glob("*.yaml"))
 
 
+def choices() -> list[str]:
+    """Return the words that `chosen` takes."""
+    return [*names(), *PAPERS, "all"]
+
+
 def chosen(words: Sequence[str]) -> list[str]:
     """Return the names of the tables that words choose: a name, a paper of `PAPERS`, or all.
 
@@ -120,8 +125,7 @@ def chosen(words: Sequence[str]) -> list[str]:
         elif word in known:
             of_paper = [word]
         if not of_paper:
-            allowed = [*known, *PAPERS, "all"]
-            raise ConfigError(f"{word}: {no_such('published table', word, allowed)}")
+            raise ConfigError(f"{word}: {no_such('published table', word, choices())}")
         found += of_paper
     return list(dict.fromkeys(found))
 

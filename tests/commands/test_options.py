@@ -118,12 +118,13 @@ def test_whole_numbers_have_plain_digits_only(text):
         parse_whole_number(text)
 
 
-def test_an_error_of_the_disk_names_the_place(tmp_path):
+def test_an_error_of_the_disk_names_the_file_or_else_the_place(tmp_path):
     """A wrong path is the user's mistake; a full disk is a failure."""
     file = tmp_path / "file"
     file.touch()
     for wrong in (tmp_path / "missing/file", file / "below"):
-        with pytest.raises(ConfigError, match=r"here: could not be written \(No"), writing("here"):
+        named = f"^--out here: {wrong} could not be written \\(No"
+        with pytest.raises(ConfigError, match=named), writing("--out here"):
             wrong.write_text("x")
     with pytest.raises(RunError, match=r"here: could not be written \(No space"), writing("here"):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -292,6 +292,9 @@ def test_the_folder_of_a_study_is_shown(tmp_path):
     study = Study(tmp_path / "learning", TIERS["tiny"])
     study.folder.mkdir()
     study.save()
+    result = CliRunner().invoke(app, ["report", str(study.folder), "--json"])
+    assert json.loads(result.stdout)["tier"] == "tiny"
+    assert not (study.folder / "report.html").exists()
     result = CliRunner().invoke(app, ["report", str(study.folder)])
     assert result.exit_code == 0, result.output
     assert "0 of 18 cells are finished." in result.stdout

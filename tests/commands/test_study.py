@@ -20,6 +20,16 @@ def test_the_group_shows_its_commands_and_refuses_others():
     assert result.exit_code == 0
     for name in ("learning", "published", "list"):
         assert name in result.stdout
-    result = CliRunner().invoke(app, ["study", "nope"])
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"), [("burst-tabel1", "burst-table1"), ("learnin", "learning")]
+)
+def test_another_name_is_answered_with_commands_and_tables(word, nearest):
+    result = CliRunner().invoke(app, ["study", word])
     assert result.exit_code == 2
-    assert "No such command 'nope'" in result.output
+    begin = f"mtrain: {word}: no such command or published table (did you mean {nearest}?); "
+    assert result.output.startswith(f"{begin}allowed: ")
+    assert len(result.output.splitlines()) == 1
+    for name in ("learning", "list", "burst-table2", "table3", "magi", "all"):
+        assert f", {name}" in result.output.replace("allowed: ", ", ")

@@ -43,6 +43,7 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(tmp_path, monkeypatch):
             "--only sparse: no such cell; allowed: base, dense, vertical_slash-0.6, ",
         ),
         ("--seeds 5", "--seeds 5: tier tiny has the seeds 0, 1"),
+        ("--seeds 0,0", "--seeds 0,0: 0 appears twice; give each seed once"),
         ("--seeds x", "--seeds x: "),
         ("--budget-minutes -1", "--budget-minutes -1: must be from 0 to 1,000,000"),
         ("--packages nowhere", "--packages nowhere: no such folder"),

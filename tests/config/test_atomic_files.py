@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from mtrain_cli.config.atomic_files import replace_text, replacing
@@ -15,6 +17,19 @@ def test_a_file_is_replaced_only_when_it_is_complete(tmp_path):
         assert path.read_text() == "old"
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_names_the_file_and_not_its_draft(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as found:
+        replace_text(tmp_path / "folder", "x")
+    assert (found.value.filename, found.value.filename2) == (str(tmp_path / "folder"), None)
+    with pytest.raises(OSError, match="full") as full, replacing(tmp_path / "file"):
+        raise OSError(errno.ENOSPC, "full")
+    assert full.value.filename == str(tmp_path / "file")
+    with pytest.raises(OSError, match="other") as other, replacing(tmp_path / "file"):
+        raise OSError(errno.EACCES, "denied", "other")
+    assert other.value.filename == "other"
 
 
 def test_a_file_stays_if_writing_fails(tmp_path):

@@ -23,6 +23,14 @@ TWO = "topology.pipeline_parallel=2"
     [
         (["topology.pipeline_parallel=0"], "topology.pipeline_parallel=0: must be at least 1"),
         (
+            ["topology.pipeline_parallel=auto"],
+            "topology.pipeline_parallel=auto: expected a whole number; allowed: 1 to 6",
+        ),
+        (
+            ["topology.pipeline_parallel=auto", "topology.workers=8"],
+            "topology.pipeline_parallel=auto: expected a whole number; allowed: 1, 2, 4",
+        ),
+        (
             ["topology.pipeline_parallel=7"],
             "topology.pipeline_parallel=7: 7 stages for model.num_layers=6; each needs a layer",
         ),

@@ -29,6 +29,14 @@ MODEL = ("model.num_heads=12", "model.num_kv_heads=6", "model.intermediate_size=
             "topology.tensor_parallel=0: must be at least 1",
         ),
         (
+            ["topology.tensor_parallel=auto"],
+            "topology.tensor_parallel=auto: expected a whole number; allowed: 1, 2, 3, 6",
+        ),
+        (
+            ["topology.tensor_parallel=", "topology.workers=4"],
+            "topology.tensor_parallel=: the value is empty; expected a whole number; allowed: 1, 2",
+        ),
+        (
             ["topology.tensor_parallel=2", "topology.workers=5"],
             "topology.tensor_parallel=2: does not divide topology.workers=5; allowed: 1",
         ),

@@ -186,7 +186,7 @@ def test_two_workers_skip_damaged_weights_together(tmp_path):
     assert [result.step for result in read_results(run)] == [5]
 
 
-def test_damaged_answers_are_computed_again(run):
+def test_damaged_answers_are_named_and_computed_again(run, capsys):
     tasks, again = FakeTasks(), FakeTasks()
     runner(run, tasks).run()
     file = run / "evaluation/answers.jsonl"
@@ -200,6 +200,9 @@ def test_damaged_answers_are_computed_again(run):
     led = runner(run, again)
     led.run()
     assert led.calls == 2
+    assert f"{file}: lines 1, 2, 3, 4, 10 are damaged; they are removed" in " ".join(
+        capsys.readouterr().err.split()
+    )
     for mine, other in zip(again.asked[0][0], tasks.asked[0][0], strict=True):
         assert mine == pytest.approx(other, abs=1e-4)
     assert again.asked[0][1:] == tasks.asked[0][1:]

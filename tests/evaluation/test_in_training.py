@@ -211,7 +211,7 @@ def test_a_folder_in_use_and_a_full_disk_do_not_end_training(tmp_path):
     assert said[0] == (
         f"step 0: no task is evaluated (another `mtrain eval` writes to {run}/evaluation)"
     )
-    failed = f"{run}/evaluation: cannot be written (No space left on device); training goes on"
+    failed = f"{run}/evaluation: could not be written (No space left on device); training goes on"
     assert failed in said
     assert {row["step"] for row in rows(run / "evaluation")} == {4}
 

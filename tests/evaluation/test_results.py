@@ -88,7 +88,7 @@ def test_a_damaged_line_is_named_until_the_folder_is_written_again(tmp_path, dam
         f"{file}: line 3 is damaged; this result is not shown. Give the same `mtrain eval` again"
     )
     again = ResultsFolder.open(tmp_path, "m")
-    assert (again.damage, list(again.results)) == (line, ["k0", "k1"])
+    assert (again.damage, list(again.results)) == ((line,), ["k0", "k1"])
     assert read_whole_results(tmp_path) == (results, "")
 
 
@@ -105,7 +105,28 @@ def test_rows_without_key_and_number_are_no_samples(tmp_path, row):
     folder = ResultsFolder.open(tmp_path, "m")
     folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
     folder.add_sample({"key": "k1", "index": 1, "score": 1.0, **row})
-    assert ResultsFolder.open(tmp_path, "m").samples["k1"].keys() == {0}
+    again = ResultsFolder.open(tmp_path, "m")
+    assert again.samples["k1"].keys() == {0}
+    (line,) = again.damage
+    assert line == (
+        f"{tmp_path}/samples.jsonl: line 2 is damaged; it is removed, and the `mtrain eval` that "
+        "wrote it measures it again"
+    )
+    assert ResultsFolder.open(tmp_path, "m").damage == ()
+
+
+def test_damaged_samples_are_named_but_not_a_line_cut_short(tmp_path):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
+    file = tmp_path / "samples.jsonl"
+    whole = file.read_text()
+    file.write_text(f"oops\n{whole}\n[]\n" + '{"key": "k1", "ind')
+    (line,) = ResultsFolder.open(tmp_path, "m").damage
+    assert line.startswith(f"{file}: lines 1, 4 are damaged; they are removed, and ")
+    assert file.read_text() == whole
+    file.write_text(whole + '{"key": "k1", "ind')
+    assert ResultsFolder.open(tmp_path, "m").damage == ()
+    assert file.read_text() == whole
 
 
 def test_results_of_another_model_are_refused(tmp_path):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failures
-from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.failures import Failure, not_written
 
 
 def failed(rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1) -> Failure:
@@ -219,3 +221,16 @@ def test_errors_of_a_lost_peer_are_recognised_and_shortened():
     assert failures.first_sentence(gloo) == "Read error [127.0.0.1]:34710: Connection reset by peer"
     assert not failures.is_peer_loss(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert failures.first_sentence(RuntimeError()) == "RuntimeError"
+
+
+def test_an_error_of_writing_names_the_file_once():
+    denied = OSError(errno.EACCES, "Permission denied", "runs/a/tables/x.csv")
+    for place, named in [
+        (Path("runs/a"), "runs/a/tables/x.csv:"),
+        ("--out runs/a", "--out runs/a: runs/a/tables/x.csv"),
+        ("--plot runs/a/tables/x.csv", "--plot runs/a/tables/x.csv:"),
+    ]:
+        assert not_written(denied, place) == f"{named} could not be written (Permission denied)"
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert not_written(full, Path("a")) == "a: could not be written (No space left on device)"
+    assert not_written(OSError("odd"), "--out a") == "--out a: could not be written (odd)"

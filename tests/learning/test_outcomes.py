@@ -16,6 +16,7 @@ from mtrain_cli.learning.outcomes import (
     OPEN,
     UNKNOWN,
     WORSE,
+    Evaluated,
     Measured,
     Prediction,
     compare,
@@ -125,13 +126,11 @@ def test_the_long_loss_counts_tokens_with_long_context():
     assert buckets[8192, 16384] == 2.0
 
 
-def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_path, monkeypatch):
+def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps():
     text = Result("k", "perplexity", 65536, DENSE, "", 1, 2, 4.0, None, NATS)
     questions = Result("n", "niah", 65536, DENSE, "", 1, 2, 90.0, None, PERCENT)
-    monkeypatch.setattr(outcomes, "read_results", lambda _: [text, questions])
-    monkeypatch.setattr(outcomes, "read_sample_rows", lambda _: [])
     done = Done("d", "c", steps=200, seconds=105.0, step_seconds=0.46, density=1.0)
-    (found,) = read_cell(Study(tmp_path, A), Cell(0, A.variant(DENSE)), done)
+    (found,) = read_cell(Evaluated([text, questions], []), A, Cell(0, A.variant(DENSE)), done)
     assert found.seconds == pytest.approx(92.0)
 
 
@@ -142,16 +141,15 @@ def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps(tmp_pa
         (4, 1, "samples.jsonl"),
     ],
 )  # fmt: skip
-def test_a_cell_with_damaged_results_is_named(tmp_path, monkeypatch, results, rows, lost):
+def test_a_cell_with_damaged_results_is_named(tmp_path, results, rows, lost):
     whole = [
         Result(f"{task}-{attention}", task, 65536, attention, "", 1, 2, 4.0, None, NATS)
         for attention in (DENSE, "moba")
         for task in ("perplexity", "niah")
     ]
     samples = [{"key": result.key} for result in whole for _ in range(rows)]
-    monkeypatch.setattr(outcomes, "read_results", lambda _: whole[:results])
-    monkeypatch.setattr(outcomes, "read_sample_rows", lambda _: samples)
-    lines = damage_of(Study(tmp_path, A), Cell(0, A.variant("moba")))
+    files = Evaluated(whole[:results], samples)
+    lines = damage_of(files, Study(tmp_path, A), Cell(0, A.variant("moba")))
     assert [lost in line and "done.json" in line for line in lines] == ([True] if lost else [])
 
 

@@ -74,6 +74,7 @@ def test_only_adds_what_a_cell_needs():
     [
         (["vertical"], [], "--only vertical: no such cell; allowed: base, dense, "),
         ([], [7], "--seeds 7: tier tiny has the seeds 0, 1"),
+        ([], [0, 1, 0], "--seeds 0,1,0: 0 appears twice; give each seed once"),
     ],
 )
 def test_a_wrong_name_is_one_line(only, seeds, line):

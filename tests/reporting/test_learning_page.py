@@ -8,6 +8,7 @@ from reporting.test_html import figures_in
 from reporting.test_learning_tables import A, summary
 
 from mtrain_cli.learning.cells import Done, Study
+from mtrain_cli.reporting import learning_page
 from mtrain_cli.reporting.learning_page import figures, write_page
 
 
@@ -33,3 +34,16 @@ def test_the_frontier_has_a_point_with_an_interval_for_each_attention():
     assert sparse["error_y"]["array"] == [0.0024841]  # 4.303 * 0.001 / sqrt(3)
     (again,) = (point for point in by_seconds.data if point["name"] == "dense-again")
     assert again["x"] == [10.0]
+
+
+def test_dense_and_own_attention_of_a_variant_have_one_color_and_the_legend_has_room():
+    found = summary([0.002, 0.003, 0.004])
+    own = next(each for each in found.compared if each.attention == "vertical_slash")
+    found = replace(found, compared=(*found.compared, replace(own, attention="dense")))
+    (view, *_) = figures(found)[0].views
+    looks = {point["name"]: point["marker"] for point in view.data}
+    assert len({look["color"] for look in looks.values()}) == len(looks) - 1
+    assert looks["vertical_slash-0.6, sparse inference"]["symbol"] == "circle"
+    assert looks["vertical_slash-0.6, dense inference"]["symbol"] == "circle-open"
+    for number in (3, 19, 30):  # plotly gives half of the height to a legend below
+        assert learning_page._height([{}] * number) / 2 > 20 * number + 10

@@ -13,6 +13,7 @@ from mtrain_cli.learning.outcomes import (
     FAILED,
     HELD,
     UNKNOWN,
+    Compared,
     Outcome,
     Prediction,
     Summary,
@@ -36,12 +37,13 @@ def summary(difference: list[float]) -> Summary:
 
 
 def test_the_tables_show_failures_first_and_words_only_with_an_interval():
-    predictions, _, differences, _, _ = tables(summary([0.002, 0.003, 0.004]))
+    predictions, _, differences, noise, _, _ = tables(summary([0.002, 0.003, 0.004]))
     assert [row[0] for row in predictions.rows] == [FAILED, HELD, UNKNOWN]
     sparse = next(row for row in differences.rows if row[0].startswith("vertical_slash-0.6, sp"))
     assert sparse[1:] == ["loss", "3.0030 [0.5164, 5.4896]", "+0.0030 [+0.0005, +0.0055]",
                           "loses nothing", "3"]  # fmt: skip
-    assert "two dense trainings: loss 0.0100" in differences.note
+    # The spread is of one seed; the mean of -0.01, 0.01 and 0.01 has an interval far beyond it.
+    assert noise.rows == [["loss", "0.0100", "+0.0033 [-0.0254, +0.0320]"]]
     alone = tables(summary([0.002]))[2]
     assert {(row[0], row[4]) for row in alone.rows} == {
         ("dense", "-"), ("dense-again", "-"),
@@ -76,6 +78,31 @@ def test_a_row_has_the_price_of_a_step_beside_the_loss():
     assert [row[:4] for row in prices.rows] == [
         ["dense", "50.0%", "0.400", "1.00x"], ["vertical_slash-0.6", "50.0%", "0.100", "4.00x"],
     ]  # fmt: skip
+
+
+def test_predictions_name_the_seeds_that_judge_them():
+    found = summary([0.002, 0.003, 0.004])
+    late = replace(found.outcomes[0].prediction, seeds=(1, 2))
+    outcomes = (Outcome(late, HELD, "+1"), found.outcomes[1])
+    table = tables(replace(found, outcomes=outcomes))[0]
+    assert [row[3] for row in table.rows] == ["1, 2", "0, 1, 2"]
+    assert "were written when the others had run" in table.note
+    assert not tables(found)[0].note
+
+
+def test_the_prices_say_that_equal_time_repeats_its_needles():
+    variant = A.variant("equal-time")
+    equal = Compared(variant, "vertical_slash", (0, 1), {}, {}, {}, 90.0, 0.2)
+    keys = (Cell(seed, variant).key for seed in (0, 1))
+    done = {
+        key: Done("", "", steps, 90.0, 0.1, 0.2)
+        for key, steps in zip(keys, (630, 650), strict=True)
+    }
+    prices = tables(replace(summary([0.0]), compared=(equal,), done=done))[1]
+    assert "equal-time: 3.2 times the steps" in prices.note
+    assert "needles 3.2 times" in prices.note
+    assert "control" not in prices.note
+    assert "fixed: random keys, a control" in tables(summary([0.0]))[1].note
 
 
 def test_the_terminal_and_json_show_the_same(capsys):
