@@ -320,7 +320,8 @@ def compare(tier: Tier, measured: Sequence[Measured], spread: dict[str, float]) 
                 if (paired := interval(pairs)) is not None and variant.name != DENSE:
                     difference[name] = paired
                     noise = None if variant.name == AGAIN else spread.get(name)
-                    verdict[name] = judge(paired, noise, lower=_is_loss(name))
+                    rule = judge_key_tokens if name == KEY_LOSS else judge
+                    verdict[name] = rule(paired, noise, lower=_is_loss(name))
             found.append(
                 Compared(
                     variant, attention, tuple(one.cell.seed for one in each), mean, difference,
@@ -365,6 +366,20 @@ def judge(difference: Interval, spread: float | None, *, lower: bool) -> str:
     return OPEN
 
 
+def judge_key_tokens(difference: Interval, spread: float | None, *, lower: bool) -> str:
+    """Return the words for a difference of the loss of key tokens. See `judge`.
+
+    The dense cell chooses these tokens, among them those that it predicts well by chance. So any
+    other training is worse on them, even a dense one, and the spread is more than noise: it says
+    what is worse for sure, and never what loses nothing.
+    """
+    words = judge(difference, spread, lower=lower)
+    beyond = spread is not None and difference.low is not None and difference.low > spread
+    if words == NOTHING or (words == WORSE and not beyond):
+        return OPEN
+    return words
+
+
 def read_predictions() -> list[Prediction]:
     """Return the predictions of the repository."""
     return [
@@ -395,8 +410,10 @@ def outcome(prediction: Prediction, measured: Sequence[Measured], tier: Tier) ->
     values = [v for one, dense in pairs if (v := _value(prediction, one, dense, measured, tier))]
     over = interval([value[0] for value in values])
     limit, spread = prediction.limit, spread_of(measured).get(prediction.measure)
-    if over is None or (prediction.rule == "within_spread" and spread is None):
+    if over is None:
         return Outcome(prediction, UNKNOWN, "the measurement has no such part")
+    if prediction.rule == "within_spread" and spread is None:
+        return Outcome(prediction, UNKNOWN, f"{AGAIN} of no such seed is finished")
     holds = {
         "at_most_percent": over.mean <= limit,
         "above_percent": over.mean > limit,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +85,24 @@ def test_differences_are_paired_by_seed():
 )
 def test_loses_nothing_needs_the_interval_inside_the_spread(difference, words):
     assert sparse_of(three(difference)).verdict["loss"] == words
+
+
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        ([0.002, 0.003, 0.004], OPEN),
+        ([0.010, 0.011, 0.012], OPEN),  # as dense with other data
+        ([0.02, 0.021, 0.022], WORSE),
+        ([-0.02, -0.021, -0.022], BETTER),
+        ([0.003], OPEN),
+    ],
+)
+def test_key_tokens_are_those_of_dense_so_a_dense_training_may_be_worse_on_them(difference, words):
+    found = [
+        replace(one, values={"key_loss": one.values["loss"], "loss": one.values["loss"]})
+        for one in three(difference)
+    ]
+    assert sparse_of(found).verdict["key_loss"] == words
 
 
 def test_nothing_is_claimed_if_even_the_control_does_not_lose():
@@ -174,7 +192,7 @@ def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(
     ):
         folder.add_sample({"key": "n", "index": index, **row})
     done = Done(digest(A, cell), "c", steps=2, seconds=1.0, step_seconds=0.5, density=1.0)
-    (study.path(cell) / DONE).write_text(json.dumps(dataclasses.asdict(done)))
+    (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
     read: list[Path] = []
     real = outcomes.read_sample_rows
     monkeypatch.setattr(
@@ -248,6 +266,8 @@ def test_a_prediction_written_after_some_seeds_is_judged_by_the_others_only():
     within = outcome(predicted("within_spread", **late), found, A)
     assert (within.state, "(spread 0.01)" in within.found) == (FAILED, True)
     assert outcome(predicted("within_spread"), found, A).state == HELD  # seed 0 differs by 7
+    alone = outcome(predicted("within_spread"), [one for one in found if one.cell.name != AGAIN], A)
+    assert (alone.state, alone.found) == (UNKNOWN, "dense-again of no such seed is finished")
     early = [one for one in found if one.cell.seed == 0]
     each = outcome(predicted("at_most_percent", 2, **late), early, A)
     assert (each.state, each.found) == (UNKNOWN, "no such cell of the seeds 1, 2 is finished")
