@@ -43,6 +43,7 @@ LONGEST = (
     "training/test_sparse_training.py",
     "training/test_memory.py",
     "commands/test_profile_imbalance.py",
+    "commands/test_profile_of_mixed_layers.py",
     "attention/test_sparse_kernels.py",
     "kernels/test_spans.py",
     "training/test_trainer.py",

@@ -32,6 +32,7 @@ from mtrain_cli.data.mds_source import DOMAIN, TOKENS, sample_lengths
 from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
+from mtrain_cli.reporting.terminal_width import print_table
 
 _SNIPPET = 240  # tokens
 _SECONDS_PER_LINE = 10.0
@@ -215,7 +216,7 @@ def _by_domain(store: TokenStore) -> dict[str, np.ndarray]:
 
 def _print_lengths(console: Console, by_domain: dict[str, np.ndarray]) -> None:
     _print_domains(console, by_domain)
-    console.print(_length_table(np.concatenate(list(by_domain.values()))))
+    print_table(console, _length_table(np.concatenate(list(by_domain.values()))))
 
 
 def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
@@ -232,7 +233,7 @@ def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
         median, high, longest = np.quantile(some, (0.5, 0.9, 1)).astype(int)
         counts = [f"{lengths.size:,}", f"{lengths.sum():,}", f"{lengths.sum() / total:.1%}"]
         table.add_row(name or "(none)", *counts, f"{median:,}", f"{high:,}", f"{longest:,}")
-    console.print(table)
+    print_table(console, table)
 
 
 @contextmanager

@@ -289,11 +289,12 @@ def _print_tables(
 ) -> None:
     """Print a table for each pattern at the first and at the last measured step."""
     from mtrain_cli.reporting.tables import sparsity_table
+    from mtrain_cli.reporting.terminal_width import print_table
 
     measured = dict.fromkeys(r.pattern for r in records)
     for name, step in itertools.product(measured, dict.fromkeys((steps[0], steps[-1]))):
         rows = [dataclasses.asdict(r) for r in records if (r.pattern, r.step) == (name, step)]
-        console.print(sparsity_table(rows, f"{names[name]}, step {step}"))
+        print_table(console, sparsity_table(rows, f"{names[name]}, step {step}"))
 
 
 def _save_measurement(

@@ -109,10 +109,13 @@ def _shipped_note(paths: Sequence[Path]) -> str:
 
 def _document(source: ReportSource) -> dict[str, Any]:
     from mtrain_cli.records.attention_files import without_lists
+    from mtrain_cli.reporting.evaluation_names import distinguished
 
+    named = zip(source.results, distinguished(source.results), strict=True)
     optional = {
         "training": [json.loads(m.to_json()) for m in source.metrics],
         "evaluations": [asdict(evaluation) for evaluation in source.evaluations],
+        "results": [{"name": shown.attention, **asdict(result)} for result, shown in named],
         "sweep": source.swept,
         "recorded": source.shipped,
         "step": source.step,

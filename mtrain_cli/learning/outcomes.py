@@ -10,6 +10,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.config.schema import NIAH, PERPLEXITY
+from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
 from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results, read_sample_rows
 from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study
 from mtrain_cli.learning.t_interval import Interval, interval
@@ -170,7 +171,21 @@ class Evaluated:
 
     @staticmethod
     def read(folder: Path) -> Evaluated:
-        return Evaluated(list(read_results(folder)), list(read_sample_rows(folder)))
+        """Read the files. Damaged rows are left out: `damage_of` names the file."""
+        rows: list[dict[str, Any]] = []
+        with contextlib.suppress(ConfigError):  # there is no such file
+            rows = [row for row in read_sample_rows(folder) if _is_sample(row)]
+        return Evaluated(list(read_results(folder)), rows)
+
+
+def _is_sample(row: dict[str, Any]) -> bool:
+    """Return whether a row has a key, and hits and places as `needles` reads them, if any."""
+    hits, places = row.get("hits", []), row.get("places", [])
+    if not (isinstance(hits, list) and isinstance(places, list)):
+        return False
+    pairs = all(isinstance(hit, list) and len(hit) == 2 for hit in hits)
+    numbers = [*(value for hit in hits for value in hit), *places] if pairs else [None]
+    return isinstance(row.get("key"), str) and all(map(documents.is_number, numbers))
 
 
 def read_cell(files: Evaluated, tier: Tier, cell: Cell, done: Done) -> list[Measured]:
@@ -253,7 +268,7 @@ def needles(
     hits: dict[str, list[int]] = {}
     by_depth: dict[tuple[str, int], list[int]] = {}
     for row in rows:
-        for (depth, hit), answer in zip(row["hits"], row.get("places", ()), strict=False):
+        for (depth, hit), answer in zip(row.get("hits", ()), row.get("places", ()), strict=False):
             place = place_of(answer, tier.long_seq, tier)
             hits.setdefault(NEEDLES, []).append(hit)
             hits.setdefault(place, []).append(hit)

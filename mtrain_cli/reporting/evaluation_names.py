@@ -9,6 +9,7 @@ from pathlib import Path
 from mtrain_cli.config.pattern_settings import PatternSettings, pattern_keys
 from mtrain_cli.config.schema import PERPLEXITY
 from mtrain_cli.evaluation.results import HELD_OUT_TEXT, Result
+from mtrain_cli.grouping import grouped
 
 # Settings that do not belong to an attention, by how they begin. If results of one attention differ
 # in one, the names of all attentions have it.
@@ -82,10 +83,7 @@ def _grouped(
     results: Sequence[Result], key: Callable[[Result], Hashable]
 ) -> Iterable[Sequence[int]]:
     """Return the numbers of the results of each group."""
-    groups: dict[Hashable, list[int]] = {}
-    for at, result in enumerate(results):
-        groups.setdefault(key(result), []).append(at)
-    return groups.values()
+    return grouped(range(len(results)), lambda at: key(results[at])).values()
 
 
 def _by_rows(
@@ -224,10 +222,7 @@ def _alike(group: Sequence[Result], names: Sequence[str]) -> Iterable[Collection
 
 def _same(keys: Sequence[Hashable]) -> list[list[int]]:
     """Return the numbers of the keys that are equal to others."""
-    places: dict[Hashable, list[int]] = {}
-    for at, key in enumerate(keys):
-        places.setdefault(key, []).append(at)
-    return [same for same in places.values() if len(same) > 1]
+    return [same for same in grouped(range(len(keys)), keys.__getitem__).values() if len(same) > 1]
 
 
 def _shortened(details: Sequence[str]) -> list[str]:

@@ -194,7 +194,7 @@ def _predictions(summary: Summary) -> EvaluationTable:
     ]  # fmt: skip
     heads = ("", "prediction", "found: mean [95 % interval]", "judged by seeds", "written")
     late = any(each.prediction.seeds for each in summary.outcomes)
-    note = "Predictions for some seeds were written when the others had run." if late else ""
+    note = "Those with fewer seeds were written when the others were known." if late else ""
     return EvaluationTable("Predictions", heads, rows, words=5, note=note)
 
 

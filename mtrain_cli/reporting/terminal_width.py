@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Sequence
+from copy import copy
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -65,7 +66,7 @@ def say(console: Console, line: str, indent: int = 0, style: str | None = None) 
 
 
 def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> None:
-    """Print a table. Text may wrap; numbers never wrap.
+    """Print a table. Text may wrap; numbers never wrap. Title and caption use the whole width.
 
     A table that is still too wide loses columns. A line below the table names these columns.
 
@@ -76,7 +77,14 @@ def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> No
     width = limit(console)
     shown, needed, left_out = fitted(table, width, spare)
     wide.width = max(console.width if width is None else width, needed)
+    # rich would wrap title and caption to the width of the table.
+    shown, shown.title, shown.caption = copy(shown), None, None
+    if table.title:
+        style = "table.title" if table.title_style is None else str(table.title_style)
+        say(console, str(table.title), style=style)
     wide.print(shown)
+    if table.caption:
+        say(console, str(table.caption), style="table.caption")
     if left_out:
         say(console, without(left_out), style="dim")
 

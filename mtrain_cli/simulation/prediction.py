@@ -125,12 +125,22 @@ class Prediction:
     rows: np.ndarray | None = field(default=None, repr=False)
     costs: dict[str, Costs] = field(default_factory=dict, repr=False)
     played: tuple[_PlayedLayer, ...] = field(default=(), repr=False)
+    # Results of `of_layers`: plans that share attention, and their bounds, have the same stages.
+    _parts: dict[frozenset[int], Prediction] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def of_layers(self, numbers: Collection[int]) -> Prediction:
         """Return the prediction of some layers of a model that has two kinds of layers."""
-        chosen = [layer for layer in self.played if layer.number in numbers]
-        if "layer_kinds" not in self.facts or len(chosen) in (0, len(self.played)):
-            return self
+        of = frozenset(numbers)
+        if of not in self._parts:
+            chosen = [layer for layer in self.played if layer.number in of]
+            if "layer_kinds" not in self.facts or len(chosen) in (0, len(self.played)):
+                return self
+            self._parts[of] = self._of(chosen)
+        return self._parts[of]
+
+    def _of(self, chosen: Sequence[_PlayedLayer]) -> Prediction:
 
         def pairs(layers: Iterable[_PlayedLayer]) -> float:
             return float(np.mean([layer.work[FORWARD].total_pairs.sum() for layer in layers]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from mtrain_cli import resource_dir
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_measured
+from mtrain_cli.evaluation.results import Result, ResultsFolder
 from mtrain_cli.records.metrics import StepMetrics
 
 SLOW = Play(ring(4), lambda _d, r, _s: 2.0 if r == 2 else 1.0, link={"context": 0.2})
@@ -139,6 +141,21 @@ def test_a_training_run_without_a_profile_is_shown():
     path = trained("mine")
     assert "Load balance" not in report("runs/mine")
     assert 'id="figure-training"' in (path / "report.html").read_text()
+
+
+def test_json_has_the_results_of_evaluations_with_their_names():
+    folder = ResultsFolder.open(trained("mine") / "evaluation", "..")
+    one = Result("k1", "niah", 512, "dense", "", 3, 2, 50.0, 5.0, "%", settings=("seed 1",))
+    two = replace(one, key="k2", length=1024, score=70.0, settings=("seed 2",))
+    for result in (one, two):
+        folder.add_result(result)
+    (found,) = json.loads(report("mine", "--json"))
+    shown = [(r["name"], r["settings"], r["key"], r["score"], r["error"]) for r in found["results"]]
+    assert shown == [
+        ("dense, seed 1", ["seed 1"], "k1", 50.0, 5.0),
+        ("dense, seed 2", ["seed 2"], "k2", 70.0, 5.0),
+    ]
+    assert found["results"][0]["attention"] == "dense"
 
 
 def test_json_prints_nothing_else_and_writes_no_files():

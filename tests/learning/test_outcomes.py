@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
-from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
+from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result, ResultsFolder
 from mtrain_cli.learning import outcomes
-from mtrain_cli.learning.cells import Done, Study
+from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study
 from mtrain_cli.learning.outcomes import (
     BETTER,
     FAILED,
@@ -30,9 +32,10 @@ from mtrain_cli.learning.outcomes import (
     place_of,
     read_cell,
     spread_of,
+    summarize,
 )
 from mtrain_cli.learning.t_interval import interval
-from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell
+from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
 
 A = TIERS["a"]
 SPARSE = "vertical_slash-0.6"
@@ -171,6 +174,38 @@ def test_a_cell_with_damaged_results_is_named(tmp_path, results, rows, lost):
     files = Evaluated(whole[:results], samples)
     lines = damage_of(files, Study(tmp_path, A), Cell(0, A.variant("moba")))
     assert [lost in line and "done.json" in line for line in lines] == ([True] if lost else [])
+
+
+def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(
+    tmp_path, monkeypatch
+):
+    study, cell = Study(tmp_path, A), Cell(0, A.variant(DENSE))
+    text = Result("k", "perplexity", 65536, DENSE, "", 1, 1, 4.0, None, NATS)
+    questions = Result("n", "niah", 65536, DENSE, "", 1, 2, 90.0, None, PERCENT)
+    folder = ResultsFolder.open(study.path(cell) / EVALUATION, "..")
+    for result in (text, questions):
+        folder.add_result(result)
+    folder.add_sample({"key": "k", "index": 0})
+    whole = {"key": "n", "hits": [[0.5, 1]], "places": [5]}
+    for index, row in enumerate(
+        (whole, {**whole, "hits": [5]}, {**whole, "places": 7}, {"key": 5})
+    ):
+        folder.add_sample({"key": "n", "index": index, **row})
+    done = Done(digest(A, cell), "c", steps=2, seconds=1.0, step_seconds=0.5, density=1.0)
+    (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
+    read: list[Path] = []
+    real = outcomes.read_sample_rows
+    monkeypatch.setattr(
+        outcomes, "read_sample_rows", lambda path: (read.append(path), real(path))[1]
+    )
+    summary = summarize(study)
+    assert read == [folder.path]
+    (found,) = summary.measured
+    assert found.values == {"loss": 4.0, "needles": 100.0, "elsewhere": 100.0, "outside": 100.0}
+    (line,) = summary.damage
+    assert line.startswith(f"{folder.path}/samples.jsonl: damaged")
+    (folder.path / "samples.jsonl").unlink()
+    assert summarize(study).damage == (line,)
 
 
 def predicted(rule, limit=0, measure="long_loss", attention="own", cell=SPARSE, **more):

@@ -200,8 +200,11 @@ def test_layers_with_different_masks_are_recorded_by_kind(tmp_path):
     assert indices.full.layers == {2}
 
 
-def test_dense_layers_of_a_sparse_model_are_recorded_by_kind(tmp_path):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_dense_layers_of_a_sparse_model_are_recorded_by_kind(tmp_path, stages):
+    """With two stages, one has the sparse layer and the other the dense one."""
     words = ["sparsity.dense_layers=1", "data.document_mask=false", "train.steps=2"]
+    words.append(f"topology.pipeline_parallel={stages}")
     metrics = train(tmp_path, *WORDS, *words, "profile.every=1", "run.name=one")
     folder = tmp_path / "runs/one/profile"
     recorded = open_records(folder)

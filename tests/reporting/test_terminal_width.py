@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from mtrain_cli.reporting.terminal_width import number, print_table, say
+from mtrain_cli.reporting.terminal_width import new_table, number, print_table, say
 
 EXCHANGES = ("ring", "hierarchical_ring", "all_gather (2 parts of the heads)")
 
@@ -69,6 +69,20 @@ def test_a_pipe_gets_every_column_and_one_line_per_sentence(monkeypatch):
         )
         == 3
     )
+
+
+def test_title_and_caption_of_a_narrow_table_use_the_width_of_the_terminal(monkeypatch):
+    narrow = new_table(["n"], 0, title="a title of seven words for you", caption="a note on it all")
+    narrow.add_row("1")
+    for width, title in ((40, [narrow.title]), (20, ["a title of seven", "words for you"])):
+        monkeypatch.setenv("COLUMNS", str(width))
+        file = io.StringIO()
+        print_table(Console(file=file, width=width, color_system=None), narrow)
+        lines = file.getvalue().splitlines()
+        assert lines[: len(title)] == title
+        assert lines[-1] == narrow.caption
+        assert max(map(len, map(str.rstrip, lines))) <= width
+    assert narrow.title, "a table may be printed twice"
 
 
 def test_numbers_have_no_exponent():

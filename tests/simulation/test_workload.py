@@ -70,3 +70,6 @@ def test_dense_layers_have_the_prices_of_their_kernel():
     assert only.facts["density"] == pytest.approx(1.0)
     sparse = mixed.attention.of_layers({0, 3})
     assert sparse.duration.value == pytest.approx(triton.attention.duration.value)
+    # Bounds, and plans that share this attention, ask for the same layers again.
+    assert mixed.attention.of_layers([3, 0]) is sparse
+    assert mixed.attention.of_layers(range(6)) is mixed.attention
