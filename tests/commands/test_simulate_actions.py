@@ -92,7 +92,10 @@ def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
 
 
 def test_a_recommendation_is_reasoned_and_reported(tmp_path):
-    words = ("simulate recommend model=tiny seq=32k --columns 64 --cluster a100_4x8 --nodes 2",)
+    words = (
+        "simulate recommend model=tiny seq=32k --columns 64 --cluster a100_4x8 --nodes 2",
+        "--exchange ring,all_gather",
+    )
     found = run(*words, "--out best --price 1", columns=200)
     assert (found.exit_code, found.stderr) == (0, "")
     for start in (
@@ -115,7 +118,8 @@ def test_a_recommendation_is_reasoned_and_reported(tmp_path):
     content["gpu"]["hbm_gib"] = {"value": 1, "source": "guess"}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
     none = run(
-        "simulate recommend model=tiny seq=32k --cluster small.yaml --exchange ring --no-files"
+        "simulate recommend model=tiny seq=32k --cluster small.yaml --exchange ring --no-files",
+        "--layout striped",
     )
     assert none.exit_code == 1
     assert "nothing fits small: a GPU needs at least " in none.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import gloo
@@ -49,6 +50,19 @@ def whole(
 
 def trained(world: int, run: Path, *words: str, resume: bool = False, **degrees: int) -> None:
     gloo.run(world, whole, str(run), list(words), resume, degrees)
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train once, for the tests that continue from the same run."""
+    run = tmp_path_factory.mktemp("once") / "run"
+    trained(1, run)
+    return run
+
+
+@pytest.fixture
+def run(trained_once: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained_once, tmp_path / "run"))
 
 
 def rows(folder: Path) -> list[dict]:
@@ -112,20 +126,18 @@ def test_samples_score_as_in_an_evaluation_of_the_checkpoint(tmp_path, world, wo
     assert first[2] != pytest.approx(first[4], rel=2e-4)
 
 
-def test_evaluating_does_not_change_the_training(tmp_path):
-    trained(2, tmp_path / "plain", "train.eval_tasks=[]", "train.eval_every=0")
-    trained(2, tmp_path / "tasks")
+def test_evaluating_does_not_change_the_training(trained_once, tmp_path):
+    trained(1, tmp_path / "plain", "train.eval_tasks=[]", "train.eval_every=0")
     plain, tasks = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("plain", "tasks")
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (tmp_path / "plain", trained_once)
     )
+    assert len(plain) == len(tasks) == 4
     assert [row["loss"] for row in plain] == [row["loss"] for row in tasks]
     assert [row["grad_norm"] for row in plain] == [row["grad_norm"] for row in tasks]
 
 
-def test_a_resumed_run_scores_no_step_twice(tmp_path):
-    run = tmp_path / "run"
-    trained(1, run)
+def test_a_resumed_run_scores_no_step_twice(run):
     file = run / "evaluation" / "samples.jsonl"
     before = file.read_text().replace('"in_training": true', '"in_training": true, "first": 1')
     file.write_text(before)  # another measurement would not write "first"
@@ -138,9 +150,7 @@ def test_a_resumed_run_scores_no_step_twice(tmp_path):
     assert len(rows(run / "evaluation")) == 4 * 6
 
 
-def test_steps_that_are_trained_again_are_measured_again(tmp_path):
-    run = tmp_path / "run"
-    trained(1, run)
+def test_steps_that_are_trained_again_are_measured_again(run, tmp_path):
     (run / "checkpoints" / "step-4").rename(tmp_path / "gone")
     trained(1, run, "optim.lr=0.001", resume=True)
     require_equal(run, "niah", 4, tmp_path / "out")
@@ -148,9 +158,7 @@ def test_steps_that_are_trained_again_are_measured_again(tmp_path):
     assert len(read_results(run)) == 3 * 2
 
 
-def test_an_interrupted_evaluation_continues(tmp_path):
-    run = tmp_path / "run"
-    trained(1, run)
+def test_an_interrupted_evaluation_continues(run, tmp_path):
     place = run / "evaluation"
     lines = (place / "samples.jsonl").read_text().splitlines(keepends=True)
     results = (place / "results.jsonl").read_text().splitlines(keepends=True)
@@ -165,9 +173,7 @@ def test_an_interrupted_evaluation_continues(tmp_path):
     assert len(read_results(run)) == 6
 
 
-def test_a_later_evaluation_of_the_checkpoint_reuses_the_samples(tmp_path):
-    run = tmp_path / "run"
-    trained(1, run)
+def test_a_later_evaluation_of_the_checkpoint_reuses_the_samples(run, tmp_path):
     before = rows(run / "evaluation")
     options = "--length", "512", "--samples", "4", "--needles", "3", "--checkpoints", "2,4"
     result = mtrain(tmp_path, "eval", "niah", "run", *options)
