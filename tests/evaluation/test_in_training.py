@@ -126,13 +126,13 @@ def test_samples_score_as_in_an_evaluation_of_the_checkpoint(tmp_path, world, wo
     assert first[2] != pytest.approx(first[4], rel=2e-4)
 
 
-def test_evaluating_does_not_change_the_training(trained_once, tmp_path):
-    trained(1, tmp_path / "plain", "train.eval_tasks=[]", "train.eval_every=0")
+def test_evaluating_does_not_change_the_training(tmp_path):
+    trained(2, tmp_path / "plain", "train.eval_tasks=[]", "train.eval_every=0")
+    trained(2, tmp_path / "tasks")
     plain, tasks = (
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (tmp_path / "plain", trained_once)
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "tasks")
     )
-    assert len(plain) == len(tasks) == 4
     assert [row["loss"] for row in plain] == [row["loss"] for row in tasks]
     assert [row["grad_norm"] for row in plain] == [row["grad_norm"] for row in tasks]
 
