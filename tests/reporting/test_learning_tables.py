@@ -56,7 +56,7 @@ def test_remarks_say_what_is_missing():
     lines = remarks(summary([0.0, 0.0, 0.0]))
     assert lines == [
         "Needles that the bases find at 8k: 96.0 % (seed 0); gate 95 %.",
-        "0 of 36 cells are finished.",
+        "0 of 39 cells are finished.",
     ]
 
 
