@@ -379,6 +379,8 @@ def frontier() -> str:
     )
     drawing.text(20, 26, "nats above dense, tokens with 8K of context or more", "title")
     many = f"mean of {count} seeds; bars: 95 % intervals" if count > 1 else "one seed"
+    if count > 1 and any(len(row["seeds"]) == 1 for row in rows):
+        many += "; one seed: no bar"
     drawing.text(20, 44, many, "small")
     top = 58.0
     for fact, title, scale, unit in (

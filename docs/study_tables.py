@@ -40,10 +40,14 @@ def rows_of(data: dict[str, Any], *, own: bool) -> list[Row]:
     ]
 
 
-def name(row: Row) -> str:
-    """Return a short name: `-windows` stands for `vertical_slash-0.6-windows`."""
-    long = row["variant"]
-    return f"`{long.removeprefix(SPARSE) or long}`"
+def name(row: Row, data: dict[str, Any]) -> str:
+    """Return a short name, with the number of seeds if some are missing.
+
+    `-windows` stands for `vertical_slash-0.6-windows`.
+    """
+    long, count = row["variant"], len(row["seeds"])
+    few = f" ({count} seed{'s' * (count > 1)})" if count < len(data["gates"]) else ""
+    return f"`{long.removeprefix(SPARSE) or long}`{few}"
 
 
 def number(value: float, measure: str, sign: str = "") -> str:
@@ -95,7 +99,7 @@ def prices(data: dict[str, Any]) -> str:
         pace, other = row["step_seconds"], beside.get(row["variant"])
         faster = f"{dense['step_seconds'] / pace:.2f}x" if pace else "-"
         cells = [
-            name(row), f"{100 * row['density']:.1f} %" if pace else "-",
+            name(row, data), f"{100 * row['density']:.1f} %" if pace else "-",
             f"{pace:.3f}" if pace else "-", faster,
         ]  # fmt: skip
         for each in (row, other):
@@ -109,7 +113,7 @@ def prices(data: dict[str, Any]) -> str:
 def differences(data: dict[str, Any], *, own: bool) -> str:
     """Return differences from dense with their verdicts."""
     rows = [
-        [name(row)]
+        [name(row, data)]
         + [
             text
             for measure in (LOSS, NEEDLES)
@@ -132,7 +136,7 @@ def places(data: dict[str, Any]) -> str:
             found = row["difference"] or row["mean"]
             sign = "+" if row["difference"] else ""
             texts = [over_seeds(found.get(place), place, sign) for place in PLACES]
-            rows.append([name(row), word if row["variant"] != "dense" else "dense", *texts])
+            rows.append([name(row, data), word if row["variant"] != "dense" else "dense", *texts])
     return table(("trained with", "attention", *PLACES.values()), rows)
 
 
@@ -141,7 +145,7 @@ def keys(data: dict[str, Any]) -> str:
     beside = {row["variant"]: row for row in rows_of(data, own=False)}
     rows = [
         [
-            name(row), over_seeds(row["difference"].get(KEYS), KEYS),
+            name(row, data), over_seeds(row["difference"].get(KEYS), KEYS),
             over_seeds(beside[row["variant"]]["difference"].get(KEYS), KEYS)
             if row["variant"] in beside else "-",
         ]

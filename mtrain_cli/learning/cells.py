@@ -206,19 +206,22 @@ def _density_words(study: Study, cell: Cell) -> list[str]:
     """Return the settings of `fixed` that compute as many pairs as another cell.
 
     Slashes and columns have the same share s of the pairs. They are drawn independently, so that
-    together they have 1 - (1 - s)^2. A column has on average a share of 1 / seq.
+    together they have 1 - (1 - s)^2. A column has on average a share of 1 / seq. Dense layers count
+    in a density, so the other layers share what is left.
     """
     variant = cell.variant
     if variant is None or not variant.density_of:
         return []
     tier = study.tier
-    density = _required(study, study.other(cell, variant.density_of)).density
+    model = compose([*tier.model, *tier.variant(variant.density_of).words])
+    layers, dense = model.model.num_layers, model.sparsity.dense_layers
+    whole = _required(study, study.other(cell, variant.density_of)).density
+    density = (whole * layers - dense) / (layers - dense)
     share = 1 - math.sqrt(max(0.0, 1 - density))
-    block = compose(list(tier.variant(variant.density_of).words)).sparsity.block
     return [
         f"sparsity.density={share:.6g}",
         f"sparsity.columns={max(1, round(share * tier.long_seq))}",
-        f"sparsity.block={block}",
+        f"sparsity.block={model.sparsity.block}",
     ]
 
 

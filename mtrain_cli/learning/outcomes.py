@@ -410,6 +410,8 @@ def outcome(prediction: Prediction, measured: Sequence[Measured], tier: Tier) ->
     values = [v for one, dense in pairs if (v := _value(prediction, one, dense, measured, tier))]
     over = interval([value[0] for value in values])
     limit, spread = prediction.limit, spread_of(measured).get(prediction.measure)
+    if prediction.beside and not _with(measured, prediction.beside, prediction.attention):
+        return Outcome(prediction, UNKNOWN, f"no cell {prediction.beside} is finished")
     if over is None:
         return Outcome(prediction, UNKNOWN, "the measurement has no such part")
     if prediction.rule == "within_spread" and spread is None:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from mtrain_cli.config.schema import ConfigError
 
 BASE = "base"
+DENSE_LAYERS = "dense-layers"  # end of the names of cells whose last layers are dense
 DENSE, AGAIN, UNTRAINED, FIXED, EQUAL_TIME = (
     "dense", "dense-again", "untrained", "fixed", "equal-time",
 )  # fmt: skip
@@ -126,6 +127,7 @@ def _vertical_slash(share: float, *more: str) -> tuple[str, ...]:
 
 
 _SPARSE = "vertical_slash-0.6"
+_WITH_DENSE_LAYERS = f"{_SPARSE}-{DENSE_LAYERS}"
 _BEFORE_AGAIN = 2  # variants of a tier that come before the repetition of dense
 
 
@@ -155,6 +157,19 @@ def _variants(sparse: tuple[str, ...], *own: Variant) -> tuple[Variant, ...]:
         Variant(
             EQUAL_TIME, sparse, time_of=DENSE, pace_of=_SPARSE,
             about=f"{_SPARSE} for as many seconds as dense",
+        ),
+    )  # fmt: skip
+
+
+def _dense_layers(number: int, sparse: tuple[str, ...]) -> tuple[Variant, Variant]:
+    """Return the variant whose last layers are dense, and its control with random keys."""
+    layers = "the last layer" if number == 1 else f"the last {number} layers"
+    return (
+        Variant(_WITH_DENSE_LAYERS, sparse, about=f"{layers} dense"),
+        Variant(
+            f"{FIXED}-{DENSE_LAYERS}", ("sparsity=fixed", f"sparsity.dense_layers={number}"),
+            density_of=_WITH_DENSE_LAYERS,
+            about=f"{layers} dense, random keys in the others at their density: a control",
         ),
     )  # fmt: skip
 
@@ -190,10 +205,7 @@ _TINY = Tier(
     variants=_variants(
         _toy_slash(),
         Variant(f"{_SPARSE}-windows", _toy_slash("sparsity.windows=4"), about="4 probe windows"),
-        Variant(
-            f"{_SPARSE}-dense-layers", _toy_slash("sparsity.dense_layers=1"),
-            about="the last layer dense",
-        ),
+        *_dense_layers(1, _toy_slash("sparsity.dense_layers=1")),
     ),
 )  # fmt: skip
 
@@ -241,10 +253,7 @@ _A = Tier(
             f"{_SPARSE}-windows", _vertical_slash(0.6, "sparsity.windows=16"),
             about="16 probe windows",
         ),
-        Variant(
-            f"{_SPARSE}-dense-layers", _vertical_slash(0.6, "sparsity.dense_layers=2"),
-            about="the last 2 layers dense",
-        ),
+        *_dense_layers(2, _vertical_slash(0.6, "sparsity.dense_layers=2")),
         Variant("xattention", ("sparsity=xattention",), about="blocks by antidiagonal sums"),
     ),
 )  # fmt: skip
@@ -262,10 +271,11 @@ _B = replace(
     vocabulary=16384,
     base_steps=6000,
     base_lr=6e-4,
-    variants=tuple(
-        each for each in _A.variants
-        if each.name in (DENSE, AGAIN, _SPARSE, "moba", FIXED, UNTRAINED)
-    ),
+    variants=_variants(
+        _vertical_slash(0.6),
+        _A.variant("moba"),
+        *_dense_layers(3, _vertical_slash(0.6, "sparsity.dense_layers=3")),
+    )[:-1],  # not for equal time
 )  # fmt: skip
 
 TIERS = {tier.name: tier for tier in (_TINY, _A, _B)}

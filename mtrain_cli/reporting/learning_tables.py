@@ -192,7 +192,7 @@ def _predictions(summary: Summary) -> EvaluationTable:
         ]
         for each in summary.outcomes
     ]  # fmt: skip
-    heads = ("", "prediction", "found: mean [95 % interval]", "judged by seeds", "written")
+    heads = ("", "prediction", "found: mean [95 % interval]", "seeds", "written")
     late = any(each.prediction.seeds for each in summary.outcomes)
     note = "Those with fewer seeds were written when the others were known." if late else ""
     return EvaluationTable("Predictions", heads, rows, words=5, note=note)
@@ -209,10 +209,13 @@ def _prices(summary: Summary) -> EvaluationTable:
         rows.append(
             [
                 each.variant.name, f"{100 * each.density:.1f}%", f"{seconds:.3f}", faster,
-                _beside(each, LONG_LOSS), _beside(each, NEEDLES),
+                _beside(each, LONG_LOSS), _beside(each, NEEDLES), str(len(each.seeds)),
             ]
         )  # fmt: skip
-    heads = ("trained with", "density", "s / step", "dense / it", MEASURES[LONG_LOSS], "needles, %")
+    heads = (
+        "trained with", "density", "s / step", "dense / it", MEASURES[LONG_LOSS], "needles, %",
+        "seeds",
+    )  # fmt: skip
     note = (
         "density: share of causal pairs that training computes. Loss and needles with the attention"
         f" of the training, and their difference from dense.{_about(summary)}"
@@ -232,7 +235,7 @@ def _about(summary: Summary) -> str:
             if own and (times := sum(own) / len(own) / steps) > 1:
                 text += (
                     f" {variant.name}: {times:.1f} times the steps; it reads the documents with "
-                    f"needles {times:.1f} times, since there are as many as {steps} steps need."
+                    f"needles as often as that, since there are as many as {steps} steps need."
                 )
     return text
 

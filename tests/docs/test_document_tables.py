@@ -40,6 +40,8 @@ def test_tables_have_the_mean_of_the_seeds_half_of_the_interval_and_the_verdict(
     assert "| `dense-again` | +0.0033 ± 0.0287 | - | - | - |" in lines
     assert not any(line.startswith("| `dense` ") for line in lines)
     assert "`fixed`" not in tables.differences(data, own=False)
+    data["gates"] = dict.fromkeys("0123", 99.0)
+    assert "| `fixed` (3 seeds) | " in tables.differences(data, own=True)
 
 
 def test_the_summary_counts_seeds_and_predictions(tables):

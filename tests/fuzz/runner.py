@@ -197,7 +197,18 @@ def stub_heavy_work(monkeypatch: Any = None) -> None:
     replace(cells, "compute", lambda *_, **__: None)
     replace(kernel_benchmark, "profile_kernels", lambda *_, **__: [])
     replace(non_attention_benchmark, "profile_non_attention", lambda *_, **__: [])
-    replace(pattern_quality, "profile_sparsity", lambda *_, **__: [])
+    replace(pattern_quality, "profile_sparsity", _recall_of_a_head)
+
+
+def _recall_of_a_head(_: Any, patterns: Sequence[Any], steps: Sequence[int], *__: Any) -> list[Any]:
+    """Return what every measurement has at least: a row of each measured step and pattern."""
+    from mtrain_cli.profiling.pattern_quality import HeadRecord
+
+    return [
+        HeadRecord(step, pattern.name, 0, 0, 0.5, 0.5, 0.9, 0.8, 2, 64)
+        for step in steps
+        for pattern in patterns
+    ]
 
 
 def table(outcomes: Sequence[Outcome], names: Sequence[str]) -> str:

@@ -77,6 +77,11 @@ def test_any_command_line_ends_without_a_traceback(quick: Path) -> None:
         assert run(line.words, line.typos).kind == "fine", line
 
 
+def test_a_stubbed_measurement_shows_its_rows(quick: Path) -> None:
+    assert run(["profile", "sparsity", "sparsity=moba", "run.name=one"]).kind == "fine"
+    assert (quick / "measurements" / "one" / "summary.json").is_file()
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of `fuzz.material.make`, but written at once without running commands."""

@@ -46,10 +46,15 @@ def test_cells_of_one_seed_share_base_and_order(tmp_path):
     assert "sparsity" not in " ".join(dense)
 
 
-def test_the_control_computes_as_many_pairs(tmp_path):
+@pytest.mark.parametrize(
+    ("control", "like", "whole"),  # whole: the density with the last of two layers dense
+    [(FIXED, SPARSE, 0.4), (f"{FIXED}-dense-layers", f"{SPARSE}-dense-layers", 0.7)],
+)
+def test_the_control_computes_as_many_pairs(tmp_path, control, like, whole):
     study = Study(tmp_path, TINY)
-    finish(study, cell(SPARSE), density=0.4)
-    words = [word for word in training_words(study, cell(FIXED)) if "sparsity" in word]
+    finish(study, cell(like), density=whole)
+    words = [word for word in training_words(study, cell(control)) if "sparsity" in word]
+    assert ("sparsity.dense_layers=1" in words) == (control != FIXED)
     sparsity = compose([f"seq={TINY.long_seq}", "topology.workers=1", *words]).sparsity
     assert sparsity.block == 32
     seq, places = TINY.long_seq, torch.arange(TINY.long_seq)
