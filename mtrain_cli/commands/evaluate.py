@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from mtrain_cli.commands.options import (
     with_options,
     writing,
 )
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -533,7 +533,7 @@ def _show(request: EvaluationRequest, *, as_json: bool) -> None:
     ]
     if as_json:
         for result in sorted(results, key=lambda result: result.step or 0):
-            typer.echo(json.dumps(asdict(result)))
+            typer.echo(json_text(asdict(result)))
         return
     from mtrain_cli.reporting.evaluation_tables import show_evaluations
     from mtrain_cli.reporting.terminal import make_console

@@ -12,6 +12,7 @@ import typer
 
 from mtrain_cli.commands.completion import complete_measured
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def report(
     paths = [report_source.find(name) for name in runs or ()] or report_source.default()
     sources = [report_source.open_source(path) for path in paths]
     if as_json:
-        typer.echo(json.dumps([_document(source) for source in sources], indent=1))
+        typer.echo(json_text([_document(source) for source in sources], indent=1))
         return
     recorded = [source for source in sources if source.shipped is None]
     all_shipped = all(report_source.ships(path) for path in paths)

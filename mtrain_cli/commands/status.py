@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from itertools import groupby
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.commands.options import Json, argument, flag
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _print_json(read: Any, watch: bool) -> None:
     while True:
         runs = read()
         for run in runs:
-            print(json.dumps(_plain(run)), flush=True)
+            print(json_text(_plain(run)), flush=True)
         if not watch or not any(run.alive for run in runs):
             return
         time.sleep(WATCH_S)

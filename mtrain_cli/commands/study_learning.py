@@ -12,6 +12,7 @@ import typer
 from mtrain_cli.commands.completion import complete_tiers
 from mtrain_cli.commands.options import MOST_STEPS, Json, bounded, flag, option, writing
 from mtrain_cli.commands.study import app
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -214,15 +215,13 @@ def _free_gpu() -> None:
 
 def show(study: Study, *, as_json: bool) -> None:
     """Print what is known of a study, and write its page; as JSON, print it only."""
-    import json
-
     from mtrain_cli.learning.outcomes import summarize
     from mtrain_cli.reporting import learning_page, learning_tables
     from mtrain_cli.reporting.terminal import make_console
 
     summary = summarize(study)
     if as_json:
-        typer.echo(json.dumps(learning_tables.document(summary), indent=1))
+        typer.echo(json_text(learning_tables.document(summary), indent=1))
         return
     with writing(study.folder):
         page = learning_page.write_page(study, summary)

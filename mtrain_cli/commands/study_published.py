@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ from mtrain_cli.commands.completion import complete_published
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
 from mtrain_cli.commands.simulate import Calibrations
 from mtrain_cli.commands.study import app
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation import published
 from mtrain_cli.simulation.published import COMPUTED, STEP, WORKER, PublishedRow
@@ -102,7 +102,7 @@ def compare(
     if folder is not None:
         _write(folder, content, tables)
     if as_json:
-        typer.echo(json.dumps(content, indent=1))
+        typer.echo(json_text(content, indent=1))
     elif as_csv:
         _write_rows(sys.stdout, tables)
     else:

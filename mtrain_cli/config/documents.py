@@ -1,10 +1,11 @@
-"""Read JSON and YAML files, and check types of values. Messages avoid Python's own terms."""
+"""Read JSON and YAML, check types, and write JSON. Messages avoid Python's own terms."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,19 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UnreadableError(reason(error)) from None
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Return strict JSON, which every program can read. NaN and infinities become null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def reason(error: BaseException) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -90,11 +88,7 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """Return one line of strict JSON; NaN and infinities become null."""
-        values = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(self).items()
-        }
-        return json.dumps(values, allow_nan=False)
+        return documents.json_text(asdict(self))
 
 
 def steady_steps(metrics: Sequence[StepMetrics], restarts: Sequence[int] = ()) -> list[StepMetrics]:

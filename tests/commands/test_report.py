@@ -158,6 +158,26 @@ def test_json_has_the_results_of_evaluations_with_their_names():
     assert found["results"][0]["attention"] == "dense"
 
 
+def test_json_of_losses_that_diverged_is_strict():
+    row = {
+        "step": 2,
+        "loss": float("nan"),
+        "tokens": 9,
+        "sequences": 1,
+        "seconds": 1.0,
+        "attention": "dense",
+    }
+    buckets = [{"begin": 0, "end": 512, "tokens": 9, "loss": float("inf")}]
+    (trained("mine") / "evaluations.jsonl").write_text(json.dumps({**row, "buckets": buckets}))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    (found,) = json.loads(report("mine", "--json"), parse_constant=refuse)
+    (shown,) = found["evaluations"]
+    assert (shown["loss"], shown["buckets"][0]["loss"]) == (None, None)
+
+
 def test_json_prints_nothing_else_and_writes_no_files():
     path = measured("one")
     (found,) = json.loads(report("one", "--json"))
@@ -314,7 +334,7 @@ def test_the_folder_of_a_study_is_shown(tmp_path):
     assert not (study.folder / "report.html").exists()
     result = CliRunner().invoke(app, ["report", str(study.folder)])
     assert result.exit_code == 0, result.output
-    assert "0 of 18 cells are finished." in result.stdout
+    assert "0 of 20 cells are finished." in result.stdout
     assert (study.folder / "report.html").is_file()
     (study.folder / "study.json").write_text('{"study": "learning", "tier": "z"}')
     result = CliRunner().invoke(app, ["report", str(study.folder)])

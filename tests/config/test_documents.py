@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mtrain_cli.config.documents import UnreadableError, checked, read_json, read_yaml
+from mtrain_cli.config.documents import UnreadableError, checked, json_text, read_json, read_yaml
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,13 @@ class Thing:
     seconds: float | None = None
     pairs: tuple[tuple[float, str], ...] = ()
     inner: Inner | None = None
+
+
+def test_written_json_has_null_for_numbers_that_json_lacks():
+    nan, inf = float("nan"), float("inf")
+    text = json_text({"a": nan, "b": [1, (-inf, 2.5)], "c": {"d": inf, "e": "NaN"}, "f": None})
+    assert text == '{"a": null, "b": [1, [null, 2.5]], "c": {"d": null, "e": "NaN"}, "f": null}'
+    assert json_text([1], indent=1) == "[\n 1\n]"
 
 
 def test_a_json_object_becomes_a_dataclass_without_unknown_keys():
