@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _INTEGER_LIMIT = 2**63  # other programs read integers as int64
 _FLOAT_LIMIT = 1e18
+# Of a YAML file: aliases can make a small file hold many values, or a value hold itself.
+_MOST_VALUES, _MOST_DEPTH = 1_000_000, 100
 _MOST_SHOWN = 5  # most numbers of lines in a message
 _MAY_DIVERGE = ("loss", "grad_norm")  # names of fields that may be infinite or NaN
 
@@ -40,15 +42,32 @@ def read_yaml(path: Path) -> Any:
     """Parse a YAML file.
 
     Raises:
-        UnreadableError: the file is not valid YAML.
+        UnreadableError: the file is not valid YAML, is nested too deeply or holds too many values.
         OSError: the file cannot be read.
     """
     import yaml
 
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UnreadableError(reason(error)) from None
+    _refuse_endless(document)
+    return document
+
+
+def _refuse_endless(document: Any) -> None:
+    """Refuse a document that an alias puts into itself, or that aliases make very large."""
+    seen, waiting = 0, [(document, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, list | Mapping):
+            inner = value if isinstance(value, list) else value.values()
+            waiting += [(item, depth + 1) for item in inner]
+        seen += 1
+        if depth > _MOST_DEPTH:
+            raise UnreadableError("it is nested too deeply")
+        if seen > _MOST_VALUES:
+            raise UnreadableError(f"it holds more than {_MOST_VALUES:,} values")
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:

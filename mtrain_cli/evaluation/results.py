@@ -25,6 +25,7 @@ FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
 NATS, PERCENT = "nats", "%"
 HELD_OUT_TEXT = "held-out text"  # in the settings of a result
+_STUDY = "study.json"  # in the folder of a study, whose cells are NAME/seed-N
 IN_TRAINING = "in_training"  # key of a sample that a run measured during training
 
 
@@ -235,15 +236,17 @@ def require_own(path: Path, model: str) -> None:
                 "folder"
             )
         return
-    found = _model_of(about)
+    found = _model_of(about, model)
     if found != model:
         raise ConfigError(
             f"--out {path}: holds results of another model, {found}; give another folder"
         )
 
 
-def _model_of(about: Path) -> str:
+def _model_of(about: Path, expected: str | None = None) -> str:
     """Return the model that a folder of results names.
+
+    expected: the model that it must name, for the message; None if unknown.
 
     Raises:
         ConfigError: the file is damaged.
@@ -255,12 +258,20 @@ def _model_of(about: Path) -> str:
         why = "it names no model"
     except (OSError, ValueError) as error:
         why = documents.reason(error)
-    in_run = about.parent.name == FOLDER
-    model, whole = ("..", "") if in_run else ("PATH", ", with the whole path of the model,")
-    raise ConfigError(
-        f'{about}: damaged ({why}). Write {{"model": "{model}"}} into it{whole} and give the same '
-        "`mtrain eval` again"
-    )
+    raise ConfigError(f"{about}: damaged ({why}). {_mend(about, expected)} again")
+
+
+def _mend(about: Path, expected: str | None) -> str:
+    """Return what repairs a damaged name of the model, without "again"."""
+    whole = ""
+    if expected is None:
+        for study in list(about.absolute().parents)[3:4]:
+            if (study / _STUDY).is_file():
+                return f"Delete {about.parents[1]} and run the study"
+        expected = ".." if about.parent.name == FOLDER else "PATH"
+        whole = "" if expected == ".." else ", with the whole path of the model,"
+    written = json.dumps({"model": expected})
+    return f"Write {written} into it{whole} and give the same command"
 
 
 def remove_unused(created: Sequence[Path]) -> None:

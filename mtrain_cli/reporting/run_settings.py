@@ -39,6 +39,7 @@ _CARD = (
     ("data", ("data.kind", "data.path")),
     ("memory", ("train.memory", "train.activation_checkpoint", "train.shard")),
 )
+_MOST_CHARACTERS = 10_000  # of a value that a report shows
 _OF_ATTENTION = ("mask", "workers", "attention")  # headings of `_CARD`
 
 
@@ -48,16 +49,22 @@ def read_settings(file: Path) -> dict[str, Any]:
     The file is not checked against the schema, so reports can show runs of other mtrain versions.
 
     Raises:
-        UnreadableError: the file is no YAML, or holds no settings.
+        UnreadableError: the file is no YAML, holds no settings, or a value is very long.
         OSError: the file cannot be read.
     """
     document = read_yaml(file)
     if not isinstance(document, Mapping):
         raise UnreadableError("it holds no settings")
     try:
-        return renamed(keys.flatten(document))
+        settings = renamed(keys.flatten(document))
+        long = [
+            name for name, value in settings.items() if len(keys.show(value)) > _MOST_CHARACTERS
+        ]
     except (ValueError, RecursionError) as error:
         raise UnreadableError(reason(error)) from None
+    if long:
+        raise UnreadableError(f"{long[0]} is longer than {_MOST_CHARACTERS:,} characters")
+    return settings
 
 
 def with_choices(settings: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:

@@ -19,6 +19,19 @@ class Thing:
     inner: Inner | None = None
 
 
+def test_aliases_do_not_make_a_small_file_endless(tmp_path):
+    file = tmp_path / "bomb.yaml"
+    lists = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 9)]
+    file.write_text("\n".join(["l0: &l0 [1]", *lists]))
+    with pytest.raises(UnreadableError, match="more than 1,000,000 values"):
+        read_yaml(file)
+    file.write_text("a: &x {b: [*x]}")
+    with pytest.raises(UnreadableError, match="nested too deeply"):
+        read_yaml(file)
+    file.write_text("\n".join(["l0: &l0 [1]", *lists[:3]]))
+    assert len(read_yaml(file)["l3"]) == 10
+
+
 def test_written_json_has_null_for_numbers_that_json_lacks():
     nan, inf = float("nan"), float("inf")
     text = json_text({"a": nan, "b": [1, (-inf, 2.5)], "c": {"d": inf, "e": "NaN"}, "f": None})

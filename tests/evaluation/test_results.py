@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
@@ -149,6 +150,24 @@ def test_a_damaged_name_of_the_model_is_refused_and_its_results_are_shown(tmp_pa
         require_own(file.parent, "..")
     file.write_text('{"model": ".."}')
     require_own(file.parent, "..")
+
+
+def test_the_advice_on_a_damaged_name_fits_its_folder(tmp_path):
+    cell = tmp_path / "dense" / "seed-0"
+    file = cell / "evaluation" / "evaluation.json"
+    ResultsFolder.open(file.parent, 'tiny "dense"/seed-0')
+    file.write_text("[]")
+    _, line = read_whole_results(cell)
+    assert line.endswith('Write {"model": ".."} into it and give the same command again')
+    (tmp_path / "study.json").write_text("{}")
+    _, line = read_whole_results(cell)
+    assert line.endswith(f"Delete {cell} and run the study again")
+    advice = r'Write {"model": "tiny \"dense\"/seed-0"} into it and give the same command again'
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        require_own(file.parent, 'tiny "dense"/seed-0')
+    (tmp_path / "evaluation.json").write_text("[]")
+    _, line = read_whole_results(tmp_path)
+    assert 'Write {"model": "PATH"} into it, with the whole path of the model, and' in line
 
 
 def test_other_folders_and_files_are_refused(tmp_path):

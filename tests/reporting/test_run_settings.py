@@ -18,6 +18,24 @@ def test_settings_that_cannot_be_read_say_why(tmp_path, content):
         read_settings(file)
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("a: &x [*x]", "nested too deeply"),
+        ("a: &x {b: *x}", "nested too deeply"),
+        (f"seed: 0\nnote: {'x' * 10_001}", "note is longer than 10,000 characters"),
+        (f"seed: 0x{'f' * 5000}", "too many digits"),
+    ],
+)
+def test_settings_that_cannot_be_shown_say_why(tmp_path, content, why):
+    file = tmp_path / "resolved.yaml"
+    file.write_text(content)
+    with pytest.raises(UnreadableError, match=why):
+        read_settings(file)
+    file.write_text(f"note: {'x' * 10_000}")
+    assert len(read_settings(file)["note"]) == 10_000
+
+
 def test_choices_replace_auto_and_nothing_is_added():
     settings = {"topology.exchange": "auto", "topology.layout": "zigzag", "seed": 0}
     chosen = {"topology.exchange": "ring", "topology.layout": "zigzag", "train.kernel": "sdpa"}
