@@ -27,7 +27,7 @@ from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigErr
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import package_corpus
 from mtrain_cli.learning.tiers import DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
-from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_metrics
+from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_readable_metrics
 
 if TYPE_CHECKING:
     from mtrain_cli.inference.model_source import ModelSource
@@ -153,7 +153,7 @@ def training_words(study: Study, cell: Cell) -> list[str]:
     tier, variant = study.tier, cell.variant
     is_base = variant is None
     seed = cell.seed + (OTHER_ORDER if variant is not None and variant.other_order else 0)
-    steps = tier.base_steps if is_base else _steps(study, cell)
+    steps = _steps(study, cell)
     words = [
         *tier.machine,
         "data=text",
@@ -194,7 +194,9 @@ def _mix(*, is_base: bool) -> str:
 def _steps(study: Study, cell: Cell) -> int:
     """Return the steps of a cell: those of the tier, or as many as fit the time of another cell."""
     variant = cell.variant
-    if variant is None or not variant.time_of:
+    if variant is None:
+        return study.tier.base_steps
+    if not variant.time_of:
         return study.tier.steps
     time, pace = (
         _required(study, study.other(cell, name)) for name in (variant.time_of, variant.pace_of)
@@ -252,11 +254,8 @@ def compute(
         words = training_words(study, cell)
         _drop_lost_run(run)
         train(words)
-        metrics = read_metrics(run / METRICS_FILE)
-        timed = [row.seconds for row in metrics[WARM_UP_STEPS:]] or [metrics[-1].seconds]
-        steps, pace = len(metrics), statistics.median(timed)
-        seconds = sum(row.seconds for row in metrics)
-        density = statistics.fmean(row.density for row in metrics)
+        steps = _steps(study, cell)
+        seconds, pace, density = _trained(run, steps)
     gate = None
     if cell.variant is None:
         export_base(study, cell)
@@ -271,6 +270,27 @@ def compute(
     # The weights of a base are in its folder hf; those of a cell have been measured.
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
     return found
+
+
+def _trained(run: Path, steps: int) -> tuple[float, float, float]:
+    """Return the seconds of a training, the median seconds of a step, and the mean density.
+
+    A step whose line is damaged counts as a median step.
+
+    Raises:
+        ConfigError: no line can be read.
+    """
+    metrics, _ = read_readable_metrics(run / METRICS_FILE)
+    whole = [row for row in metrics if None not in (row.seconds, row.density)]
+    if not whole:
+        raise ConfigError(
+            f"{run / METRICS_FILE}: no step can be read. Delete {run}, and the study trains the "
+            "cell again"
+        )
+    timed = [row.seconds for row in whole if row.step > WARM_UP_STEPS] or [whole[-1].seconds]
+    pace = statistics.median(timed)
+    seconds = sum(row.seconds for row in whole) + pace * (steps - len(whole))
+    return seconds, pace, statistics.fmean(row.density for row in whole)
 
 
 def _drop_lost_run(run: Path) -> None:

@@ -116,6 +116,20 @@ def test_estimates_grow_with_the_work():
     assert estimated_flop(a, untrained)[0] == 0 < estimated_flop(a, untrained)[1] < measurement
 
 
+def test_a_damaged_step_of_a_training_counts_as_a_median_step(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"step": n, "seconds": 9.0 if n < 3 else 2.0, "density": 0.5} for n in range(1, 7)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    file.write_text("".join(lines))
+    assert cells._trained(tmp_path, 6) == (26.0, 2.0, 0.5)
+    for damaged in ("{nonsense\n", '{"step": 4}\n'):
+        file.write_text("".join([*lines[:3], damaged, *lines[4:]]))
+        assert cells._trained(tmp_path, 6) == (26.0, 2.0, 0.5)
+    file.write_text("nonsense\n")
+    with pytest.raises(ConfigError, match=f"no step can be read. Delete {tmp_path}, and"):
+        cells._trained(tmp_path, 6)
+
+
 def test_a_run_that_cannot_be_resumed_begins_again(tmp_path, monkeypatch):
     """A study can move without the checkpoints of an unfinished cell, or with them."""
     run, elsewhere = tmp_path / "run", tmp_path / "moved"
