@@ -273,6 +273,26 @@ def test_a_prediction_written_after_some_seeds_is_judged_by_the_others_only():
     assert (each.state, each.found) == (UNKNOWN, "no such cell of the seeds 1, 2 is finished")
 
 
+@pytest.mark.parametrize(
+    ("difference", "state"), [(-0.05, FAILED), (-0.005, HELD), (0.005, HELD), (0.05, FAILED)]
+)
+def test_within_the_spread_means_neither_worse_nor_better(difference, state):
+    found = [
+        measured(DENSE, 0, long_loss=2.0),
+        measured(AGAIN, 0, long_loss=2.01),
+        measured(SPARSE, 0, "vertical_slash", long_loss=2.0 + difference),
+    ]
+    assert outcome(predicted("within_spread"), found, A).state == state
+
+
+def test_a_summary_begins_with_the_predictions_that_failed(tmp_path, monkeypatch):
+    states = [UNKNOWN, HELD, FAILED, HELD, FAILED]
+    monkeypatch.setattr(outcomes, "read_predictions", lambda: list(range(5)))
+    monkeypatch.setattr(outcomes, "outcome", lambda n, *_: outcomes.Outcome(n, states[n], ""))
+    found = [(one.state, one.prediction) for one in summarize(Study(tmp_path, A)).outcomes]
+    assert found == [(FAILED, 2), (FAILED, 4), (HELD, 1), (HELD, 3), (UNKNOWN, 0)]
+
+
 def test_a_prediction_may_compare_two_cells_of_a_seed():
     windows = f"{SPARSE}-windows"
     found = [
@@ -287,6 +307,13 @@ def test_a_prediction_may_compare_two_cells_of_a_seed():
     assert outcome(predicted("below_cell", measure="needles", beside=windows), found, A).state == (
         FAILED
     )
+    second = [
+        measured(DENSE, 1, needles=98.0),
+        measured(SPARSE, 1, "vertical_slash", needles=6.0),
+        measured(windows, 1, "vertical_slash", needles=8.0),
+    ]
+    each = outcome(rule, found + second, A)  # -8 and +2
+    assert (each.found.partition(" ")[0], each.found[-7:]) == ("-3", "2 seeds")
     alone = outcome(rule, [one for one in found if one.cell.name != SPARSE], A)
     assert (alone.state, alone.found) == (UNKNOWN, f"no cell {SPARSE} is finished")
 
