@@ -187,14 +187,15 @@ def _predictions(summary: Summary) -> EvaluationTable:
     rows = [
         [
             each.state, each.prediction.text, each.found,
-            ", ".join(map(str, each.prediction.seeds or summary.tier.seeds)),
+            ", ".join(map(str, each.prediction.judged_by(summary.tier))),
             each.prediction.written,
         ]
         for each in summary.outcomes
     ]  # fmt: skip
     heads = ("", "prediction", "found: mean [95 % interval]", "seeds", "written")
-    late = any(each.prediction.seeds for each in summary.outcomes)
-    note = "Those with fewer seeds were written when the others were known." if late else ""
+    every = summary.tier.seeds
+    late = any(each.prediction.judged_by(summary.tier) != every for each in summary.outcomes)
+    note = "Those with fewer seeds were written after the other seeds had run." if late else ""
     return EvaluationTable("Predictions", heads, rows, words=5, note=note)
 
 

@@ -268,6 +268,9 @@ def test_a_prediction_written_after_some_seeds_is_judged_by_the_others_only():
     assert outcome(predicted("within_spread"), found, A).state == HELD  # seed 0 differs by 7
     alone = outcome(predicted("within_spread"), [one for one in found if one.cell.name != AGAIN], A)
     assert (alone.state, alone.found) == (UNKNOWN, "dense-again of no such seed is finished")
+    # The seeds are those of tier a.
+    other = outcome(predicted("at_most_percent", 2, **late), found, replace(A, name="b"))
+    assert (other.state, other.found[-7:]) == (FAILED, "3 seeds")
     early = [one for one in found if one.cell.seed == 0]
     each = outcome(predicted("at_most_percent", 2, **late), early, A)
     assert (each.state, each.found) == (UNKNOWN, "no such cell of the seeds 1, 2 is finished")
