@@ -30,7 +30,11 @@ def naming(path: Path, draft: Path | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is None or (draft is not None and str(error.filename) == str(draft)):
-            error.filename, error.filename2 = str(path), None
+            if error.errno is None:  # with a file name, str() prints only strerror
+                error.strerror = str(error)
+            error.filename = str(path)
+            if error.filename2 is not None:
+                del error.filename2  # str() would print None, too
         raise
 
 

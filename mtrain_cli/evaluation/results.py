@@ -228,7 +228,7 @@ def require_own(path: Path, model: str) -> None:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path}: is a file; give a folder")
     about = path / ABOUT
-    if not about.is_file():
+    if not about.is_file() and not _has_rows(path):
         if path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
             raise ConfigError(
                 f"--out {path}: is not empty and holds no results of `mtrain eval`; give a new "
@@ -246,7 +246,7 @@ def _model_of(about: Path) -> str:
     """Return the model that a folder of results names.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is damaged or missing.
     """
     try:
         document = documents.read_json(about)
@@ -255,11 +255,20 @@ def _model_of(about: Path) -> str:
         why = "it names no model"
     except (OSError, ValueError) as error:
         why = documents.reason(error)
+    state = f"damaged ({why})" if about.exists() else "missing"
     in_run = about.parent.name == FOLDER
     model, whole = ("..", "") if in_run else ("PATH", ", with the whole path of the model,")
     raise ConfigError(
-        f'{about}: damaged ({why}). Write {{"model": "{model}"}} into it{whole} and give the same '
+        f'{about}: {state}. Write {{"model": "{model}"}} into it{whole} and give the same '
         "`mtrain eval` again"
+    )
+
+
+def _has_rows(folder: Path) -> bool:
+    """Return whether a folder has a sample or result of `mtrain eval`, also without `ABOUT`."""
+    samples, results = folder / SAMPLES, folder / RESULTS
+    return (samples.is_file() and any(map(_is_sample, _rows(samples)))) or (
+        results.is_file() and bool(_read(results)[0])
     )
 
 
@@ -286,7 +295,7 @@ def read_results(folder: Path) -> list[Result]:
 def read_whole_results(folder: Path) -> tuple[list[Result], str]:
     """Do as `read_results`. Also return a line on what cannot be read, or ""."""
     for place in (folder / FOLDER, folder):
-        if not (place / ABOUT).is_file():
+        if not (place / ABOUT).is_file() and not _has_rows(place):
             continue
         try:
             _model_of(place / ABOUT)

@@ -21,7 +21,7 @@ from typing import Any
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
 from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results, read_sample_rows
-from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study
+from mtrain_cli.learning.cells import EVALUATION, DamagedCellError, Done, Study
 from mtrain_cli.learning.t_interval import Interval, interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
 
@@ -126,7 +126,7 @@ class Summary:
     """The results of a study.
 
     spread: largest difference of two dense cells of one seed, by measure; empty if not measured.
-    damage: a line on each finished cell whose results cannot all be read.
+    damage: a line on each cell with files that cannot all be read.
     """
 
     tier: Tier
@@ -148,7 +148,12 @@ def summarize(study: Study) -> Summary:
     for seed in study.tier.seeds:
         for variant in (None, *study.tier.variants):
             cell = Cell(seed, variant)
-            if (found := study.done(cell)) is None:
+            try:
+                found = study.done(cell)
+            except DamagedCellError as error:
+                damage += error.problems
+                continue
+            if found is None:
                 continue
             done[cell.key] = found
             if variant is None:
@@ -231,10 +236,8 @@ def damage_of(files: Evaluated, study: Study, cell: Cell) -> list[str]:
         lost = SAMPLES
     else:
         return []
-    return [
-        f"{folder / lost}: damaged, so numbers of this cell are missing. Delete "
-        f"{study.path(cell) / DONE}, and the study trains and measures the cell again."
-    ]
+    state = "damaged" if (folder / lost).exists() else "missing"
+    return [f"{folder / lost}: {state}, so numbers of this cell are missing. {study.repair(cell)}."]
 
 
 def losses(result: Result, long: int) -> tuple[dict[str, float], dict[tuple[int, int], float]]:

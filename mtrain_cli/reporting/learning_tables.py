@@ -10,7 +10,7 @@ from typing import Any
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_cli.learning.cells import Study, estimated_flop, estimated_seconds
+from mtrain_cli.learning.cells import DamagedCellError, Study, estimated_flop, estimated_seconds
 from mtrain_cli.learning.outcomes import (
     CONTROL,
     KEY_LOSS,
@@ -38,12 +38,12 @@ TOY = (
 
 def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
     """Print the cells with FLOP and time."""
-    tier, total, seconds = study.tier, 0.0, 0.0
+    tier, total, seconds, damage = study.tier, 0.0, 0.0, list[str]()
     heads = ("cell", "attention in training", "left", "steps", "FLOP", "minutes")
     table = new_table(heads, words=3)
     for name in dict.fromkeys(cell.name for cell in cells):
         own = [cell for cell in cells if cell.name == name]
-        left = [cell for cell in own if study.done(cell) is None]
+        left = [cell for cell in own if not _is_done(study, cell, damage)]
         flop, each = sum(estimated_flop(tier, own[0])), estimated_seconds(tier, own[0])
         total += flop * len(left)
         seconds += each * len(left)
@@ -61,6 +61,17 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
         "cells compute less, on a GPU.",
     )
     say(console, f"Sequences: {format_size(tier.base_seq)}, then {format_size(tier.long_seq)}.")
+    for line in damage:
+        say(console, line)
+
+
+def _is_done(study: Study, cell: Cell, damage: list[str]) -> bool:
+    """Return whether a cell is finished. damage: gets a line if its file cannot be read."""
+    try:
+        return study.done(cell) is not None
+    except DamagedCellError as error:
+        damage += error.problems
+        return False
 
 
 def _attention(cell: Cell) -> str:

@@ -314,7 +314,7 @@ def test_the_folder_of_a_study_is_shown(tmp_path):
     assert not (study.folder / "report.html").exists()
     result = CliRunner().invoke(app, ["report", str(study.folder)])
     assert result.exit_code == 0, result.output
-    assert "0 of 18 cells are finished." in result.stdout
+    assert "0 of 20 cells are finished." in result.stdout
     assert (study.folder / "report.html").is_file()
     (study.folder / "study.json").write_text('{"study": "learning", "tier": "z"}')
     result = CliRunner().invoke(app, ["report", str(study.folder)])

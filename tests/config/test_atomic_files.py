@@ -7,6 +7,7 @@ import errno
 import pytest
 
 from mtrain_cli.config.atomic_files import replace_text, replacing
+from mtrain_cli.launch.failures import not_written
 
 
 def test_a_file_is_replaced_only_when_it_is_complete(tmp_path):
@@ -30,6 +31,22 @@ def test_an_error_names_the_file_and_not_its_draft(tmp_path):
     with pytest.raises(OSError, match="other") as other, replacing(tmp_path / "file"):
         raise OSError(errno.EACCES, "denied", "other")
     assert other.value.filename == "other"
+
+
+def test_an_error_without_a_number_keeps_its_text(tmp_path):
+    path = tmp_path / "file"
+    text = "1 requested and 0 written"  # as NumPy reports a full disk
+    with pytest.raises(OSError, match=text) as found, replacing(path):
+        raise OSError(text)
+    assert "->" not in str(found.value)
+    assert not_written(found.value, path) == f"{path}: could not be written ({text})"
+
+
+def test_a_failed_replacement_names_only_the_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as found:
+        replace_text(tmp_path / "folder", "x")
+    assert "->" not in str(found.value)
 
 
 def test_a_file_stays_if_writing_fails(tmp_path):
