@@ -40,13 +40,18 @@ def rows_of(data: dict[str, Any], *, own: bool) -> list[Row]:
     ]
 
 
+def finished(data: dict[str, Any]) -> list[int]:
+    """Return the seeds whose dense cell is finished."""
+    return next((row["seeds"] for row in data["compared"] if row["variant"] == "dense"), [])
+
+
 def name(row: Row, data: dict[str, Any]) -> str:
     """Return a short name, with the number of seeds if some are missing.
 
     `-windows` stands for `vertical_slash-0.6-windows`.
     """
     long, count = row["variant"], len(row["seeds"])
-    few = f" ({count} seed{'s' * (count > 1)})" if count < len(data["gates"]) else ""
+    few = f" ({count} seed{'s' * (count > 1)})" if count < len(finished(data)) else ""
     return f"`{long.removeprefix(SPARSE) or long}`{few}"
 
 
@@ -76,9 +81,9 @@ def listed(items: Sequence[Any]) -> str:
 
 def summary(data: dict[str, Any]) -> str:
     """Return what has run, in sentences."""
-    done = sorted(int(seed) for seed in data["gates"])
+    done = finished(data)
     total = len(data["seeds"])
-    gates = listed([f"{gate:.1f} %" for _, gate in sorted(data["gates"].items())])
+    gates = listed([f"{data['gates'][str(seed)]:.1f} %" for seed in done])
     text = f"Of {total} seeds, {len(done)} {'has' if len(done) == 1 else 'have'} run "
     text += f"({listed(done)}). Their bases find {gates} of the needles at their own length. "
     states = [each["state"] for each in data["predictions"]]

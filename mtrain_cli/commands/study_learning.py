@@ -69,7 +69,6 @@ def learning(
         packages: Folder of Python packages to train on; by default those of this Python.
         dry_run: List the cells with FLOP and time, and exit.
     """
-    from mtrain_cli.commands.options import parse_items, parse_whole_number
     from mtrain_cli.learning.cells import Study
     from mtrain_cli.learning.tiers import cells_of
 
@@ -81,8 +80,7 @@ def learning(
     if packages is not None and not packages.is_dir():
         raise ConfigError(f"--packages {packages}: no such folder")
     names = [name.strip() for name in only.split(",") if name.strip()]
-    numbers = parse_items("--seeds", seeds, parse_whole_number, "0,1") if seeds else []
-    cells = cells_of(chosen, names, numbers)
+    cells = cells_of(chosen, names, _seeds(seeds, chosen) if seeds else [])
     folder = out or Path("measurements", f"learning-{chosen.name}")
     study = Study(folder, chosen)
     from mtrain_cli.reporting.terminal import make_console
@@ -104,6 +102,16 @@ def _tier(name: str, base_steps: int) -> Tier:
     if name not in TIERS:
         raise ConfigError(f"--tier {name}: expected {', '.join(TIERS)}")
     return replace(TIERS[name], base_steps=base_steps) if base_steps else TIERS[name]
+
+
+def _seeds(text: str, tier: Tier) -> list[int]:
+    from mtrain_cli.commands.options import parse_whole_number
+
+    try:
+        return [parse_whole_number(item.strip()) for item in text.split(",")]
+    except ValueError:
+        allowed = ", ".join(map(str, tier.seeds))
+        raise ConfigError(f"--seeds {text}: expected whole numbers; allowed: {allowed}") from None
 
 
 def _prepare(study: Study, packages: Path | None, console: Console) -> Study:

@@ -58,8 +58,12 @@ def _expert_parallel(config: Config) -> Iterator[str]:
         return
     given = f"topology.expert_parallel={show(degree)}"
     if isinstance(degree, int) and degree > 1 and experts > 0 and experts % degree:
-        allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
-        yield f"{given}: must divide model.moe.experts={experts}; allowed: auto, {allowed}"
+        workers, stages = config.topology.workers, max(1, config.topology.pipeline_parallel)
+        of_stage = workers // stages if isinstance(workers, int) else 0  # 0: unknown
+        fitting = [n for n in range(1, experts + 1) if experts % n == 0 and of_stage % n == 0]
+        allowed = ", ".join(map(str, fitting))
+        more = "" if of_stage else ", if it divides the workers"
+        yield f"{given}: must divide model.moe.experts={experts}; allowed: auto, {allowed}{more}"
     yield from unsupported(config, given, NEED_ALL_EXPERTS)
 
 

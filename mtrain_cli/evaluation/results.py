@@ -229,7 +229,7 @@ def require_own(path: Path, model: str) -> None:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path}: is a file; give a folder")
     about = path / ABOUT
-    if not about.is_file():
+    if not about.is_file() and not _has_rows(path):
         if path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()):
             raise ConfigError(
                 f"--out {path}: is not empty and holds no results of `mtrain eval`; give a new "
@@ -249,7 +249,7 @@ def _model_of(about: Path, expected: str | None = None) -> str:
     expected: the model that it must name, for the message; None if unknown.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is damaged or missing.
     """
     try:
         document = documents.read_json(about)
@@ -258,11 +258,12 @@ def _model_of(about: Path, expected: str | None = None) -> str:
         why = "it names no model"
     except (OSError, ValueError) as error:
         why = documents.reason(error)
-    raise ConfigError(f"{about}: damaged ({why}). {_mend(about, expected)} again")
+    state = f"damaged ({why})" if about.exists() else "missing"
+    raise ConfigError(f"{about}: {state}. {_mend(about, expected)} again")
 
 
 def _mend(about: Path, expected: str | None) -> str:
-    """Return what repairs a damaged name of the model, without "again"."""
+    """Return what repairs a damaged or missing name of the model, without "again"."""
     whole = ""
     if expected is None:
         for study in list(about.absolute().parents)[3:4]:
@@ -272,6 +273,14 @@ def _mend(about: Path, expected: str | None) -> str:
         whole = "" if expected == ".." else ", with the whole path of the model,"
     written = json.dumps({"model": expected})
     return f"Write {written} into it{whole} and give the same command"
+
+
+def _has_rows(folder: Path) -> bool:
+    """Return whether a folder has a sample or result of `mtrain eval`, also without `ABOUT`."""
+    samples, results = folder / SAMPLES, folder / RESULTS
+    return (samples.is_file() and any(map(_is_sample, _rows(samples)))) or (
+        results.is_file() and bool(_read(results)[0])
+    )
 
 
 def remove_unused(created: Sequence[Path]) -> None:
@@ -297,7 +306,7 @@ def read_results(folder: Path) -> list[Result]:
 def read_whole_results(folder: Path) -> tuple[list[Result], str]:
     """Do as `read_results`. Also return a line on what cannot be read, or ""."""
     for place in (folder / FOLDER, folder):
-        if not (place / ABOUT).is_file():
+        if not (place / ABOUT).is_file() and not _has_rows(place):
             continue
         try:
             _model_of(place / ABOUT)

@@ -26,7 +26,7 @@ from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import package_corpus
-from mtrain_cli.learning.tiers import DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
+from mtrain_cli.learning.tiers import BASE, DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
 from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_readable_metrics
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ class Done:
     command: tuple[str, ...] = ()
 
 
+class DamagedCellError(ConfigError):
+    """The file `DONE` of a cell cannot be read."""
+
+
 @dataclass(frozen=True)
 class Study:
     """A tier in a folder.
@@ -78,10 +82,10 @@ class Study:
         """Open a folder that `save` marked; None if it is no study.
 
         Raises:
-            ConfigError: the file is damaged, or of another version of mtrain.
+            ConfigError: the file is damaged or missing, or of another version of mtrain.
         """
         file = folder / ABOUT
-        if not file.is_file():
+        if not file.exists() and not all((folder / name).is_dir() for name in (BASE, CORPUS)):
             return None
         try:
             about = documents.read_json(file)
@@ -98,8 +102,9 @@ class Study:
             if documents.is_number(steps := about.get("base_steps")) and isinstance(steps, int):
                 return Study(folder, replace(tier, base_steps=steps))
             why = f"base_steps={steps}: expected a whole number"
+        state = f"damaged ({why})" if file.exists() else "missing"
         raise ConfigError(
-            f"{file}: damaged ({why}). The command of the study writes it again and keeps finished "
+            f"{file}: {state}. The command of the study writes it again and keeps finished "
             f"cells: mtrain study learning --tier NAME --out {folder}"
         )
 
@@ -123,6 +128,7 @@ class Study:
         """Return what a finished cell left; None if it is not finished.
 
         Raises:
+            DamagedCellError: the file cannot be read.
             ConfigError: the folder has results of other settings.
         """
         file = self.path(cell) / DONE
@@ -130,8 +136,11 @@ class Study:
             return None
         try:
             found = documents.checked(Done, documents.read_json(file))
-        except documents.UnreadableError as error:
-            raise ConfigError(f"{file}: {error}. Delete it to measure the cell again") from None
+        except (OSError, ValueError) as error:
+            raise DamagedCellError(
+                f"{file}: damaged ({documents.reason(error)}), so {cell.key} does not count as "
+                f"finished. {self.repair(cell)}"
+            ) from None
         if found.digest != digest(self.tier, cell):
             raise ConfigError(
                 f"--out {self.folder}: holds {cell.key} of other settings of tier "
@@ -142,6 +151,12 @@ class Study:
                 f"--out {self.folder}: {cell.key} was trained on other texts; give another folder"
             )
         return found
+
+    def repair(self, cell: Cell) -> str:
+        """Return how to compute a damaged cell again."""
+        # The other cells of the seed began with the weights in the folder of a base.
+        lost = self.path(cell) / DONE if cell.variant is None else self.path(cell)
+        return f"Delete {lost} and run the study again"
 
     @property
     def texts(self) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
 from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results, read_sample_rows
-from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study
+from mtrain_cli.learning.cells import EVALUATION, DamagedCellError, Done, Study
 from mtrain_cli.learning.t_interval import Interval, interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
 
@@ -41,6 +41,7 @@ MEASURES = {
     OUTSIDE: "asked outside the probed rows",
 }
 OWN = "own"
+_KNOWN_TIER = "a"  # `Prediction.seeds` are its seeds
 NOTHING, WORSE, BETTER, OPEN, CONTROL = "loses nothing", "worse", "better", "not decided", "-"
 HELD, FAILED, UNKNOWN = "held", "failed", "not measured"
 DEPTHS = 10
@@ -90,8 +91,8 @@ class Prediction:
     """What we expected before the runs. See ``predictions.yaml``.
 
     limit: of the rule; 0 for a rule without one.
-    seeds: those that judge it; () for all of the tier. A prediction that was written after some
-        seeds had run names the other ones.
+    seeds: those of tier a that judge it; () for all. A prediction that was written after some seeds
+        of tier a had run names the other ones. All seeds of other tiers judge it.
     beside: the cell that the rule ``below_cell`` compares with.
     """
 
@@ -105,6 +106,10 @@ class Prediction:
     limit: float = 0.0
     seeds: tuple[int, ...] = ()
     beside: str = ""
+
+    def judged_by(self, tier: Tier) -> tuple[int, ...]:
+        """Return the seeds of a tier that judge the prediction."""
+        return self.seeds if self.seeds and tier.name == _KNOWN_TIER else tier.seeds
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Summary:
     """The results of a study.
 
     spread: largest difference of two dense cells of one seed, by measure; empty if not measured.
-    damage: a line on each finished cell whose results cannot all be read.
+    damage: a line on each cell with files that cannot all be read.
     """
 
     tier: Tier
@@ -143,7 +148,12 @@ def summarize(study: Study) -> Summary:
     for seed in study.tier.seeds:
         for variant in (None, *study.tier.variants):
             cell = Cell(seed, variant)
-            if (found := study.done(cell)) is None:
+            try:
+                found = study.done(cell)
+            except DamagedCellError as error:
+                damage += error.problems
+                continue
+            if found is None:
                 continue
             done[cell.key] = found
             if variant is None:
@@ -226,10 +236,8 @@ def damage_of(files: Evaluated, study: Study, cell: Cell) -> list[str]:
         lost = SAMPLES
     else:
         return []
-    return [
-        f"{folder / lost}: damaged, so numbers of this cell are missing. Delete "
-        f"{study.path(cell) / DONE}, and the study trains and measures the cell again."
-    ]
+    state = "damaged" if (folder / lost).exists() else "missing"
+    return [f"{folder / lost}: {state}, so numbers of this cell are missing. {study.repair(cell)}."]
 
 
 def losses(result: Result, long: int) -> tuple[dict[str, float], dict[tuple[int, int], float]]:
@@ -394,14 +402,14 @@ def predictions_file() -> Path:
 
 def outcome(prediction: Prediction, measured: Sequence[Measured], tier: Tier) -> Outcome:
     """Compare a prediction with the mean over its seeds of the paired differences."""
-    seeds = prediction.seeds or tier.seeds
+    seeds = prediction.judged_by(tier)
     measured = [one for one in measured if one.cell.seed in seeds]
     pairs = []
     for one in _with(measured, prediction.cell, prediction.attention):
         if (dense := dense_of(measured, one.cell.seed)) is not None:
             pairs.append((one, dense))
     if not pairs:
-        of = f" of the seeds {', '.join(map(str, prediction.seeds))}" if prediction.seeds else ""
+        of = f" of the seeds {', '.join(map(str, seeds))}" if seeds != tier.seeds else ""
         return Outcome(prediction, UNKNOWN, f"no such cell{of} is finished")
     reference = [dense.values.get(prediction.measure, 100.0) for _, dense in pairs]
     if prediction.measure in (NEEDLES, OUTSIDE, *PLACES) and _mean(reference) < LEAST_TO_LOSE:

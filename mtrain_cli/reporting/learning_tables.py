@@ -10,7 +10,7 @@ from typing import Any
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_cli.learning.cells import Study, estimated_flop, estimated_seconds
+from mtrain_cli.learning.cells import DamagedCellError, Study, estimated_flop, estimated_seconds
 from mtrain_cli.learning.outcomes import (
     CONTROL,
     KEY_LOSS,
@@ -38,12 +38,12 @@ TOY = (
 
 def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
     """Print the cells with FLOP and time."""
-    tier, total, seconds = study.tier, 0.0, 0.0
+    tier, total, seconds, damage = study.tier, 0.0, 0.0, list[str]()
     heads = ("cell", "attention in training", "left", "steps", "FLOP", "minutes")
     table = new_table(heads, words=3)
     for name in dict.fromkeys(cell.name for cell in cells):
         own = [cell for cell in cells if cell.name == name]
-        left = [cell for cell in own if study.done(cell) is None]
+        left = [cell for cell in own if not _is_done(study, cell, damage)]
         flop, each = sum(estimated_flop(tier, own[0])), estimated_seconds(tier, own[0])
         total += flop * len(left)
         seconds += each * len(left)
@@ -61,6 +61,17 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
         "cells compute less, on a GPU.",
     )
     say(console, f"Sequences: {format_size(tier.base_seq)}, then {format_size(tier.long_seq)}.")
+    for line in damage:
+        say(console, line)
+
+
+def _is_done(study: Study, cell: Cell, damage: list[str]) -> bool:
+    """Return whether a cell is finished. damage: gets a line if its file cannot be read."""
+    try:
+        return study.done(cell) is not None
+    except DamagedCellError as error:
+        damage += error.problems
+        return False
 
 
 def _attention(cell: Cell) -> str:
@@ -187,14 +198,15 @@ def _predictions(summary: Summary) -> EvaluationTable:
     rows = [
         [
             each.state, each.prediction.text, each.found,
-            ", ".join(map(str, each.prediction.seeds or summary.tier.seeds)),
+            ", ".join(map(str, each.prediction.judged_by(summary.tier))),
             each.prediction.written,
         ]
         for each in summary.outcomes
     ]  # fmt: skip
     heads = ("", "prediction", "found: mean [95 % interval]", "seeds", "written")
-    late = any(each.prediction.seeds for each in summary.outcomes)
-    note = "Those with fewer seeds were written when the others were known." if late else ""
+    every = summary.tier.seeds
+    late = any(each.prediction.judged_by(summary.tier) != every for each in summary.outcomes)
+    note = "Those with fewer seeds were written after the other seeds had run." if late else ""
     return EvaluationTable("Predictions", heads, rows, words=5, note=note)
 
 

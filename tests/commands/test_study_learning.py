@@ -34,6 +34,19 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_counts_a_damaged_cell_as_not_finished(tmp_path):
+    done = tmp_path / "dense" / "seed-0" / "done.json"
+    done.parent.mkdir(parents=True)
+    done.write_text("{")
+    result = run("--dry-run", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    (row,) = [line for line in result.stdout.splitlines() if line.startswith(" dense ")]
+    assert " 0, 1 " in row
+    assert " ".join(result.stdout.split()).endswith(
+        f"so dense/seed-0 does not count as finished. Delete {done.parent} and run the study again"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -44,7 +57,10 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(tmp_path, monkeypatch):
         ),
         ("--seeds 5", "--seeds 5: tier tiny has the seeds 0, 1"),
         ("--seeds 0,0", "--seeds 0,0: 0 appears twice; give each seed once"),
-        ("--seeds x", "--seeds x: "),
+        ("--seeds x", "--seeds x: expected whole numbers; allowed: 0, 1"),
+        ("--seeds=-1", "--seeds -1: expected whole numbers; allowed: 0, 1"),
+        ("--seeds 0,0.5", "--seeds 0,0.5: expected whole numbers; allowed: 0, 1"),
+        (f"--seeds {'9' * 20}", f"--seeds {'9' * 20}: expected whole numbers; allowed: 0, 1"),
         ("--budget-minutes -1", "--budget-minutes -1: must be from 0 to 1,000,000"),
         ("--packages nowhere", "--packages nowhere: no such folder"),
     ],

@@ -28,6 +28,29 @@ from mtrain_cli.config.schema import ConfigError
             ["train.balance_loss=0.1", "train.router_z_loss=0.1", "train.balance_bias=0.1"],
             ["train.balance_loss=0.1: ", "train.router_z_loss=0.1: ", "train.balance_bias=0.1: "],
         ),
+        (
+            ["model=tiny_moe", "topology.expert_parallel=3", "topology.workers=2"],
+            ["topology.expert_parallel=3: must divide model.moe.experts=8; allowed: auto, 1, 2\n"],
+        ),
+        (
+            ["model=tiny_moe", "topology.expert_parallel=3"],
+            [
+                "topology.expert_parallel=3: must divide model.moe.experts=8; allowed: auto, 1, "
+                "2, 4, 8, if it divides the workers\n"
+            ],
+        ),
+        (
+            [
+                "model=tiny_moe",
+                "topology.expert_parallel=3",
+                "topology.workers=8",
+                "topology.pipeline_parallel=2",
+            ],
+            [
+                "topology.expert_parallel=3: must divide model.moe.experts=8; allowed: auto, 1, 2, "
+                "4\n"
+            ],
+        ),
         (["train.expert_capacity=2"], ["train.expert_capacity=2: a model with model.moe.expe"]),
     ],
 )
@@ -36,7 +59,7 @@ def test_each_contradiction_is_one_line(words, lines):
         compose(words)
     assert len(caught.value.problems) == len(lines), caught.value.problems
     for problem, line in zip(caught.value.problems, lines, strict=True):
-        assert problem.startswith(line)
+        assert f"{problem}\n".startswith(line)
 
 
 def test_a_model_that_says_nothing_of_experts_is_dense(tmp_path):

@@ -40,17 +40,21 @@ def test_tables_have_the_mean_of_the_seeds_half_of_the_interval_and_the_verdict(
     assert "| `dense-again` | +0.0033 ± 0.0287 | - | - | - |" in lines
     assert not any(line.startswith("| `dense` ") for line in lines)
     assert "`fixed`" not in tables.differences(data, own=False)
-    data["gates"] = dict.fromkeys("0123", 99.0)
+    dense = next(row for row in data["compared"] if row["variant"] == "dense")
+    dense["seeds"] = [0, 1, 2, 3]
     assert "| `fixed` (3 seeds) | " in tables.differences(data, own=True)
 
 
 def test_the_summary_counts_seeds_and_predictions(tables):
     outcomes = [{"state": state} for state in ("failed", "held", "held", "not measured")]
-    one = {"gates": {"0": 99.4}, "seeds": [0, 1, 2], "predictions": outcomes}
+    one = {
+        "gates": {"0": 99.4, "1": 99.0, "2": 98.0}, "seeds": [0, 1, 2], "predictions": outcomes,
+        "compared": [{"variant": "dense", "seeds": [0]}],  # only bases of the others are trained
+    }  # fmt: skip
     text = tables.summary(one)
     assert text.startswith("Of 3 seeds, 1 has run (0). Their bases find 99.4 %")
     assert "Of 4 predictions: 1 failed, 2 held and 1 not judged yet." in text.replace("\n", " ")
     assert "One seed decides nothing" in text
-    three = tables.summary({**one, "gates": {"0": 99.4, "1": 99.0, "2": 98.0}})
+    three = tables.summary({**one, "compared": [{"variant": "dense", "seeds": [0, 1, 2]}]})
     assert three.startswith("Of 3 seeds, 3 have run (0, 1 and 2). Their bases find 99.4 %, 99.0 %")
     assert "decides" not in three

@@ -170,6 +170,26 @@ def test_the_advice_on_a_damaged_name_fits_its_folder(tmp_path):
     assert 'Write {"model": "PATH"} into it, with the whole path of the model, and' in line
 
 
+@pytest.mark.parametrize("kept", ["samples.jsonl", "results.jsonl"])
+def test_a_missing_name_of_the_model_is_refused_and_its_results_are_shown(tmp_path, kept):
+    folder = ResultsFolder.open(tmp_path / "evaluation", "..")
+    folder.add_result(RESULT)
+    folder.add_sample({"key": RESULT.key, "index": 0, "score": 1.0})
+    for name in {"samples.jsonl", "results.jsonl", "evaluation.json"} - {kept}:
+        (folder.path / name).unlink()
+    results, line = read_whole_results(tmp_path)
+    assert results == [RESULT] * (kept == "results.jsonl")
+    repair = 'Write {"model": ".."} into it and give the same command again'
+    assert line == f"{folder.path}/evaluation.json: missing. {repair}"
+    with pytest.raises(ConfigError) as refused:
+        require_own(folder.path, "..")
+    assert list(refused.value.problems) == [line]
+    (folder.path / kept).write_text('{"text": "of another program"}\n')
+    assert read_whole_results(tmp_path) == ([], "")
+    with pytest.raises(ConfigError, match="not empty"):
+        require_own(folder.path, "..")
+
+
 def test_other_folders_and_files_are_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,18 @@ def test_a_folder_has_its_tokenizer_and_all_its_end_tokens(tmp_path):
     codec = open_codec(source(folder))
     assert codec.encode("hi") == [104, 105]
     assert codec.stop == {257, 258, 5}
+
+
+def test_exported_bytes_need_no_tokenizers_package(tmp_path, monkeypatch):
+    folder = write_hf(tmp_path / "hf")
+    of_bytes(256, 257, 258).write(folder)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    codec = open_codec(source(folder))
+    assert codec.encode(TEXT) == list(TEXT.encode())
+    assert codec.decode([104, 257, 105]) == "hi"
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(ConfigError, match="needs the tokenizers package"):
+        open_codec(source(folder))
 
 
 def test_a_model_without_a_tokenizer_says_what_to_do(tmp_path, bpe):

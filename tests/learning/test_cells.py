@@ -83,9 +83,19 @@ def test_a_finished_cell_must_be_of_the_same_settings(tmp_path):
     finish(study, cell(DENSE), corpus="others")
     with pytest.raises(ConfigError, match=r"dense/seed-0 was trained on other texts"):
         study.done(cell(DENSE))
-    (tmp_path / "dense" / "seed-0" / DONE).write_text('{"digest": 1}')
-    with pytest.raises(ConfigError, match="Delete it to measure the cell again"):
-        study.done(cell(DENSE))
+
+
+@pytest.mark.parametrize("content", [b'{"digest": 1}', b"{", b"[]", b"\xff"])
+def test_a_damaged_cell_is_named_with_its_repair(tmp_path, content):
+    study = Study(tmp_path, TINY)
+    for damaged, lost in ((cell(DENSE), ""), (Cell(0), f"/{DONE}")):
+        finish(study, damaged)
+        (study.path(damaged) / DONE).write_bytes(content)
+        with pytest.raises(cells.DamagedCellError) as caught:
+            study.done(damaged)
+        (line,) = caught.value.problems
+        assert line.startswith(f"{study.path(damaged) / DONE}: damaged (")
+        assert line.endswith(f"Delete {study.path(damaged)}{lost} and run the study again")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +116,16 @@ def test_a_damaged_study_is_named(tmp_path, content, why):
     (tmp_path / "study.json").write_text('{"study": "of mine"}')
     assert Study.open(tmp_path) is None
     assert Study.open(tmp_path / "nowhere") is None
+
+
+def test_a_study_without_its_mark_is_named(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    assert Study.open(tmp_path) is None
+    (tmp_path / "base").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"study\.json: missing\. The command of the study writes"
+    ):
+        Study.open(tmp_path)
 
 
 def test_estimates_grow_with_the_work():

@@ -173,7 +173,11 @@ def test_a_cell_with_damaged_results_is_named(tmp_path, results, rows, lost):
     samples = [{"key": result.key} for result in whole for _ in range(rows)]
     files = Evaluated(whole[:results], samples)
     lines = damage_of(files, Study(tmp_path, A), Cell(0, A.variant("moba")))
-    assert [lost in line and "done.json" in line for line in lines] == ([True] if lost else [])
+    cell = f"{tmp_path}/moba/seed-0"
+    assert lines == [
+        f"{cell}/evaluation/{lost}: missing, so numbers of this cell are missing. "
+        f"Delete {cell} and run the study again."
+    ] * bool(lost)
 
 
 def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(
@@ -205,7 +209,13 @@ def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(
     (line,) = summary.damage
     assert line.startswith(f"{folder.path}/samples.jsonl: damaged")
     (folder.path / "samples.jsonl").unlink()
-    assert summarize(study).damage == (line,)
+    assert summarize(study).damage == (line.replace("damaged", "missing"),)
+    other = study.path(Cell(1, A.variant(DENSE))) / DONE
+    other.parent.mkdir()
+    other.write_text("{")
+    summary = summarize(study)
+    assert list(summary.done) == [cell.key]
+    assert summary.damage[1].startswith(f"{other}: damaged (line 1, column 2")
 
 
 def predicted(rule, limit=0, measure="long_loss", attention="own", cell=SPARSE, **more):
@@ -268,6 +278,9 @@ def test_a_prediction_written_after_some_seeds_is_judged_by_the_others_only():
     assert outcome(predicted("within_spread"), found, A).state == HELD  # seed 0 differs by 7
     alone = outcome(predicted("within_spread"), [one for one in found if one.cell.name != AGAIN], A)
     assert (alone.state, alone.found) == (UNKNOWN, "dense-again of no such seed is finished")
+    # The seeds are those of tier a.
+    other = outcome(predicted("at_most_percent", 2, **late), found, replace(A, name="b"))
+    assert (other.state, other.found[-7:]) == (FAILED, "3 seeds")
     early = [one for one in found if one.cell.seed == 0]
     each = outcome(predicted("at_most_percent", 2, **late), early, A)
     assert (each.state, each.found) == (UNKNOWN, "no such cell of the seeds 1, 2 is finished")

@@ -86,7 +86,7 @@ def test_predictions_name_the_seeds_that_judge_them():
     outcomes = (Outcome(late, HELD, "+1"), found.outcomes[1])
     table = tables(replace(found, outcomes=outcomes))[0]
     assert [row[3] for row in table.rows] == ["1, 2", "0, 1, 2"]
-    assert "written when the others were known" in table.note
+    assert "written after the other seeds had run" in table.note
     assert not tables(found)[0].note
 
 
