@@ -40,7 +40,8 @@ def problems(config: Config) -> Iterator[str]:
         return
     given = f"sparsity.dense_layers={dense}"
     if dense >= layers:
+        allowed = f"at most {layers - 1}" if layers > 1 else "0"
         yield (
-            f"{given}: leaves no sparse layer of model.num_layers={layers}; give at most "
-            f"{layers - 1}, or sparsity=dense"
+            f"{given}: leaves no sparse layer of model.num_layers={layers}; give {allowed}, or "
+            "sparsity=dense"
         )

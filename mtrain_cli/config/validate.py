@@ -115,17 +115,33 @@ def _divisors(number: int) -> str:
 
 
 def allowed_degrees(config: Config) -> dict[str, str]:
-    """Return the degrees that model and workers allow, by keys of degrees that are no ``auto``."""
-    workers, layers = config.topology.workers, config.model.num_layers
+    """Return the degrees that model, workers and the other degrees allow.
+
+    The keys are those of degrees that are no ``auto``.
+    """
+    topology, layers = config.topology, config.model.num_layers
     tensor = tensor_parallel.common_divisor(config.model)
     stages = f"1 to {layers}"
-    if isinstance(workers, int):
-        tensor = gcd(workers, tensor)
-        stages = ", ".join(str(n) for n in range(1, layers + 1) if workers % n == 0)
+    if isinstance(topology.workers, int):
+        tensor = gcd(_workers_left(topology, topology.pipeline_parallel), tensor)
+        left = _workers_left(topology, topology.tensor_parallel)
+        stages = ", ".join(str(n) for n in range(1, layers + 1) if left % n == 0)
     return {
         "topology.tensor_parallel": _divisors(tensor),
         "topology.pipeline_parallel": stages,
     }
+
+
+def _workers_left(topology: TopologyConfig, degree: int) -> int:
+    """Return the number of workers beside a degree and context_parallel, if these divide them.
+
+    Otherwise return the number of all workers: another error names the degree that does not fit.
+    """
+    assert isinstance(topology.workers, int)
+    context = topology.context_parallel
+    taken = degree * (context if isinstance(context, int) else 1)
+    fits = taken > 0 and topology.workers % taken == 0
+    return topology.workers // taken if fits else topology.workers
 
 
 def _topology(topology: TopologyConfig, model: ModelConfig) -> Iterator[str]:

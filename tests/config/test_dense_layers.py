@@ -31,6 +31,11 @@ def test_a_contradiction_is_one_line(word, line):
     assert caught.value.problems[0].startswith(f"sparsity.dense_layers{line}")
 
 
+def test_a_model_of_one_layer_can_have_no_dense_layer():
+    with pytest.raises(ConfigError, match=r"num_layers=1; give 0, or sparsity=dense"):
+        compose(["sparsity=vertical_slash", "model.num_layers=1", "sparsity.dense_layers=1"])
+
+
 def test_dense_attention_has_no_such_key():
     with pytest.raises(ConfigError, match=r"sparsity.dense_layers=1: is not a key of"):
         compose(["sparsity=dense", "sparsity.dense_layers=1"])

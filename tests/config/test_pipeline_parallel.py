@@ -31,6 +31,14 @@ TWO = "topology.pipeline_parallel=2"
             "topology.pipeline_parallel=auto: expected a whole number; allowed: 1, 2, 4",
         ),
         (
+            [
+                *("topology.pipeline_parallel=auto", "topology.workers=8"),
+                *("topology.tensor_parallel=2", "topology.context_parallel=2"),
+                "train.global_batch=2",
+            ],
+            "topology.pipeline_parallel=auto: expected a whole number; allowed: 1, 2",
+        ),
+        (
             ["topology.pipeline_parallel=7"],
             "topology.pipeline_parallel=7: 7 stages for model.num_layers=6; each needs a layer",
         ),

@@ -37,6 +37,17 @@ MODEL = ("model.num_heads=12", "model.num_kv_heads=6", "model.intermediate_size=
             "topology.tensor_parallel=: the value is empty; expected a whole number; allowed: 1, 2",
         ),
         (
+            ["topology.tensor_parallel=x", "topology.workers=2", "topology.pipeline_parallel=2"],
+            "topology.tensor_parallel=x: expected a whole number; allowed: 1",
+        ),
+        (
+            [
+                *("topology.tensor_parallel=x", "topology.workers=6"),
+                *("topology.context_parallel=2", "train.global_batch=3"),
+            ],
+            "topology.tensor_parallel=x: expected a whole number; allowed: 1, 3",
+        ),
+        (
             ["topology.tensor_parallel=2", "topology.workers=5"],
             "topology.tensor_parallel=2: does not divide topology.workers=5; allowed: 1",
         ),
