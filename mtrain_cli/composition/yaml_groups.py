@@ -83,7 +83,7 @@ def compose_groups(
 def _resolved_together(composed: Any) -> dict[str, Any]:
     """Return all values by dotted key. Return none if some value cannot be resolved.
 
-    This takes a tenth of the time of resolving them one by one.
+    This is quicker than resolving them one by one.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -93,8 +93,10 @@ def _resolved_together(composed: Any) -> dict[str, Any]:
     except (OmegaConfBaseException, ValueError, RecursionError):
         return {}
     return {
-        name: value for name, value in keys.flatten(tree).items() if value != "???"
-    }  # a missing value
+        name: value
+        for name, value in keys.flatten(tree).items()
+        if value != "???"  # a missing value
+    }
 
 
 def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:
