@@ -170,8 +170,11 @@ class ReportSource:
                 "compare work instead"
             )
         if self.cases and all(case.workers == 1 for case in self.cases):
+            one = "one worker"
+            if any(case.groups > 1 for case in self.cases):
+                one = "each context group has one worker"
             remarks.append(
-                "one worker: nothing to compare with; imbalance degrees across workers are 1"
+                f"{one}: nothing to compare with; imbalance degrees across workers are 1"
             )
         remarks += self.damage
         if self._stopped:

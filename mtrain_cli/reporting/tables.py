@@ -73,8 +73,11 @@ def sparsity_cells(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def no_causes(case: CaseAnalysis) -> str:
     """Return the sentence to show if a case has no causes of waits."""
-    one = case.workers == 1
-    return "One worker: no waits." if one else "No wait costs more than 0.5% of the time."
+    if case.workers > 1:
+        return "No wait costs more than 0.5% of the time."
+    if case.groups > 1:
+        return "Attention waits for no other worker: each context group has one."
+    return "One worker: no waits."
 
 
 def recording_cost(summary: dict[str, Any]) -> str | None:

@@ -178,6 +178,17 @@ def test_with_tensor_parallelism_tables_say_which_ranks_a_worker_is(source):
     assert "waits: per worker and iteration, without messages of tensor groups" in summary
 
 
+def test_one_worker_in_each_of_several_groups_waits_outside_of_attention(tmp_path):
+    recorded_once(tmp_path, Play(ring(1)))
+    source = open_source(tmp_path)
+    (case,) = source.cases
+    assert tables.no_causes(case) == "One worker: no waits."
+    several = replace(case, groups=2)
+    assert "each context group has one." in tables.no_causes(several)
+    said = replace(source, cases=(several,)).remarks
+    assert any(line.startswith("each context group has one worker") for line in said)
+
+
 def test_shares_of_the_bins_add_up(source):
     line = next(
         line for line in printed(tables.bins_table(source.cases)).splitlines() if "%" in line
