@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from mtrain_cli.commands.options import (
     warn,
     warn_of_unused_settings,
 )
+from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -199,12 +199,8 @@ def _json_lines(name: str, text: str) -> list[_Prompt]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        given = (row.get("prompt"), row.get("ids")) if isinstance(row, dict) else (None, None)
-        found = _prompt_or_ids(*given)
+        row = json_object(line) or {}
+        found = _prompt_or_ids(row.get("prompt"), row.get("ids"))
         if found is None:
             raise ConfigError(
                 f"{name}: line {number} is not a JSON object with "

@@ -38,6 +38,15 @@ def read_json(path: Path) -> Any:
         raise UnreadableError(reason(error)) from None
 
 
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a text; None if the text is anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def read_yaml(path: Path) -> Any:
     """Parse a YAML file.
 

@@ -415,10 +415,5 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            yield number, row if isinstance(row, dict) else None
+            if line.strip():
+                yield number, documents.json_object(line)

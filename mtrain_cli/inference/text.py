@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.problem import ConfigError, IfHas, Problem, cli_option
 from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, parse_tokenizer
 from mtrain_cli.inference.model_source import ModelSource
@@ -142,11 +142,8 @@ def codec_of_files(files: TokenizerFiles) -> TextCodec:
             files.write(folder)
             content, place = files.files[TOKENIZER], f"{files.name}: {TOKENIZER}"
             tokenizer = parse_tokenizer(folder / TOKENIZER, content, place)
-    try:
-        generation = json.loads(files.files.get(GENERATION_CONFIG, b"{}"))
-    except (ValueError, RecursionError):
-        generation = {}
-    named = generation.get("eos_token_id") if isinstance(generation, Mapping) else None
+    generation = json_object(files.files.get(GENERATION_CONFIG, b"{}")) or {}
+    named = generation.get("eos_token_id")
     stop = _ids([named, files.ids["eos_token_id"]])
     if not stop and tokenizer.eos is not None:
         stop = frozenset([tokenizer.eos])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.schema import ConfigError
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -221,11 +222,7 @@ def _byte_characters() -> list[str]:
 
 
 def _parse_object(content: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return json_object(content) or {}
 
 
 def _read(path: Path) -> bytes:

@@ -6,7 +6,6 @@ that is not a step is damaged.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,13 +71,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-            if not line.endswith(b"\n"):
-                continue
-        yield number, line.rstrip(b"\r\n"), row if isinstance(row, dict) else None
+        row = documents.json_object(line)
+        if row is not None or line.endswith(b"\n"):
+            yield number, line.rstrip(b"\r\n"), row
 
 
 def _step_of(row: dict[str, Any] | None) -> int | None:

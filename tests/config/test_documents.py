@@ -2,7 +2,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from mtrain_cli.config.documents import UnreadableError, checked, json_text, read_json, read_yaml
+from mtrain_cli.config.documents import (
+    UnreadableError,
+    checked,
+    json_object,
+    json_text,
+    read_json,
+    read_yaml,
+)
 
 
 @dataclass(frozen=True)
@@ -101,3 +108,9 @@ def test_broken_yaml_is_reported_with_its_position(tmp_path, data, message):
     with pytest.raises(UnreadableError) as caught:
         read_yaml(tmp_path / "a.yaml")
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '{"a": ', "[" * 100_000, b'{"\xff": 1}', ""])
+def test_other_texts_are_no_json_objects(text):
+    assert json_object(text) is None
+    assert json_object('{"a": 1}') == {"a": 1}

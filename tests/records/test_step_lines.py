@@ -28,3 +28,10 @@ def test_later_steps_go_and_damaged_lines_before_them_stay(tmp_path):
     file.write_bytes(ROWS[0] + ROWS[1] + b'{"step": 2, "lo')
     assert drop_later_steps(file, 1) == [{"step": 1}]
     assert file.read_bytes() == ROWS[0] + ROWS[1]
+
+
+def test_the_last_line_counts_if_it_is_whole(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    for last, steps in ((b'{"step": 2}', [1, 2]), (b'{"step": 2', [1]), (b"12", [1])):
+        file.write_bytes(b'{"step": 1}\n' + last)
+        assert read_steps(file, lambda row: row["step"]) == (steps, [])
