@@ -58,6 +58,29 @@ def test_a_layer_keeps_exactly_the_estimated_bytes(words):
     assert more - fewer == pytest.approx(expected, rel=0.015 if words[0] == "none" else 0)
 
 
+def test_only_the_sparse_layers_of_a_mixed_model_keep_an_index():
+    """Three models: four layers with one and with two dense ones, and five with two."""
+    words = [
+        *("seq=2k", "topology.block_size=64", "model.hidden_size=64", "sparsity=moba"),
+        *("sparsity.block=32", "sparsity.chunk=128", "sparsity.gate=block"),
+        "train.activation_checkpoint=selective",
+    ]
+    (first, few), (second, more), (third, most) = (
+        allocations.kept(layers, [*words, f"sparsity.dense_layers={dense}"], FP32)
+        for layers, dense in ((4, 1), (4, 2), (5, 2))
+    )
+    of_index, of_layer = (
+        sum(
+            a.moments[0].parts[part] - b.moments[0].parts[part] for part in ("activations", "index")
+        )
+        for a, b in ((few, more), (most, more))
+    )
+    # The counts of an index take some hundred bytes, which the estimate leaves out.
+    assert first - second == pytest.approx(of_index, rel=0.01)
+    assert third - second == pytest.approx(of_layer, rel=0.01)
+    assert 0 < of_index < of_layer
+
+
 def test_keep_mlp_keeps_gate_and_up_of_that_many_layers():
     tokens, c, i = 131072 // 8, 2048, 11008
     plain = estimate().moments

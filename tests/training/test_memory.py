@@ -141,7 +141,14 @@ SHARED_LAYERS = [
         FP32,
     ),
 ]
-QUICK = [TWO_WORKERS[0], TWO_WORKERS[3], TWO_WORKERS[7], TWO_WORKERS[11]]
+SPARSE = ["sparsity=moba", "sparsity.gate=block", "sparsity.chunk=128", "sparsity.block=32"]
+TWO_DENSE = [*SPARSE, "model.num_layers=4", "sparsity.dense_layers=2"]
+MIXED_LAYERS = [
+    (with_checkpointing("selective", ATTENTION, *TWO_DENSE), "ring", "sdpa", FP32),
+    (with_checkpointing("selective", ATTENTION, *TWO_DENSE), "all_gather", "sdpa", FP32),
+    (with_checkpointing("full", BASE, *TWO_DENSE), "ring", "sdpa", FP32),
+]
+QUICK = [TWO_WORKERS[0], TWO_WORKERS[3], TWO_WORKERS[7], TWO_WORKERS[11], MIXED_LAYERS[0]]
 
 
 def ratios(world, cases):
@@ -291,7 +298,7 @@ def test_the_estimate_is_within_3_percent_of_the_live_bytes_of_a_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "cases"), [(1, ONE_WORKER), (2, TWO_WORKERS)])
+@pytest.mark.parametrize(("world", "cases"), [(1, ONE_WORKER), (2, TWO_WORKERS), (2, MIXED_LAYERS)])
 def test_the_estimate_is_within_3_percent_for_every_memory_option(world, cases):
     result = ratios(world, cases)
     assert all(0.97 <= ratio <= 1.03 for ratio in result), result
@@ -308,6 +315,17 @@ def test_buffers_that_another_thread_frees_late_do_not_count():
         kept = torch.zeros(1 << 10)
         timer.join()
         assert live.peak == live.now() == 4 * kept.numel()
+
+
+def steps_of(words, workers, *, exchange, kernel, dense_kernel="flash4"):
+    """Return the memory of a step on each stage, of `estimate_memory` in bfloat16."""
+    config = compose(words)
+    sharing = workers // config.topology.pipeline_parallel
+    layout = make_layout(config.layout, sharing, config.seq, config.topology.block_size)
+    choice = ExchangeChoice(exchange, "", per_node=sharing)
+    attention = AttentionMemory(config, layout, choice, kernel, 2, dense_kernel)
+    parts = model_parts(config, config.train.global_batch)
+    return [_StepMemory(config, workers, layout, attention, 2, part) for part in parts]
 
 
 def estimate(
@@ -445,12 +463,10 @@ OF_STAGES = [
 
 def of_stages(*words, exchange="ring", dense_kernel="flash4"):
     """Return the memory of the steps of two stages on four workers, and its moments."""
-    config = compose([*OF_STAGES, *words])
-    layout = make_layout(config.layout, 2, config.seq, config.topology.block_size)
-    choice = ExchangeChoice(exchange, "", per_node=2)
-    kernel = "triton" if config.sparsity.pattern != "dense" else dense_kernel
-    attention = AttentionMemory(config, layout, choice, kernel, 2, dense_kernel)
-    steps = [_StepMemory(config, 4, layout, attention, 2, part) for part in model_parts(config, 4)]
+    kernel = "triton" if any(word.startswith("sparsity=") for word in words) else dense_kernel
+    steps = steps_of(
+        [*OF_STAGES, *words], 4, exchange=exchange, kernel=kernel, dense_kernel=dense_kernel
+    )
     return steps, [step.moments() for step in steps]
 
 
@@ -486,3 +502,63 @@ def test_an_index_is_counted_for_the_sparse_layers_of_a_part():
     kinds = [first.memory_of(layer).attention for layer in (2, 3)]
     assert [each.kernel for each in kinds] == ["triton", "flash4"]
     assert kinds[0].gathered_columns > 0 == kinds[1].gathered_columns
+
+
+def test_layers_of_both_kinds_have_the_mask_tables_of_both_and_lists_of_their_own():
+    words = "sparsity=vertical_slash", "topology.stage_layers=[4,2]"
+    (both, _), (mixed, _) = of_stages(*words, "sparsity.dense_layers=3")
+    _, (sparse, _) = of_stages(*words)
+    tables = both.attention.dense.mask_tables
+    assert tables > 0
+    for one, other in zip(mixed, sparse, strict=True):
+        assert one.inputs - other.inputs == tables
+
+
+FEW_EXPERTS = [
+    *("model=tiny_moe", "model.num_layers=8", "model.hidden_size=1024", "seq=16k"),
+    *("model.moe.experts=64", "model.moe.expert_size=1024"),
+]
+FULL, WIDE = "train.activation_checkpoint=full", ["model.intermediate_size=4096"]
+WIDE.append("model.moe.experts=8")
+QWEN = ["model=qwen3b", "train.offload_activations=16"]
+MANY_COLUMNS = [
+    *("model=qwen3b", "seq=32k", "model.num_layers=6", "model.intermediate_size=128"),
+    *("sparsity=vertical_slash", "sparsity.max_columns=0", "sparsity.dense_layers=3"),
+    *(FULL, "train.shard=gradients"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "peak"),
+    [
+        ([*FEW_EXPERTS, "model.moe.dense_layers=1"], 8, 3),
+        ([*FEW_EXPERTS, "model.moe.dense_layers=3"], 8, 5),
+        ([*FEW_EXPERTS, "model.moe.dense_layers=3"], 1, 4),
+        ([*FEW_EXPERTS, "model.moe.dense_layers=3", "seq=256k", FULL, *WIDE], 8, 3),
+        (MANY_COLUMNS, 8, 3),
+        ([*QWEN, "seq=512k"], 8, 36),
+        ([*QWEN, "seq=64k"], 8, 35),
+        ([*QWEN, "seq=4k"], 8, 2),
+    ],
+)
+def test_the_peak_of_backward_is_that_of_the_largest_layer(words, workers, peak):
+    (step,) = steps_of(words, workers, exchange="ring", kernel="triton")
+    layers = step.model.num_layers
+    every = {
+        layer: step.backward_of(layer, step.whole_layers, scatters=layer < layers).allocated
+        for layer in range(2, layers + 1)
+    }
+    found = step.moments()[1]
+    assert found.name == f"backward of layer {max(every, key=every.get)}"
+    assert found.name == f"backward of layer {peak}"
+
+
+def test_the_only_layer_of_a_stage_has_a_scatter_of_its_own():
+    """The layer above is on another stage, and has experts."""
+    words = [*FEW_EXPERTS[:1], "model.num_layers=2", "model.moe.dense_layers=1", "seq=4k"]
+    words += ["topology.pipeline_parallel=2", "train.global_batch=2"]
+    first, _ = steps_of(words, 2, exchange="all_gather", kernel="flash4")
+    working = [
+        first.backward_of(1, 1, scatters=scatters).working_weights for scatters in (False, True)
+    ]
+    assert working[1] - working[0] == 4 * first.states.weights_of([0])
