@@ -2,7 +2,15 @@
 
 import allocations
 import pytest
-from training.test_memory import BF16, FP32, OFFLOADED, QUARTER, estimate, with_checkpointing
+from training.test_memory import (
+    BF16,
+    FP32,
+    OFFLOADED,
+    QUARTER,
+    estimate,
+    with_checkpointing,
+)
+from training.test_memory_of_stages import of_stages
 
 from mtrain_cli.training.memory import GIB
 
@@ -102,6 +110,15 @@ def test_keep_mlp_keeps_gate_and_up_of_that_many_layers():
     first = estimate("train.keep_mlp=7").moments[1]
     assert first.name == "backward of layer 36"
     assert plain[1].layer - first.layer == tokens * 2 * (c + 2 * i)
+
+
+def test_stages_keep_the_mlp_products_of_their_own_layers_in_all_micro_batches():
+    for number, with_products in (("true", (3, 3)), ("4", (1, 3)), ("2", (0, 2))):
+        steps, _ = of_stages("topology.stage_layers=[3,3]", f"train.keep_mlp={number}")
+        for step, layers in zip(steps, with_products, strict=True):
+            found = step.kept(3) + sum(map(step._kept_by, step.part.others))
+            each = 3 * step.layer.kept + layers * step.layer.products
+            assert found == each * sum(step.part.in_flight), number
 
 
 @pytest.mark.parametrize(
