@@ -354,13 +354,13 @@ def _read(file: Path) -> tuple[dict[str, Result], str]:
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
-    """Append a JSON object to a file of rows."""
+    """Append a JSON object to a file of rows. NaN and infinities become null."""
     with naming(file), file.open("a", encoding="utf-8") as open_file:
-        open_file.write(json.dumps(row) + "\n")
+        open_file.write(documents.json_text(row) + "\n")
 
 
 def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+    replace_text(file, "".join(documents.json_text(row) + "\n" for row in rows))
 
 
 def kept_rows(

@@ -7,7 +7,7 @@ intact file have the numbers 1, 2, 3, ..., however often the run stopped.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from mtrain_cli.grouping import show_spans, spans
@@ -27,11 +27,10 @@ def step_remarks(steps: Sequence[StepMetrics], last: int = 0) -> list[str]:
     ends = [0, *present, max(last, *present, 0) + 1]
     missing = [range(low + 1, high) for low, high in pairwise(ends) if high > low + 1]
     repeated = {number for number, after in pairwise(sorted(numbers)) if number == after}
-    lossless = [step.step for step in steps if _lacks_loss(step)]
     remarks = [
         _remark(missing, "is missing", "are missing"),
         _remark(spans(sorted(repeated)), "appears more than once", "appear more than once"),
-        _remark(spans(sorted(set(lossless))), "has no finite loss", "have no finite loss"),
+        loss_remark(step.step for step in steps if _lacks_loss(step)),
     ]
     if any(after < number for number, after in pairwise(numbers)):
         remarks.append("the steps are not in order")
@@ -39,7 +38,16 @@ def step_remarks(steps: Sequence[StepMetrics], last: int = 0) -> list[str]:
 
 
 def _lacks_loss(step: StepMetrics) -> bool:
-    return not step.skipped if step.loss is None else not math.isfinite(step.loss)
+    return not is_finite(step.loss) and not (step.loss is None and step.skipped)
+
+
+def loss_remark(numbers: Iterable[int]) -> str:
+    """Return a remark on steps without a finite loss; "" without such steps."""
+    return _remark(spans(sorted(set(numbers))), "has no finite loss", "have no finite loss")
+
+
+def is_finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
 
 
 def _remark(found: Sequence[range], is_one: str, are_several: str) -> str:

@@ -97,6 +97,19 @@ def test_one_line_names_missing_steps_and_losses(run: Path, lines: str, remark: 
     assert read_run_files(run).damage == (f"{run / 'metrics.jsonl'}: {remark}",)
 
 
+def test_held_out_losses_that_are_not_finite_are_named(run: Path):
+    file = run / "evaluations.jsonl"
+    first = file.read_text()
+    bucket = '{"begin": 0, "end": 128, "tokens": 2, "loss": null}'
+    second = first.replace("[]", f"[{bucket}]").replace('"step": 0', '"step": 3')
+    file.write_text(first.replace('"loss": 1.0', '"loss": NaN') + second)
+    files = read_run_files(run)
+    assert files.damage == (f"{file}: steps 0, 3 have no finite loss",)
+    assert len(files.evaluations) == 2
+    file.write_text(second.replace('"tokens": 2, "loss": null', '"tokens": 0, "loss": null'))
+    assert read_run_files(run).damage == (), "a range of context without tokens has no loss"
+
+
 def test_steps_that_a_run_has_done_are_missed_in_its_metrics(run: Path):
     StateReporter(RunDir(run), steps=3, step=3).end("stopped")
     file = run / "metrics.jsonl"
