@@ -57,6 +57,8 @@ def read_run_files(path: Path) -> RunFiles:
     if lines := restart.count_unreadable_lines(run):
         damage.append(f"{run.restarts}: {with_count(lines, 'unreadable line')} skipped")
     settings = _whole(run.resolved, read_settings, "settings are", damage) or {}
+    if (metrics or state is not None) and not run.resolved.exists():
+        damage.append(f"{run.resolved}: missing; settings are not shown")
     steps = settings.get(_STEPS)
     if steps is not None and not (isinstance(steps, int) and documents.is_number(steps)):
         damage.append(f"{run.resolved}: {_STEPS}={steps}: expected a whole number")

@@ -197,6 +197,7 @@ def test_a_profile_shows_despite_damaged_metrics_with_a_remark(tmp_path, content
 
 
 def test_a_run_shows_its_steps_despite_a_damaged_line_and_a_damaged_profile(tmp_path):
+    (tmp_path / "resolved.yaml").write_text("seed: 0\n")
     file = tmp_path / "metrics.jsonl"
     first, second, third = (step.to_json() for step in steps(3))
     file.write_text(f"{first}\noops\n{third}\n")

@@ -47,6 +47,14 @@ def test_an_undamaged_run_has_everything(run: Path):
     assert read_run_files(run / "empty").damage == ()
 
 
+@pytest.mark.parametrize("left", ["metrics.jsonl", "state.json"])
+def test_the_missing_configuration_of_a_run_is_named(run: Path, left: str):
+    for name in {"metrics.jsonl", "state.json", "resolved.yaml"} - {left}:
+        (run / name).unlink()
+    line = f"{run / 'resolved.yaml'}: missing; settings are not shown"
+    assert read_run_files(run).damage == (line,)
+
+
 @pytest.mark.parametrize(
     ("name", "lost"),
     [
