@@ -46,7 +46,8 @@ class RunFiles:
 
 def read_run_files(path: Path) -> RunFiles:
     """Read the files of a run's folder."""
-    run, damage = RunDir(path), []
+    run = RunDir(path)
+    damage: list[str] = []
     state = _whole(run.state, _state, "choices of the run are", damage)
     metrics, lines = _metrics(run, state)
     damage.append(lines)
@@ -54,8 +55,8 @@ def read_run_files(path: Path) -> RunFiles:
     damage.append(lines)
     results, unread = evaluation_results.read_whole_results(path)
     damage.append(unread)
-    if lines := restart.count_unreadable_lines(run):
-        damage.append(f"{run.restarts}: {with_count(lines, 'unreadable line')} skipped")
+    if unreadable := restart.count_unreadable_lines(run):
+        damage.append(f"{run.restarts}: {with_count(unreadable, 'unreadable line')} skipped")
     settings = _whole(run.resolved, read_settings, "settings are", damage) or {}
     if (metrics or state is not None) and not run.resolved.exists():
         damage.append(f"{run.resolved}: missing; settings are not shown")
