@@ -383,10 +383,9 @@ def kept_rows(
         else:
             damaged.append(number)
     text = file.read_bytes()
-    is_cut = not text.endswith(b"\n")
-    if damaged or is_cut:
+    if damaged or not text.endswith(b"\n"):
         _rewrite(file, rows)
-    if is_cut and damaged and damaged[-1] == text.count(b"\n") + 1:
+    if damaged and damaged[-1] == text.count(b"\n") + 1:  # the last line has no newline
         damaged.pop()
     if not damaged:
         return rows, ""

@@ -185,4 +185,4 @@ def in_flight(actions: Sequence[Action], weight: Callable[[int], float]) -> Coun
                 most, largest = now.copy(), total
         elif action.kind == BACKWARD:
             now[action.virtual_stage] -= 1
-    return +most
+    return most

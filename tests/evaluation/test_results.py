@@ -142,6 +142,31 @@ def test_damaged_samples_are_named_but_not_a_line_cut_short(tmp_path):
     assert file.read_text() == whole
 
 
+def test_a_last_line_without_newline_gets_one_and_a_whole_file_stays(tmp_path):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
+    folder.add_result(RESULT)
+    files = [tmp_path / "samples.jsonl", tmp_path / "results.jsonl"]
+    whole = [(file.read_text(), file.stat().st_ino) for file in files]
+    assert ResultsFolder.open(tmp_path, "m").damage == ()
+    assert [(file.read_text(), file.stat().st_ino) for file in files] == whole
+    for file in files:
+        file.write_text(file.read_text().rstrip("\n"))
+    assert ResultsFolder.open(tmp_path, "m").damage == ()
+    assert [file.read_text() for file in files] == [text for text, _ in whole]
+
+
+def test_a_damaged_line_before_a_line_without_newline_is_named(tmp_path):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
+    file = tmp_path / "samples.jsonl"
+    whole = file.read_text()
+    file.write_text(f"oops\n{whole.rstrip()}")
+    (line,) = ResultsFolder.open(tmp_path, "m").damage
+    assert line.startswith(f"{file}: line 1 is damaged; it is removed")
+    assert file.read_text() == whole
+
+
 def test_results_of_another_model_are_refused(tmp_path):
     ResultsFolder.open(tmp_path, "one")
     with pytest.raises(ConfigError, match="results of another model, one"):

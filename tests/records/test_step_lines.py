@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
+
+from mtrain_cli.records import step_lines
 from mtrain_cli.records.step_lines import drop_later_steps, read_steps
 
 ROWS = [b'{"step": 1}\n', b"\xffoops\n", b"\n", b'{"step": 2}\n', b'{"step": 3}\n']
@@ -35,3 +39,44 @@ def test_the_last_line_counts_if_it_is_whole(tmp_path):
     for last, steps in ((b'{"step": 2}', [1, 2]), (b'{"step": 2', [1]), (b"12", [1])):
         file.write_bytes(b'{"step": 1}\n' + last)
         assert read_steps(file, lambda row: row["step"]) == (steps, [])
+
+
+def test_the_new_content_is_on_the_disk_before_it_replaces_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "steps.jsonl"
+    old = b"".join(ROWS)
+    file.write_bytes(old)
+    synced = []
+
+    def fsync(descriptor):
+        assert file.read_bytes() == old
+        synced.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(step_lines.os, "fsync", fsync)
+    drop_later_steps(file, 2)
+    assert synced == [file.stat().st_size] != [len(old)]
+
+
+@pytest.mark.parametrize("cut", [b'{"step": 2, "lo', b"{", b"\xff"])
+def test_a_cut_line_is_not_damaged_and_goes_with_a_rewrite(tmp_path, cut):
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(ROWS[0] + cut)
+    assert steps(file) == ([1], [])
+    drop_later_steps(file, 9)
+    assert file.read_bytes() == ROWS[0]
+    file.write_bytes(ROWS[0] + cut + b"\n")
+    assert steps(file) == ([1], [2])
+    drop_later_steps(file, 9)
+    assert file.read_bytes() == ROWS[0] + cut + b"\n"
+
+
+def test_a_whole_last_line_gets_its_newline(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(b'{"step": 1}\r\n{"step": 2}')
+    drop_later_steps(file, 2)
+    assert file.read_bytes() == ROWS[0] + ROWS[3]
+
+
+def test_a_step_is_a_whole_number(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(b'{"step": 1}\n{"step": 2.0}\n{"step": "2"}\n')
+    assert steps(file) == ([1], [2, 3])

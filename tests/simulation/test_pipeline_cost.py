@@ -111,6 +111,14 @@ def test_a_stage_deals_its_time_out_in_proportion_to_its_virtual_stages():
     assert StageTime.of(whole, parts) == StageTime((2.0, 6.0), (10.0, 20.0), 5.0)
 
 
+def test_virtual_stages_whose_layers_are_alike_take_time_by_their_number_of_layers():
+    words = "topology.virtual_stages=2", "topology.stage_layers=[1,2,3,2]"
+    pipeline = predicted(TWO[0], "model.vocab_size=264", *words).step.pipeline
+    assert pipeline is not None
+    assert pipeline.forward[2] == pytest.approx(3 * pipeline.forward[0], rel=1e-9)
+    assert pipeline.backward[2] == pytest.approx(3 * pipeline.backward[0], rel=1e-9)
+
+
 SPARSE = (
     "sparsity=vertical_slash", "sparsity.dense_layers=4",
     "model.vocab_size=264", "topology.pipeline_parallel=2",
@@ -160,3 +168,19 @@ def test_stages_of_one_kind_take_the_time_of_a_model_of_that_kind():
     assert mixed.backward[0] == pytest.approx(sparse.backward[0])
     assert mixed.forward[1] == pytest.approx(dense.forward[1], rel=1e-6)
     assert mixed.backward[1] == pytest.approx(dense.backward[1], rel=1e-6)
+
+
+def test_virtual_stages_with_and_without_experts_have_times_of_their_own():
+    """The first half of the layers has an MLP, the others have experts."""
+    words = [
+        *("model=tiny_moe", "model.num_layers=8", "model.moe.dense_layers=4"),
+        *("model.moe.expert_size=4096", "seq=32k", "train.global_batch=8"),
+        *("topology.pipeline_parallel=2", "topology.virtual_stages=2"),
+        "topology.stage_layers=[2,2,2,2]",
+    ]
+    config = compose(words)
+    scenario = Scenario(config, PairSource("dense").problem(config))
+    pipeline = predict_training(CLUSTER, scenario, 8, "striped", "all_gather").step.pipeline
+    assert pipeline is not None
+    assert min(pipeline.forward[2:]) > 1.2 * max(pipeline.forward[:2])
+    assert min(pipeline.backward[2:]) > 1.2 * max(pipeline.backward[:2])

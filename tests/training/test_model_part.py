@@ -34,6 +34,10 @@ def test_1f1b_keeps_fewer_micro_batches_on_later_stages():
     assert [part.channels for part in untied] == [2, 4, 2]
 
 
+def test_a_worker_keeps_no_more_sends_than_micro_batches():
+    assert [part.messages for part in parts(micro_batches=1)] == [1 + 1, 2 + 2, 1 + 1]
+
+
 def test_gpipe_keeps_the_losses_of_all_micro_batches():
     assert [part.other_losses for part in parts()] == [0, 0, 0]
     gpipe = parts("topology.schedule=gpipe")
@@ -72,3 +76,16 @@ def test_virtual_stages_are_parts_of_their_own():
     assert [(part.first, part.last) for part in (begin, end)] == [(False, False), (False, True)]
     begin, end = model_parts(config, 4)[0].virtual_stages
     assert [(part.first, part.last) for part in (begin, end)] == [(True, False), (False, False)]
+
+
+def test_a_virtual_stage_with_many_layers_is_heaviest_when_the_last_one_is_empty():
+    words = "topology.virtual_stages=2", "topology.stage_layers=[1,3,1,1]"
+    config = compose(["model.num_layers=6", "topology.pipeline_parallel=2", *words])
+    first, last = model_parts(config, 4)
+    assert (first.in_flight, last.in_flight) == ((3, 2), (3, 0))
+    assert last.layers == (range(1, 4), range(5, 6))
+    assert last.current == range(1, 4)
+    assert list(last.others) == [range(1, 4)] * 2
+    assert last.other_losses == 0
+    # Alone, a virtual stage is the part of a worker that keeps at least one micro-batch.
+    assert [part.in_flight for part in last.virtual_stages] == [(3,), (1,)]
