@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mtrain_cli.console import Console
+    from mtrain_cli.learning.cells import Study
     from mtrain_cli.reporting.report_source import ReportSource
 
 PAGE, TABLES = "report.html", "tables"
@@ -60,14 +62,19 @@ def report(
     from mtrain_cli.reporting import report_source
     from mtrain_cli.reporting.terminal import make_console, show_sources
 
-    if runs and len(runs) == 1 and (study := Study.open(report_source.find(runs[0]))) is not None:
-        from mtrain_cli.commands.study_learning import show as show_study
-
-        show_study(study, as_json=as_json)
-        return
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
-    paths = [report_source.find(name) for name in runs or ()] or report_source.default()
+    paths = [report_source.find(name) for name in runs or ()]
+    for name, path in zip(runs or (), paths, strict=True):
+        if (study := Study.open(path)) is not None:
+            if len(paths) > 1:
+                raise ConfigError(
+                    f"{name}: a report shows a study of `mtrain study learning` alone; give "
+                    f"mtrain report {shlex.quote(name)}, or leave it out"
+                )
+            _show_study(study, out, html=html, as_json=as_json, show=show)
+            return
+    paths = paths or report_source.default()
     sources = [report_source.open_source(path) for path in paths]
     if as_json:
         typer.echo(json_text([_document(source) for source in sources], indent=1))
@@ -96,6 +103,17 @@ def report(
         console.print(line, soft_wrap=True)
     if show and page is not None:
         _open_in_browser(page, console)
+
+
+def _show_study(study: Study, out: Path | None, *, html: bool, as_json: bool, show: bool) -> None:
+    from mtrain_cli.commands.study_learning import show as show_study
+    from mtrain_cli.reporting.terminal import make_console
+
+    if out is not None:
+        raise ConfigError(f"--out {out}: the page of a study is in its folder; leave out --out")
+    page = show_study(study, as_json=as_json, html=html)
+    if show and page is not None:
+        _open_in_browser(page, make_console())
 
 
 def _shipped_note(paths: Sequence[Path]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from mtrain_cli.commands.options import MOST_STEPS, Json, bounded, flag, option,
 from mtrain_cli.commands.study import app
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.printable import printable
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
@@ -82,6 +85,7 @@ def learning(
     names = [name.strip() for name in only.split(",") if name.strip()]
     cells = cells_of(chosen, names, _seeds(seeds, chosen) if seeds else [])
     folder = out or Path("measurements", f"learning-{chosen.name}")
+    _check_folder(folder, chosen)
     study = Study(folder, chosen)
     from mtrain_cli.reporting.terminal import make_console
 
@@ -92,8 +96,45 @@ def learning(
         show_plan(console, study, cells)
         return
     study = _prepare(study, packages, console)
-    _compute(study, cells, budget_minutes, console, below_gate=below_gate)
+    try:
+        _compute(study, cells, budget_minutes, console, below_gate=below_gate)
+    except KeyboardInterrupt:  # outside of a training, which handles it itself
+        typer.echo(f"stopped; continue the study: {printable(shlex.join(_command()))}", err=True)
+        raise
     show(study, as_json=as_json)
+
+
+def _command() -> list[str]:
+    return ["mtrain", *sys.argv[1:]]
+
+
+def _check_folder(folder: Path, tier: Tier) -> None:
+    """Check that a folder is new or empty, or holds a study of this tier.
+
+    Raises:
+        ConfigError: it holds something else, or is a file.
+    """
+    from mtrain_cli.learning.cells import Study
+    from mtrain_cli.learning.tiers import BASE
+
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            what = "is" if place == folder else f"{place} is"
+            raise ConfigError(f"--out {folder}: {what} a file; give a folder")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    try:
+        found = Study.open(folder)
+    except ConfigError:
+        return  # it is a study, whose file `study.json` this command writes again
+    if found is not None and found.tier.name != tier.name:
+        raise ConfigError(
+            f"--out {folder}: holds a study of tier {found.tier.name}; give --tier "
+            f"{found.tier.name}, or another folder"
+        )
+    names = {BASE, *(variant.name for variant in tier.variants)}
+    if found is None and not any((folder / name).is_dir() for name in names):
+        raise ConfigError(f"--out {folder}: is not empty and holds no study; give a new folder")
 
 
 def _tier(name: str, base_steps: int) -> Tier:
@@ -121,7 +162,7 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
 
     with writing(f"--out {study.folder}"):
         study.folder.mkdir(parents=True, exist_ok=True)
-        study.save()
+        study.save(_command())
         written = study.folder / predictions_file().name
         if not written.exists():
             written.write_text(predictions_file().read_text())
@@ -221,8 +262,15 @@ def _free_gpu() -> None:
         torch.cuda.empty_cache()
 
 
-def show(study: Study, *, as_json: bool) -> None:
-    """Print what is known of a study, and write its page; as JSON, print it only."""
+def show(study: Study, *, as_json: bool, html: bool = True) -> Path | None:
+    """Print what is known of a study, and write its page; as JSON, print it only.
+
+    Args:
+        html: whether to write the page.
+
+    Returns:
+        The page, if it was written.
+    """
     from mtrain_cli.learning.outcomes import summarize
     from mtrain_cli.reporting import learning_page, learning_tables
     from mtrain_cli.reporting.terminal import make_console
@@ -230,9 +278,13 @@ def show(study: Study, *, as_json: bool) -> None:
     summary = summarize(study)
     if as_json:
         typer.echo(json_text(learning_tables.document(summary), indent=1))
-        return
-    with writing(study.folder):
-        page = learning_page.write_page(study, summary)
+        return None
+    page = None
+    if html:
+        with writing(study.folder):
+            page = learning_page.write_page(study, summary)
     console = make_console()
     learning_tables.show_summary(console, summary)
-    console.print(f"page    {page}", soft_wrap=True)
+    if page is not None:
+        console.print(f"page    {page}", soft_wrap=True)
+    return page

@@ -292,14 +292,16 @@ def _launch(
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import launch
     from mtrain_cli.launch.run_state import nothing_left
+    from mtrain_cli.launch.study_folder import study_command
 
     steps = config.train.steps
     if run_path is not None and nothing_left(finished := run_dir.RunDir(run_path), steps):
         if not job_rank():
-            print(
-                f"nothing left to train: step {steps} has reached train.steps={steps}. Set a "
-                f"larger train.steps to continue: {finished.resume_command} train.steps={2 * steps}"
-            )
+            line = f"nothing left to train: step {steps} has reached train.steps={steps}"
+            if not study_command(run_path):
+                longer = f"{finished.resume_command} train.steps={2 * steps}"
+                line += f". Set a larger train.steps to continue: {longer}"
+            print(line)
         return 0
     environment = checked_environment(config, overrides)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)

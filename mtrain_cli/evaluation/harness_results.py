@@ -121,7 +121,9 @@ def _parts(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it."""
+    """Return a value as JSON can hold it. A number that is not finite becomes None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     if hasattr(value, "item"):  # numpy

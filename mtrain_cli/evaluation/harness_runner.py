@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.evaluation.continuations import pack_size, packs, score_together
@@ -364,7 +366,9 @@ class _KeptAnswers:
 
     def _add(self, name: str, answer: Any, tokens: int) -> None:
         self._held[name] = answer
-        append_row(self._file, {"key": self._key, "request": name, "answer": answer})
+        # JSON has no infinite score. The next evaluation computes such an answer again.
+        if isinstance(answer, str) or math.isfinite(answer[0]):
+            append_row(self._file, {"key": self._key, "request": name, "answer": answer})
         self._progress.advance(
             forward_flop(self._setting.config, tokens), f"lm-eval {self._setting.label}"
         )
@@ -383,8 +387,8 @@ def load_tasks(request: EvaluationRequest) -> HarnessTasks:
 
 
 def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two rows are equal on the disk, where a NaN is one."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    """Return whether two rows are equal on the disk, where a NaN is null."""
+    return json.loads(json_text(one)) == json.loads(json_text(other))
 
 
 def plan_flop(plan: Plan, config: Config) -> float:

@@ -20,12 +20,12 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import naming, replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.run_lock import LOCK
+from mtrain_cli.launch.study_folder import STUDY
 
 FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
 NATS, PERCENT = "nats", "%"
 HELD_OUT_TEXT = "held-out text"  # in the settings of a result
-_STUDY = "study.json"  # in the folder of a study, whose cells are NAME/seed-N
 IN_TRAINING = "in_training"  # key of a sample that a run measured during training
 
 
@@ -267,7 +267,7 @@ def _mend(about: Path, expected: str | None) -> str:
     whole = ""
     if expected is None:
         for study in list(about.absolute().parents)[3:4]:
-            if (study / _STUDY).is_file():
+            if (study / STUDY).is_file():
                 return f"Delete {about.parents[1]} and run the study"
         expected = ".." if about.parent.name == FOLDER else "PATH"
         whole = "" if expected == ".." else ", with the whole path of the model,"
@@ -354,13 +354,13 @@ def _read(file: Path) -> tuple[dict[str, Result], str]:
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
-    """Append a JSON object to a file of rows."""
+    """Append a JSON object to a file of rows. NaN and infinities become null."""
     with naming(file), file.open("a", encoding="utf-8") as open_file:
-        open_file.write(json.dumps(row) + "\n")
+        open_file.write(documents.json_text(row) + "\n")
 
 
 def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+    replace_text(file, "".join(documents.json_text(row) + "\n" for row in rows))
 
 
 def kept_rows(

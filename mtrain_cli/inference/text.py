@@ -19,7 +19,7 @@ from mtrain_cli.model.tokenizer_files import (
     TOKENIZER,
     NoTokenizerError,
     TokenizerFiles,
-    of_bytes,
+    exported_bytes,
     of_folder,
     token_ids,
 )
@@ -133,7 +133,7 @@ def codec_of_files(files: TokenizerFiles) -> TextCodec:
         ConfigError: the files are broken.
     """
     tokenizer: ByteTokenizer | FileTokenizer
-    if files.name == ByteTokenizer.name or files.files.get(TOKENIZER) == _exported_bytes():
+    if files.name == ByteTokenizer.name or files.files.get(TOKENIZER) == exported_bytes():
         tokenizer = ByteTokenizer()
     elif TOKENIZER not in files.files:
         raise ConfigError(f"{files.name}: has no {TOKENIZER}; mtrain reads no other tokenizer")
@@ -151,12 +151,6 @@ def codec_of_files(files: TokenizerFiles) -> TextCodec:
     if first is None:
         first = tokenizer.eos if tokenizer.eos is not None else min(stop, default=None)
     return TextCodec(tokenizer, stop, first=first)
-
-
-def _exported_bytes() -> bytes:
-    """Return the tokenizer.json of the byte tokenizer, which needs no package to be read."""
-    assert ByteTokenizer.eos is not None
-    return of_bytes(ByteTokenizer.bos, ByteTokenizer.eos, ByteTokenizer.pad).files[TOKENIZER]
 
 
 def _ids(values: Iterable[object]) -> frozenset[int]:

@@ -29,6 +29,7 @@ from mtrain_cli.launch.environment import (
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import was_stopped
+from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.launch.temporary_folders import private_folder
 
 if TYPE_CHECKING:
@@ -276,7 +277,12 @@ def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
 
 
 def _resume_hint(run_dir: RunDir) -> str:
-    """Return a line on how to resume from the newest checkpoint, empty without a checkpoint."""
+    """Return a line on how to resume from the newest checkpoint, empty without a checkpoint.
+
+    A study also begins a run again that has no checkpoint.
+    """
+    if command := study_command(run_dir.path):
+        return f"continue the study: {command}"
     step = run_dir.last_step()
     if step is None:
         return ""

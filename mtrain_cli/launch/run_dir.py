@@ -23,6 +23,7 @@ from mtrain_cli.launch.job import current_job, decide_on_rank_zero
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
 from mtrain_cli.launch.run_facts import environment_facts
 from mtrain_cli.launch.run_lock import LOCK, RunLock
+from mtrain_cli.launch.study_folder import study_command
 
 RUNS = Path("runs")
 PLAN = "plan.json"  # a folder with this file has a measurement, and no run
@@ -74,8 +75,8 @@ class RunDir:
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes this run."""
-        return f"mtrain train --resume {shlex.quote(str(self.path))}"
+        """The command that resumes this run, or the study that trains it."""
+        return study_command(self.path) or f"mtrain train --resume {shlex.quote(str(self.path))}"
 
     def last_step(self) -> int | None:
         """Return the step of the newest checkpoint, None without one. Does not check its files."""

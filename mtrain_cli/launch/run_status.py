@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class RunStatus:
     checkpoint: the newest checkpoint.
     restarts: the restarts so far, oldest first.
     damaged: a line for each file that cannot be read.
-    losses: training losses of the latest steps.
+    losses: finite training losses of the latest steps.
     where: what each rank does, if the run is stalled.
     written: content of `state.json`. None if the file is missing or cannot be read.
     """
@@ -95,7 +96,7 @@ def read_status(run: RunDir) -> RunStatus:
         checkpoint=_checkpoint(run, now),
         restarts=tuple(restart.read_restarts(run)),
         damaged=tuple(_damaged(run)),
-        losses=tuple(loss for _, loss in recent if loss is not None),
+        losses=tuple(loss for _, loss in recent if loss is not None and math.isfinite(loss)),
         where=tuple(_activities(written, now)) if what == "stalled" else (),
         written=written,
     )

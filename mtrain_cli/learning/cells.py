@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.study_folder import COMMAND, RUN, STUDY
 from mtrain_cli.learning import package_corpus
 from mtrain_cli.learning.tiers import BASE, DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
 from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_readable_metrics
@@ -32,8 +33,8 @@ from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_readabl
 if TYPE_CHECKING:
     from mtrain_cli.inference.model_source import ModelSource
 
-DONE, RUN, HF, STRETCHED, EVALUATION = "done.json", "run", "hf", "stretched", "evaluation"
-CORPUS, ABOUT = "corpus", "study.json"
+DONE, HF, STRETCHED, EVALUATION = "done.json", "hf", "stretched", "evaluation"
+CORPUS, ABOUT = "corpus", STUDY
 _KIND = "learning"
 _QUESTIONS_SEED = 1000  # of the needles to measure, which no training document has
 _CHECKPOINTS = 5  # of a training, for one that is interrupted
@@ -108,9 +109,10 @@ class Study:
             f"cells: mtrain study learning --tier NAME --out {folder}"
         )
 
-    def save(self) -> None:
-        """Mark the folder as a study of this tier."""
+    def save(self, command: Sequence[str] = ()) -> None:
+        """Mark the folder as a study of this tier. command: what goes on with the study."""
         about = {"study": _KIND, "tier": self.tier.name, "base_steps": self.tier.base_steps}
+        about |= {COMMAND: list(command)} if command else {}
         replace_text(self.folder / ABOUT, json.dumps(about) + "\n")
 
     def path(self, cell: Cell) -> Path:

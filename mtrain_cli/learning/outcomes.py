@@ -111,6 +111,11 @@ class Prediction:
         """Return the seeds of a tier that judge the prediction."""
         return self.seeds if self.seeds and tier.name == _KNOWN_TIER else tier.seeds
 
+    def is_about(self, tier: Tier) -> bool:
+        """Return whether a tier has the cells that the prediction names."""
+        names = {variant.name for variant in tier.variants}
+        return self.cell in names and self.beside in ("", *names)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -126,6 +131,7 @@ class Summary:
     """The results of a study.
 
     spread: largest difference of two dense cells of one seed, by measure; empty if not measured.
+    outcomes: of the predictions about cells of the tier.
     damage: a line on each cell with files that cannot all be read.
     """
 
@@ -164,7 +170,11 @@ def summarize(study: Study) -> Summary:
                 damage += damage_of(files, study, cell)
     spread = spread_of(measured)
     compared = compare(study.tier, measured, spread)
-    outcomes = [outcome(prediction, measured, study.tier) for prediction in read_predictions()]
+    outcomes = [
+        outcome(prediction, measured, study.tier)
+        for prediction in read_predictions()
+        if prediction.is_about(study.tier)
+    ]
     outcomes.sort(key=lambda each: (FAILED, HELD, UNKNOWN).index(each.state))
     return Summary(
         study.tier, tuple(measured), tuple(compared), spread, tuple(outcomes), gates, done,

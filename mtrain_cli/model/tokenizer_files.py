@@ -15,6 +15,7 @@ from typing import Any
 
 from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.tokenizers import ByteTokenizer
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -111,6 +112,12 @@ def of_file(path: Path, eos: int | None) -> TokenizerFiles:
         eos: id of the token that ends each document of the run's data. None if unknown.
     """
     return TokenizerFiles(str(path), *_complete({TOKENIZER: _read(path)}, NO_IDS, eos))
+
+
+def exported_bytes() -> bytes:
+    """Return the tokenizer.json of the byte tokenizer, which needs no package to be read."""
+    assert ByteTokenizer.eos is not None
+    return of_bytes(ByteTokenizer.bos, ByteTokenizer.eos, ByteTokenizer.pad).files[TOKENIZER]
 
 
 def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:

@@ -223,6 +223,8 @@ def metrics_file(path: Path) -> Path:
 
 def _from_row(row: dict[str, Any]) -> StepMetrics:
     metrics = documents.checked(StepMetrics, renamed(row, RENAMED_METRICS), nulls=True)
+    if metrics.step < 1:
+        raise documents.UnreadableError(f"step={metrics.step}: steps count from 1")
     return replace(metrics, mfu_model=sound_mfu(metrics.mfu_model, metrics.mfu_executed))
 
 

@@ -146,10 +146,10 @@ def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
         values = [value for m in last if (value := getattr(m, name)) is not None]
         return Estimate.of(np.array(values))
 
-    held_out = [source.evaluations[-1].loss] if source.evaluations else []
+    held_out = [e.loss for e in source.evaluations[-1:]]
     return {
         "loss, last tenth of the steps": final("loss"),
-        "held-out loss, last": Estimate.of(np.array(held_out)),
+        "held-out loss, last": Estimate.of(np.array(held_out, dtype=float)),
         "s / step, mean": Estimate.of(np.array([m.seconds for m in rest])),
         f"{unit}, mean": _rate(rest),
         # Only runs with experts have these.

@@ -20,6 +20,7 @@ from mtrain_cli.learning.outcomes import (
     NEEDLES,
     NOTHING,
     PLACES,
+    UNKNOWN,
     Compared,
     Summary,
     control_loses,
@@ -195,18 +196,23 @@ def document(summary: Summary) -> dict[str, Any]:
 
 
 def _predictions(summary: Summary) -> EvaluationTable:
+    """Return the predictions. A toy shows only those that it judges: most are about needles."""
+    is_toy = summary.tier.gate is None
+    shown = [each for each in summary.outcomes if not (is_toy and each.state == UNKNOWN)]
     rows = [
         [
             each.state, each.prediction.text, each.found,
             ", ".join(map(str, each.prediction.judged_by(summary.tier))),
             each.prediction.written,
         ]
-        for each in summary.outcomes
+        for each in shown
     ]  # fmt: skip
     heads = ("", "prediction", "found: mean [95 % interval]", "seeds", "written")
     every = summary.tier.seeds
-    late = any(each.prediction.judged_by(summary.tier) != every for each in summary.outcomes)
+    late = any(each.prediction.judged_by(summary.tier) != every for each in shown)
     note = "Those with fewer seeds were written after the other seeds had run." if late else ""
+    if hidden := len(summary.outcomes) - len(shown):
+        note = f"{hidden} others are not judged yet, or not at this size."
     return EvaluationTable("Predictions", heads, rows, words=5, note=note)
 
 

@@ -14,6 +14,7 @@ from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.evaluation import results as evaluation_results
+from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.attention_files import AttentionFiles, read_attention_files
@@ -159,7 +160,7 @@ class ReportSource:
         for ranks, case in missing.items():
             share = f"{len(ranks)} of {case.workers * case.groups}"
             remarks.append(
-                f"no rows from rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({share}); "
+                f"no rows from rank{'s' * (len(ranks) > 1)} {show_spans(spans(ranks))} ({share}); "
                 "imbalance degrees cover the other ranks"
             )
         cores, workers = self.facts.get("cpu_cores"), self.summary.get("workers")
@@ -206,18 +207,6 @@ def labelled_cases(sources: Sequence[ReportSource]) -> list[tuple[str, ReportSou
         for source in sources
         for case in source.cases
     ]
-
-
-def shortened(ranks: Sequence[int]) -> str:
-    """Format ranks as ranges, for example "1, 4-7, 9"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ", ".join(words[:12]) + (" and more" if len(words) > 12 else "")
 
 
 def find(name: str, holding: str = "") -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import RunState
+from mtrain_cli.launch.run_state import ENDED, RunState
 from mtrain_cli.records.metrics import StepMetrics, read_readable_metrics
+from mtrain_cli.records.step_remarks import is_finite, loss_remark, step_remarks
 from mtrain_cli.reporting.run_settings import read_settings
 from mtrain_cli.training.evaluation import EVALUATIONS_FILE, Evaluation, read_evaluations
 
@@ -45,30 +46,62 @@ class RunFiles:
 
 def read_run_files(path: Path) -> RunFiles:
     """Read the files of a run's folder."""
-    run, damage = RunDir(path), []
-    metrics: list[StepMetrics] = []
-    if run.metrics.is_file():
-        metrics, damaged = read_readable_metrics(run.metrics)
-        damage.append(documents.lines_not_shown(run.metrics, damaged, "step"))
-        if not metrics and not damaged and run.metrics.stat().st_size:
-            damage.append(f"{run.metrics}: no steps")
-    evaluations, damaged = read_evaluations(path)
-    damage.append(documents.lines_not_shown(path / EVALUATIONS_FILE, damaged, "evaluation"))
+    run = RunDir(path)
+    damage: list[str] = []
+    state = _whole(run.state, _state, "choices of the run are", damage)
+    metrics, lines = _metrics(run, state)
+    damage.append(lines)
+    evaluations, lines = _evaluations(path)
+    damage.append(lines)
     results, unread = evaluation_results.read_whole_results(path)
     damage.append(unread)
-    if lines := restart.count_unreadable_lines(run):
-        damage.append(f"{run.restarts}: {with_count(lines, 'unreadable line')} skipped")
+    if unreadable := restart.count_unreadable_lines(run):
+        damage.append(f"{run.restarts}: {with_count(unreadable, 'unreadable line')} skipped")
     settings = _whole(run.resolved, read_settings, "settings are", damage) or {}
+    if (metrics or state is not None) and not run.resolved.exists():
+        damage.append(f"{run.resolved}: missing; settings are not shown")
     steps = settings.get(_STEPS)
     if steps is not None and not (isinstance(steps, int) and documents.is_number(steps)):
         damage.append(f"{run.resolved}: {_STEPS}={steps}: expected a whole number")
         steps = None
-    state = _whole(run.state, _state, "choices of the run are", damage)
     facts = _whole(run.environment, _object, "command and machine are", damage) or {}
     return RunFiles(
         tuple(metrics), tuple(evaluations), tuple(results), tuple(restart.read_restarts(run)),
         settings, steps, state, facts, tuple(filter(None, damage)),
     )  # fmt: skip
+
+
+def _metrics(run: RunDir, state: RunState | None) -> tuple[list[StepMetrics], str]:
+    """Return the steps of a run, and a line on damaged lines and on missing steps, or ""."""
+    last = state.step if state is not None and state.phase in ENDED else 0
+    if not run.metrics.is_file():
+        missing = f"{run.metrics}: missing, although the run has done {with_count(last, 'step')}"
+        return [], missing if last else ""
+    metrics, damaged = read_readable_metrics(run.metrics)
+    line = documents.lines_not_shown(run.metrics, damaged, "step")
+    remarks = step_remarks(metrics, last) if metrics or last else []
+    if not metrics and not damaged and not last and run.metrics.stat().st_size:
+        remarks = ["no steps"]
+    return metrics, _one_line(run.metrics, line, remarks)
+
+
+def _evaluations(path: Path) -> tuple[list[Evaluation], str]:
+    """Return the held-out losses of a run, and a line on damaged lines and lost losses, or ""."""
+    evaluations, damaged = read_evaluations(path)
+    file = path / EVALUATIONS_FILE
+    line = documents.lines_not_shown(file, damaged, "evaluation")
+    lossless = [
+        e.step
+        for e in evaluations
+        if not all(map(is_finite, (e.loss, *(b.loss for b in e.buckets if b.tokens))))
+    ]
+    return evaluations, _one_line(file, line, [loss_remark(lossless)])
+
+
+def _one_line(file: Path, damage: str, remarks: Sequence[str]) -> str:
+    """Return a line on a file. damage: a line that names the file, or ""."""
+    text = "; ".join(filter(None, (damage, *remarks)))
+    return f"{file}: {text}" if text and not damage else text
 
 
 def _whole(path: Path, read: Callable[[Path], Any], lost: str, damage: list[str]) -> Any:

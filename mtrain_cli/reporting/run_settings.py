@@ -22,6 +22,8 @@ _DEGREES = (
     "topology.pipeline_parallel",
     "topology.expert_parallel",
 )
+# Shown only for a sparse pattern, and only if they are not 0.
+_DENSE_PARTS = ("sparsity.dense_layers", "sparsity.dense_steps")
 _CARD = (
     ("model", ("model.name", "model.num_layers", "model.hidden_size")),
     ("sequence", ("seq", "train.global_batch", "train.micro_batch")),
@@ -33,7 +35,10 @@ _CARD = (
         ),
     ),
     ("mask", ("data.mask_key", "mask.kind", *_MASK_KEYS, "data.document_mask")),
-    ("attention", ("sparsity.pattern", "train.kernel", "train.dtype")),
+    (
+        "attention",
+        ("sparsity.pattern", *_DENSE_PARTS, "train.kernel", "train.dtype"),
+    ),
     ("optimizer", ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.clip_norm")),
     ("steps", ("train.steps", "seed")),
     ("data", ("data.kind", "data.path")),
@@ -91,13 +96,25 @@ def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for heading, names in _CARD:
         parts = [
-            f"{name.rpartition('.')[2]} {shown(name, settings[name])}"
+            f"{name.rpartition('.')[2]} {shown(name, settings[name])}{_of_all(name, settings)}"
             for name in names
-            if settings.get(name) is not None and not (name in _DEGREES and settings[name] == 1)
+            if settings.get(name) is not None and not _says_nothing(name, settings)
         ]
         if parts:
             rows.append((heading, ", ".join(parts)))
     return rows
+
+
+def _says_nothing(name: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a setting has the value that it has in most runs, or no effect."""
+    if name in _DENSE_PARTS:
+        return settings[name] == 0 or settings.get("sparsity.pattern") in (None, "dense")
+    return name in _DEGREES and bool(settings[name] == 1)
+
+
+def _of_all(name: str, settings: Mapping[str, Any]) -> str:
+    layers = settings.get("model.num_layers") if name == "sparsity.dense_layers" else None
+    return "" if layers is None else f" of {shown('model.num_layers', layers)}"
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:

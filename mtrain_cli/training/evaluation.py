@@ -6,7 +6,6 @@ sequence, and losses are summed in float64 over all workers.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ class ContextBucket:
     Without data.document_mask, the whole sequence counts as one document.
 
     tokens: number of tokens in the bucket.
-    loss: mean loss of these tokens in nats. None if the bucket is empty.
+    loss: mean loss of these tokens in nats. None if the bucket is empty or the loss not finite.
     """
 
     begin: int
@@ -52,7 +51,7 @@ class ContextBucket:
 class Evaluation:
     """Held-out loss of the model after `step` optimizer steps.
 
-    loss: mean over all tokens with a label, in nats.
+    loss: mean over all tokens with a label, in nats; None if it was not finite.
     tokens: number of tokens with a label.
     sequences: number of held-out sequences.
     seconds: wall-clock time of the evaluation.
@@ -61,7 +60,7 @@ class Evaluation:
     """
 
     step: int
-    loss: float
+    loss: float | None
     tokens: int
     sequences: int
     seconds: float
@@ -74,8 +73,9 @@ class Evaluation:
             f"up to {format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None
         )
         count = f"{self.sequences} sequence{'s' * (self.sequences != 1)}"
+        loss = "not finite" if self.loss is None else f"{self.loss:.4f}"
         return (
-            f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {count}); "
+            f"held-out loss {loss} at step {self.step} ({self.attention}, {count}); "
             f"by context: {by_context}"
         )
 
@@ -134,18 +134,24 @@ def evaluate(trainer: Trainer) -> Evaluation:
     dist.all_reduce(totals, group=trainer.host_group)
     losses, counts = totals.numpy()[:, :-1]
     buckets = tuple(
-        ContextBucket(int(begin), int(end), int(count), float(loss / count) if count else None)
+        ContextBucket(int(begin), int(end), int(count), _finite_mean(loss, count))
         for (begin, end), loss, count in zip(pairwise(bounds), losses, counts, strict=True)
     )
     return Evaluation(
         step=trainer.step,
-        loss=float(losses.sum() / max(1.0, counts.sum())),
+        loss=_finite_mean(losses.sum(), max(1.0, counts.sum())),
         tokens=int(counts.sum()),
         sequences=len(trainer.held_out),
         seconds=time.perf_counter() - started,
         attention="dense" if make.pattern is None else trainer.config.sparsity.pattern,
         buckets=buckets,
     )
+
+
+def _finite_mean(total: float, count: float) -> float | None:
+    """Return a mean; None if nothing counts or the mean is not finite."""
+    mean = float(total / count) if count else math.nan
+    return mean if math.isfinite(mean) else None
 
 
 def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
@@ -174,7 +180,7 @@ class EvaluationWriter:
         """Append a row. Return None, or a warning if the row cannot be written."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(evaluation)) + "\n")
+                file.write(documents.json_text(asdict(evaluation)) + "\n")
         except OSError as error:
             return (
                 f"{self.path}: the evaluation of step {evaluation.step} was not written "

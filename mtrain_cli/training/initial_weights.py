@@ -13,6 +13,7 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.model.huggingface_config import RAMP, read_config, read_mask
 from mtrain_cli.model.huggingface_config import remarks as config_remarks
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.model.tokenizer_files import TOKENIZER, exported_bytes
 
 
 def remarks(config: Config) -> list[str]:
@@ -101,12 +102,22 @@ def _tokenizer(config: Config, folder: Path) -> list[str]:
     """Return a line that says how text is encoded: by the folder's tokenizer or as bytes."""
     if config.data.kind not in ("text", "stdlib"):
         return []
-    if config.data.tokenizer == str(folder / "tokenizer.json"):
+    if config.data.tokenizer == str(folder / TOKENIZER):
         return ["the folder's tokenizer.json encodes the text"]
     if config.data.tokenizer == "bytes":
-        has = "" if (folder / "tokenizer.json").is_file() else ", since it has no tokenizer.json"
+        if _encodes_bytes(folder / TOKENIZER):
+            return ["text is encoded as bytes, as by the folder's tokenizer.json"]
+        has = "" if (folder / TOKENIZER).is_file() else ", since it has no tokenizer.json"
         return [
             f"text is encoded as bytes{has}, but the weights expect the ids of their own "
             "tokenizer. Set data.tokenizer=FILE."
         ]
     return []
+
+
+def _encodes_bytes(file: Path) -> bool:
+    """Return whether mtrain wrote this tokenizer.json for a model that it trained on bytes."""
+    try:
+        return file.read_bytes() == exported_bytes()
+    except OSError:
+        return False

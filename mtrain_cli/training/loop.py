@@ -18,6 +18,7 @@ from mtrain_cli.launch.restart import read_restarts
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
+from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.records.metrics import MetricsWriter, read_readable_metrics
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.callback import Callback, FinishedStep
@@ -160,10 +161,15 @@ def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
 
 
 def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
-    """Return the label and command of each use of the newest checkpoint. Empty if there is none."""
+    """Return the label and command of each use of the newest checkpoint. Empty if there is none.
+
+    A study itself goes on after a finished run, and deletes the checkpoint.
+    """
     step = run_dir.last_step()
     if step is None:
         return []
+    if study_command(run_dir.path):
+        return [("resume", run_dir.resume_command)] if step < config.train.steps else []
     longer = f" train.steps={2 * config.train.steps}" if step >= config.train.steps else ""
     export = ["mtrain", "checkpoint", "export", str(run_dir.path), f"{run_dir.path.name}-hf"]
     return [("resume", run_dir.resume_command + longer), ("export", shlex.join(export))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections import deque
@@ -110,12 +111,12 @@ class TrainingProgress:
         Args:
             restarts: step of each checkpoint from which the run restarted.
         """
-        labelled = [metrics for metrics in earlier if metrics.loss is not None]
-        self.losses = [metrics.loss for metrics in labelled if metrics.loss is not None]
+        losses = {m.step: m.loss for m in earlier if m.loss is not None and math.isfinite(m.loss)}
+        self.losses = list(losses.values())
         self._steady = steady_steps(earlier, restarts) if len(earlier) > WARM_UP_STEPS else []
         self._restarted = bool(earlier)
-        if labelled:
-            self._first_step, self._last_loss = labelled[0].step, labelled[-1].step
+        if losses:
+            self._first_step, self._last_loss = min(losses), max(losses)
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one finished optimizer step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,48 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, arguments, said):
     assert result.stderr.startswith(f"mtrain: {said}")
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_a_folder_of_something_else_is_refused(tmp_path, dry_run):
+    file, other, study = tmp_path / "file", tmp_path / "other", tmp_path / "study"
+    file.write_text("mine")
+    for folder in (other, study):
+        folder.mkdir()
+    (other / "mine").touch()
+    Study(study, TIERS["a"]).save()
+    for out, why in (
+        (file, "is a file; give a folder"),
+        (file / "sub", f"{file} is a file; give a folder"),
+        (other, "is not empty and holds no study; give a new folder"),
+        (study, "holds a study of tier a; give --tier a, or another folder"),
+    ):
+        result = run("--out", out, *dry_run)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert " ".join(result.stderr.split()) == f"mtrain: --out {out}: {why}"
+    assert file.read_text() == "mine"
+    assert [path.name for path in other.iterdir()] == ["mine"]
+
+
+def test_a_study_whose_mark_is_lost_goes_on(tmp_path):
+    (tmp_path / "base").mkdir()
+    assert run("--out", tmp_path, "--dry-run").exit_code == 0
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "study.json").write_text("{")
+    assert run("--out", tmp_path, "--dry-run").exit_code == 0
+
+
+def test_a_stop_between_trainings_names_the_command(tmp_path, monkeypatch):
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study_learning, "_prepare", lambda study, *_: study)
+    monkeypatch.setattr(study_learning, "_compute", stop)
+    words = ["mtrain", "study", "learning", "--out", str(tmp_path / "it")]
+    monkeypatch.setattr("sys.argv", words)
+    result = run("--out", tmp_path / "it")
+    assert result.exit_code == 130
+    assert " ".join(result.stderr.split()) == f"stopped; continue the study: {shlex.join(words)}"
 
 
 class Console:

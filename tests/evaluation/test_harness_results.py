@@ -69,6 +69,14 @@ def test_rows_follow_the_documents_and_fit_into_json():
     assert sums.rows[2] == {"index": 2, "score": 0.0, "target": 2, "answers": [[-1.5, True]]}
 
 
+def test_a_sample_whose_score_is_not_finite_has_none():
+    found = {**FOUND, "results": {"sums": {"acc,none": math.nan}}}
+    found["samples"] = {"sums": [sample(0, acc=math.nan), sample(1, acc=math.inf)]}
+    (only,) = measured(found, KNOWN, {})
+    assert [row["score"] for row in only.rows] == [None, None]
+    assert (only.result.score, only.result.error) == (None, None)
+
+
 def test_a_row_depends_on_the_document_and_the_prompt():
     def row(**hashes: str) -> dict[str, Any]:
         found = {**FOUND, "samples": {"sums": [{**sample(0, acc=1.0), **hashes}]}}

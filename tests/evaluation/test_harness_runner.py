@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from evaluation.harness_fakes import GREEDY, SAMPLED, FakeTasks
 from inference.small_models import engine, source
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.harness_requests import Plan
+from mtrain_cli.evaluation.harness_requests import Pair, Plan, Score
 from mtrain_cli.evaluation.harness_runner import EngineAnswers, HarnessRunner, _equal, plan_flop
 from mtrain_cli.evaluation.request import LM_EVAL, Weights
 from mtrain_cli.evaluation.results import read_results
@@ -206,6 +208,21 @@ def test_damaged_answers_are_named_and_computed_again(run, capsys):
     for mine, other in zip(again.asked[0][0], tasks.asked[0][0], strict=True):
         assert mine == pytest.approx(other, abs=1e-4)
     assert again.asked[0][1:] == tasks.asked[0][1:]
+
+
+def test_an_infinite_score_is_computed_again(run, monkeypatch):
+    def infinite(_: EngineAnswers, pairs: Sequence[Pair]) -> list[Score]:
+        return [(-math.inf, False) for _ in pairs]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineAnswers, "scores", infinite)
+        runner(run, FakeTasks()).run()
+    lines = (run / "evaluation/answers.jsonl").read_text().splitlines()
+    assert lines
+    assert all(type(json.loads(line)["answer"]) is str for line in lines)
+    tasks = FakeTasks()
+    runner(run, tasks).run()
+    assert all(math.isfinite(score) for score, _ in tasks.asked[0][0])
 
 
 def test_a_sample_does_not_depend_on_the_other_requests(run):

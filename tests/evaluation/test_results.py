@@ -56,6 +56,18 @@ def test_results_survive_reading(tmp_path):
     assert read_sample_rows(tmp_path / "out") == [{"key": "k1", "index": 0, "score": 100.0}]
 
 
+def test_a_number_that_is_not_finite_is_null_in_the_files(tmp_path):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_sample({"key": "k1", "index": 0, "score": math.nan})
+    folder.add_result(RESULT)
+    folder.add_result(dataclasses.replace(RESULT, score=math.inf))
+    for name in ("samples.jsonl", "results.jsonl"):
+        assert (
+            json.loads((tmp_path / name).read_text(), parse_constant=pytest.fail)["score"] is None
+        )
+    assert [result.score for result in read_results(tmp_path)] == [None]
+
+
 def test_a_later_result_replaces_an_earlier_one(tmp_path):
     folder = ResultsFolder.open(tmp_path, "m")
     folder.add_result(RESULT)

@@ -43,6 +43,7 @@ def status(run: Path, *options: str) -> str:
         ("state.json", b'{"phase": "training", "time": "noon", "began": null, "step": [1]}'),
         ("state.json", b'{"phase": "training", "time": 1e400, "began": 1, "seconds_left": NaN}'),
         ("metrics.jsonl", b'{"step": 1, "loss": "high"}\n{"step": "one"}\n\xff\n'),
+        ("metrics.jsonl", b'{"step": 1, "loss": NaN}\n{"step": 2, "loss": Infinity}\n'),
     ],
 )
 def test_status_skips_damaged_files(run, name, data, options):

@@ -300,10 +300,22 @@ def test_within_the_spread_means_neither_worse_nor_better(difference, state):
 
 def test_a_summary_begins_with_the_predictions_that_failed(tmp_path, monkeypatch):
     states = [UNKNOWN, HELD, FAILED, HELD, FAILED]
-    monkeypatch.setattr(outcomes, "read_predictions", lambda: list(range(5)))
-    monkeypatch.setattr(outcomes, "outcome", lambda n, *_: outcomes.Outcome(n, states[n], ""))
-    found = [(one.state, one.prediction) for one in summarize(Study(tmp_path, A)).outcomes]
+    known = [predicted("below_dense", number) for number in range(5)]
+    monkeypatch.setattr(outcomes, "read_predictions", lambda: known)
+    monkeypatch.setattr(
+        outcomes, "outcome", lambda p, *_: outcomes.Outcome(p, states[int(p.limit)], "")
+    )
+    found = [(one.state, one.prediction.limit) for one in summarize(Study(tmp_path, A)).outcomes]
     assert found == [(FAILED, 2), (FAILED, 4), (HELD, 1), (HELD, 3), (UNKNOWN, 0)]
+
+
+def test_a_tier_judges_predictions_about_its_own_cells_only(tmp_path):
+    tiny, every = TIERS["tiny"], outcomes.read_predictions()
+    shown = [one.prediction for one in summarize(Study(tmp_path, tiny)).outcomes]
+    assert shown == [one for one in every if one.cell not in ("vertical_slash-0.9", "moba")]
+    assert 0 < len(shown) < len(every)
+    assert [one.prediction for one in summarize(Study(tmp_path, A)).outcomes] == every
+    assert not predicted("below_cell", cell=SPARSE, beside="moba").is_about(tiny)
 
 
 def test_a_prediction_may_compare_two_cells_of_a_seed():

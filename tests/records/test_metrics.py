@@ -146,12 +146,12 @@ def test_damaged_lines_are_named_and_hide_no_other_step(tmp_path):
     write(tmp_path, [1, 2, 3])
     path = tmp_path / "metrics.jsonl"
     first, *others = path.read_bytes().splitlines(keepends=True)
-    wrong = b'{"step": 4, "loss": []}\n'
+    wrong = b'{"step": 4, "loss": []}\n{"step": 0}\n'
     path.write_bytes(b"".join([b"oops\n", first, b"\n", b"\xff{}\n", *others, wrong, b"[]\n"]))
     read, damaged = read_readable_metrics(tmp_path)
     assert [step.step for step in read] == [1, 2, 3]
-    assert damaged == [1, 4, 7, 8]
-    message = r"metrics\.jsonl: lines 1, 4, 7, 8 are damaged; each line must be a step"
+    assert damaged == [1, 4, 7, 8, 9]
+    message = r"metrics\.jsonl: lines 1, 4, 7, 8, 9 are damaged; each line must be a step"
     with pytest.raises(ConfigError, match=message):
         read_metrics(tmp_path)
 

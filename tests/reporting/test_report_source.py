@@ -23,7 +23,6 @@ from mtrain_cli.reporting.report_source import (
     known,
     open_source,
     ships,
-    shortened,
 )
 
 PLAY = Play(ring(4))
@@ -198,12 +197,14 @@ def test_a_profile_shows_despite_damaged_metrics_with_a_remark(tmp_path, content
 
 
 def test_a_run_shows_its_steps_despite_a_damaged_line_and_a_damaged_profile(tmp_path):
+    (tmp_path / "resolved.yaml").write_text("seed: 0\n")
     file = tmp_path / "metrics.jsonl"
     first, second, third = (step.to_json() for step in steps(3))
     file.write_text(f"{first}\noops\n{third}\n")
     source = open_source(tmp_path)
     assert [step.step for step in source.metrics] == [1, 3]
-    assert source.remarks == [f"{file}: line 2 is damaged; this step is not shown"]
+    line = "line 2 is damaged; this step is not shown; step 2 is missing"
+    assert source.remarks == [f"{file}: {line}"]
     summary = tmp_path / "profile" / "summary.json"
     summary.parent.mkdir()
     summary.write_text("{")
@@ -229,8 +230,3 @@ def test_a_damaged_result_of_an_evaluation_is_a_remark(tmp_path):
     file.write_text("{\n")
     with pytest.raises(ConfigError, match="line 1 is damaged"):
         open_source(tmp_path / "run")
-
-
-def test_ranks_are_shortened():
-    assert shortened([1, 4, 5, 6, 9]) == "1, 4-6, 9"
-    assert shortened(range(0, 60, 2)).endswith(" and more")

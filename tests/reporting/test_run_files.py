@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> Path:
     save(compose(["train.steps=3"]), tmp_path / "resolved.yaml")
     StateReporter(RunDir(tmp_path), chosen={"train.kernel": "sdpa"}, steps=3)
     (tmp_path / "environment.json").write_text('{"command": "mtrain train"}')
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
     (tmp_path / "evaluations.jsonl").write_text(
         '{"step": 0, "loss": 1.0, "tokens": 2, "sequences": 1, "seconds": 1.0, "attention": "dense"'
         ', "buckets": []}\n'
@@ -45,6 +45,14 @@ def test_an_undamaged_run_has_everything(run: Path):
     assert read_run_files(run / "evaluation").damage == ()
     (run / "empty").mkdir()
     assert read_run_files(run / "empty").damage == ()
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "state.json"])
+def test_the_missing_configuration_of_a_run_is_named(run: Path, left: str):
+    for name in {"metrics.jsonl", "state.json", "resolved.yaml"} - {left}:
+        (run / name).unlink()
+    line = f"{run / 'resolved.yaml'}: missing; settings are not shown"
+    assert read_run_files(run).damage == (line,)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +87,42 @@ def test_a_wrong_number_of_steps_is_named(run: Path):
     assert files.damage == (f"{file}: train.steps=three: expected a whole number",)
     assert files.steps_wanted is None
     assert files.settings
+
+
+@pytest.mark.parametrize(
+    ("lines", "remark"),
+    [
+        ('{"step": 1, "loss": 2.0}\n{"step": 3, "loss": 1.0}\n', "step 2 is missing"),
+        (
+            '{"step": 1, "loss": 2.0}\n{"step": -2, "loss": 1.0}\n{"step": 3, "loss": NaN}\n',
+            "line 2 is damaged; this step is not shown; step 2 is missing; "
+            "step 3 has no finite loss",
+        ),
+    ],
+)
+def test_one_line_names_missing_steps_and_losses(run: Path, lines: str, remark: str):
+    (run / "metrics.jsonl").write_text(lines)
+    assert read_run_files(run).damage == (f"{run / 'metrics.jsonl'}: {remark}",)
+
+
+def test_held_out_losses_that_are_not_finite_are_named(run: Path):
+    file = run / "evaluations.jsonl"
+    first = file.read_text()
+    bucket = '{"begin": 0, "end": 128, "tokens": 2, "loss": null}'
+    second = first.replace("[]", f"[{bucket}]").replace('"step": 0', '"step": 3')
+    file.write_text(first.replace('"loss": 1.0', '"loss": NaN') + second)
+    files = read_run_files(run)
+    assert files.damage == (f"{file}: steps 0, 3 have no finite loss",)
+    assert len(files.evaluations) == 2
+    file.write_text(second.replace('"tokens": 2, "loss": null', '"tokens": 0, "loss": null'))
+    assert read_run_files(run).damage == (), "a range of context without tokens has no loss"
+
+
+def test_steps_that_a_run_has_done_are_missed_in_its_metrics(run: Path):
+    StateReporter(RunDir(run), steps=3, step=3).end("stopped")
+    file = run / "metrics.jsonl"
+    assert read_run_files(run).damage == (f"{file}: step 3 is missing",)
+    file.write_text("")
+    assert read_run_files(run).damage == (f"{file}: steps 1-3 are missing",)
+    file.unlink()
+    assert read_run_files(run).damage == (f"{file}: missing, although the run has done 3 steps",)

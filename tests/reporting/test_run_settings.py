@@ -66,3 +66,22 @@ def test_the_lines_on_attention_name_mask_layout_and_exchange():
         "mask: mask_key mask, kind causal"
     ]
     assert attention_lines({}) == []
+
+
+def test_the_line_on_attention_names_layers_and_steps_that_are_dense():
+    def line(*words: str) -> str:
+        (line,) = [
+            one
+            for one in attention_lines(keys.values(compose(list(words))))
+            if one.startswith("attention: ")
+        ]
+        return line
+
+    sparse = "sparsity=vertical_slash"
+    assert line(sparse) == "attention: pattern vertical_slash, kernel auto, dtype auto"
+    assert line(sparse, "sparsity.dense_layers=2", "model.num_layers=8").startswith(
+        "attention: pattern vertical_slash, dense_layers 2 of 8, kernel"
+    )
+    assert "vertical_slash, dense_steps 5, kernel" in line(sparse, "sparsity.dense_steps=5")
+    unknown = {"sparsity.pattern": "moba", "sparsity.dense_layers": 2}
+    assert attention_lines(unknown) == ["attention: pattern moba, dense_layers 2"]

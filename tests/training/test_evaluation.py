@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import gloo
@@ -18,6 +19,7 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.training_tables import positions_table
 from mtrain_cli.training.evaluation import (
+    ContextBucket,
     Evaluation,
     EvaluationWriter,
     bucket_edges,
@@ -173,6 +175,17 @@ def test_a_resume_removes_later_rows_and_cut_lines(tmp_path: Path) -> None:
     EvaluationWriter(tmp_path, 2)
     evaluations, damaged = read_evaluations(tmp_path)
     assert ([e.step for e in evaluations], damaged) == ([2], [])
+
+
+def test_a_loss_that_is_not_finite_is_written_as_null_and_read_back(tmp_path: Path) -> None:
+    bucket = ContextBucket(0, 128, 10, math.nan)
+    row = Evaluation(2, math.inf, 10, 1, 0.1, "dense", (bucket,))
+    assert EvaluationWriter(tmp_path, 0).write(row) is None
+    text = (tmp_path / "evaluations.jsonl").read_text()
+    json.loads(text, parse_constant=pytest.fail)
+    (read,), damaged = read_evaluations(tmp_path)
+    assert (read.loss, read.buckets[0].loss, damaged) == (None, None, [])
+    assert read.line().startswith("held-out loss not finite at step 2")
 
 
 def test_impossible_evaluations_are_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.model.tokenizer_files import of_bytes
 from mtrain_cli.training.initial_weights import remarks
 
 QWEN = {
@@ -74,6 +75,12 @@ def test_bytes_for_another_tokenizers_model_and_dropout_are_reported(folder: Pat
     assert lines[1] == f"{folder}/config.json: attention_dropout=0.1: mtrain trains without dropout"
     (folder / "tokenizer.json").unlink()
     assert "since it has no tokenizer.json" in banner_lines(folder)[0]
+
+
+def test_bytes_for_a_model_of_bytes_are_no_mistake(folder: Path) -> None:
+    of_bytes(256, 257, 258).write(folder)
+    (line,) = banner_lines(folder, "data.tokenizer=bytes", vocab_size=264)
+    assert line == "text is encoded as bytes, as by the folder's tokenizer.json"
 
 
 def test_a_resumed_run_does_not_need_the_folder_of_its_weights(folder: Path) -> None:

@@ -58,8 +58,8 @@ def test_after_a_restart_the_summary_covers_the_whole_run():
     with progress:
         progress.add_earlier_steps(
             [
-                replace(STEP, step=step, loss=9.0 - step, tokens_per_second_per_gpu=1.0)
-                for step in range(1, 6)
+                replace(STEP, step=step, loss=loss, tokens_per_second_per_gpu=1.0)
+                for step, loss in enumerate([8.0, None, float("nan"), 5.0, 4.0], 1)
             ]
         )
         for step in (6, 7, 8):

@@ -1,0 +1,65 @@
+"""A run of a study names the study's command, and any other run none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch.local import _resume_hint
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.study_folder import study_command
+from mtrain_cli.learning.cells import Study
+from mtrain_cli.learning.tiers import TIERS
+from mtrain_cli.training.loop import _next_commands
+
+WORDS = ["mtrain", "study", "learning", "--out", "my study"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Return the run of a cell."""
+    Study(tmp_path, TIERS["tiny"]).save(WORDS)
+    path = tmp_path / "dense" / "seed-0" / "run"
+    path.mkdir(parents=True)
+    return RunDir(path)
+
+
+def test_a_run_of_a_study_resumes_with_the_command_of_the_study(run: RunDir):
+    command = "mtrain study learning --out 'my study'"
+    assert study_command(run.path) == command
+    assert run.resume_command == command
+    assert _resume_hint(run) == f"continue the study: {command}", "also without a checkpoint"
+    study = Study.open(run.path.parents[2])
+    assert study is not None
+    assert study.tier == TIERS["tiny"]
+
+
+@pytest.mark.parametrize(
+    "about", [None, "{", "[]", "{}", '{"command": "x"}', '{"command": ["mtrain", 1]}']
+)
+def test_another_run_resumes_by_itself(run: RunDir, about: str | None):
+    other = RunDir(run.path.parent)
+    assert other.resume_command == f"mtrain train --resume {other.path}"
+    file = run.path.parents[2] / "study.json"
+    file.unlink() if about is None else file.write_text(about)
+    assert study_command(run.path) == ""
+    assert run.resume_command == f"mtrain train --resume {run.path}"
+    assert study_command(Path("/run")) == ""
+
+
+def test_the_summary_of_a_training_names_the_study_only_while_steps_are_left(run, monkeypatch):
+    config = compose(["train.steps=9"])
+    for step, commands in ((None, []), (7, [("resume", run.resume_command)]), (9, [])):
+        monkeypatch.setattr(RunDir, "last_step", lambda _, step=step: step)
+        assert _next_commands(run, config) == commands
+    labels = [label for label, _ in _next_commands(RunDir(run.path.parent), config)]
+    assert labels == ["resume", "export"]
+
+
+def test_a_command_cannot_control_the_terminal(run: RunDir):
+    words = {"command": ["mtrain", "\x1b[2J"]}
+    (run.path.parents[2] / "study.json").write_text(json.dumps(words))
+    assert "\x1b" not in study_command(run.path)
