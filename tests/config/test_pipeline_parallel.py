@@ -138,6 +138,11 @@ def test_each_conflict_has_one_line(words, line):
             "train.global_batch=2",
             "train.global_batch=1",
         ),
+        (
+            [TWO, "topology.schedule=gpipe"],
+            "topology.virtual_stages=1",
+            "topology.virtual_stages=2",
+        ),
         ([TWO], "topology.workers=2", "topology.workers=1"),
         ([TWO], "topology.workers=2", "topology.workers=3"),
     ],

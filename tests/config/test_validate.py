@@ -451,6 +451,15 @@ def test_a_rule_ends_at_its_last_allowed_value(words, allowed, refused):
     assert "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("warm_up", "advice"), [(98, "allowed: 1 to 1"), (99, "give fewer optim.warmup_steps")]
+)
+def test_the_advice_for_a_decay_says_how_many_steps_are_left(warm_up, advice):
+    words = ["optim.schedule=wsd", "train.steps=100", "optim.decay_steps=2"]
+    with pytest.raises(ConfigError, match=f"{advice}$"):
+        compose([*words, f"optim.warmup_steps={warm_up}"])
+
+
 def test_weights_of_a_mix_are_above_0(defaults, tmp_path):
     (tmp_path / "books").mkdir()
     mixed = {"data__kind": "text", "data__path": str(tmp_path)}
