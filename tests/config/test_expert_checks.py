@@ -67,6 +67,7 @@ def test_a_model_that_says_nothing_of_experts_is_dense(tmp_path):
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny]\nmoe: null\nname: mine\n")
     config = compose(["model=mine"], tmp_path)
     assert config.model.moe.experts == 0 == config.model.expert_layers
+    assert not config.model.has_experts(0)
     assert balance_loss(config) == 0.0
 
 
