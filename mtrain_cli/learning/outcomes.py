@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ class Summary:
 
     spread: largest difference of two dense cells of one seed, by measure; empty if not measured.
     outcomes: of the predictions about cells of the tier.
-    damage: a line on each cell with files that cannot all be read.
+    damage: a line on each cell with files that cannot all be read, or with another base.
     """
 
     tier: Tier
@@ -168,6 +168,7 @@ def summarize(study: Study) -> Summary:
                 files = Evaluated.read(study.path(cell) / EVALUATION)
                 measured += read_cell(files, study.tier, cell, found)
                 damage += damage_of(files, study, cell)
+    damage += other_bases(done)
     spread = spread_of(measured)
     compared = compare(study.tier, measured, spread)
     outcomes = [
@@ -206,6 +207,24 @@ def _is_sample(row: dict[str, Any]) -> bool:
     pairs = all(isinstance(hit, list) and len(hit) == 2 for hit in hits)
     numbers = [*(value for hit in hits for value in hit), *places] if pairs else [None]
     return isinstance(row.get("key"), str) and all(map(documents.is_number, numbers))
+
+
+def other_bases(done: Mapping[str, Done]) -> list[str]:
+    """Return a line on each seed with cells that began with other weights than dense.
+
+    done: of the finished cells, by key (`Cell.key`).
+    """
+    other: dict[str, list[str]] = {}
+    for key, cell in done.items():
+        seed = key.rpartition("/")[2]
+        dense = done.get(f"{DENSE}/{seed}")
+        if dense is not None and dense.base and cell.base not in ("", dense.base):
+            other.setdefault(seed, []).append(key)
+    return [
+        f"{', '.join(keys)}: began with another base than {DENSE}/{seed}, because it was trained "
+        "again. Differences from dense include that of the bases."
+        for seed, keys in other.items()
+    ]
 
 
 def read_cell(files: Evaluated, tier: Tier, cell: Cell, done: Done) -> list[Measured]:

@@ -28,6 +28,7 @@ from mtrain_cli.learning.outcomes import (
     judge,
     losses,
     needles,
+    other_bases,
     outcome,
     place_of,
     read_cell,
@@ -367,3 +368,17 @@ def test_the_predictions_of_the_repository_are_about_cells_of_tier_a():
     assert [each.id for each in predictions][: len(FIRST)] == list(FIRST)
     assert all(each.seeds in ((), (1, 2)) for each in predictions)
     assert len({each.id for each in predictions}) == len(predictions)
+
+
+def test_cells_with_another_base_than_dense_are_named():
+    def done(base: str) -> Done:
+        return Done("d", "c", 1, 1.0, 1.0, 1.0, base=base)
+
+    finished = {
+        "base/seed-0": done(""), "dense/seed-0": done("x"), "moba/seed-0": done("x"),
+        "dense/seed-1": done("y"), "moba/seed-1": done("z"), "fixed/seed-1": done("z"),
+        "dense/seed-2": done(""), "moba/seed-2": done("z"),  # of an earlier version
+        "moba/seed-3": done("z"),
+    }  # fmt: skip
+    (line,) = other_bases(finished)
+    assert line.startswith("moba/seed-1, fixed/seed-1: began with another base than dense/seed-1,")
