@@ -1,10 +1,13 @@
 """What the cells of a study give together: means over seeds, differences from dense, predictions.
 
 A difference is paired: of two cells with one seed, which share the base, the order of the data and
-the texts. The noise of training is the largest difference of the cells `dense-again` and `dense` of
-any seed. Only where the whole interval of a difference lies within it do we say "loses nothing",
-and only if the control, which has random keys, is seen to lose: an experiment in which nothing can
-lose shows nothing.
+the texts. Cells that began with another base than dense are left out.
+
+The noise of training is the largest difference of the cells `dense-again` and `dense` of any seed.
+Only where the whole interval of a difference lies within it do we say "loses nothing", and only if
+the control, which has random keys, is seen to lose: an experiment in which nothing can lose shows
+nothing.
+
 This module does not import torch.
 """
 
@@ -168,7 +171,14 @@ def summarize(study: Study) -> Summary:
                 files = Evaluated.read(study.path(cell) / EVALUATION)
                 measured += read_cell(files, study.tier, cell, found)
                 damage += damage_of(files, study, cell)
-    damage += other_bases(done)
+    unpaired = other_bases(done)
+    for seed, keys in unpaired.items():
+        damage.append(
+            f"{', '.join(keys)}: began with another base than {DENSE}/{seed}, because that base "
+            "lost its weights and was trained again. These numbers are left out."
+        )
+    apart = {key for keys in unpaired.values() for key in keys}
+    measured = [each for each in measured if each.cell.key not in apart]
     spread = spread_of(measured)
     compared = compare(study.tier, measured, spread)
     outcomes = [
@@ -209,22 +219,18 @@ def _is_sample(row: dict[str, Any]) -> bool:
     return isinstance(row.get("key"), str) and all(map(documents.is_number, numbers))
 
 
-def other_bases(done: Mapping[str, Done]) -> list[str]:
-    """Return a line on each seed with cells that began with other weights than dense.
+def other_bases(done: Mapping[str, Done]) -> dict[str, list[str]]:
+    """Return the keys of cells that began with other weights than dense, by ``seed-N``.
 
     done: of the finished cells, by key (`Cell.key`).
     """
-    other: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for key, cell in done.items():
         seed = key.rpartition("/")[2]
         dense = done.get(f"{DENSE}/{seed}")
         if dense is not None and dense.base and cell.base not in ("", dense.base):
-            other.setdefault(seed, []).append(key)
-    return [
-        f"{', '.join(keys)}: began with another base than {DENSE}/{seed}, because it was trained "
-        "again. Differences from dense include that of the bases."
-        for seed, keys in other.items()
-    ]
+            found.setdefault(seed, []).append(key)
+    return found
 
 
 def read_cell(files: Evaluated, tier: Tier, cell: Cell, done: Done) -> list[Measured]:

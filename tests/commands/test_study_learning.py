@@ -166,7 +166,7 @@ def test_a_base_that_is_trained_again_is_announced(computed):
     console = Console()
     study_learning._compute(study, cells_of(study.tier, ["fixed"], [0]), 0.0, console)
     assert keys == ["base/seed-0", "dense/seed-0", "base/seed-0", *keys[3:]]
-    assert console.lines[0] == "cell    1 of 2: base/seed-0"
+    assert console.lines[0] == "cell    1 of 3: base/seed-0"
     assert console.lines[1].split(": ")[0].strip() == (
         "the weights of base/seed-0 are gone, and other cells begin with them"
     )
