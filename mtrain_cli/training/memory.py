@@ -255,14 +255,17 @@ class _StepMemory:
     def moments(self) -> list[MemoryMoment]:
         """Return the moments of a step that can be the peak, in order of time."""
         layers = len(self.part.current)
-        # Memory changes evenly from layer to layer, except that activations stop shrinking at the
-        # offloaded layers. The second layer is a candidate, too: it has more gradients than higher
-        # layers, and the first layer's weights are gathered ahead.
+        # Memory changes evenly from layer to layer, except where layers of another kind begin. (It
+        # falls less below the last offloaded layer, which makes no peak.) The second layer is a
+        # candidate, too: it has more gradients than higher layers, and the first layer's weights
+        # are gathered ahead.
         places = {layers, max(1, layers - 1), min(2, layers)}
+        if mlps := layer_kinds(self.model, self.part.current).get(False, 0):
+            # The last layer without experts, and the two above it: the higher one gathers the
+            # experts of the lower one ahead.
+            places |= {min(mlps + further, layers) for further in range(3)}
         if sparse := len(self._sparse(self.part.current)):
             places.add(sparse)  # the last layer with an index
-        if self.layers_on_host:
-            places.add(self.layers_on_host + 1)
         backward = (
             self.backward_of(layer, self.whole_layers, scatters=layer < layers)
             for layer in sorted(places, reverse=True)
@@ -350,7 +353,8 @@ class _StepMemory:
         number = self.part.current.start + layer
         working = self.e * (states.root_weights + head + states.weights_of([number - 1]))
         working += states.weights(layer, whole_layers)
-        working += states.layer_scatter(number) if scatters else 0
+        # The layer above, or this one if an earlier micro-batch left it to reduce.
+        working += states.layer_scatter(min(number, self.part.current[-1])) if scatters else 0
         memory = self.memory_of(number - 1)
         at_peak = memory.in_backward(products=number > self.layer.first_with_products)
         # The buffers of the other kind of layers stay in the pool.

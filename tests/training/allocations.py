@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
@@ -28,6 +29,7 @@ from mtrain_cli.model.routing import Routing
 from mtrain_cli.model.stages import StageDecoder
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.expert_group import make_expert_group, make_expert_mesh
@@ -35,6 +37,10 @@ from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.tensor_group import make_tensor_group
+from mtrain_cli.sparsity.pattern import Pattern
+from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.training.attention_memory import AttentionMemory
+from mtrain_cli.training.batch import MixedAttention
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.memory import MemoryEstimate, estimate_memory
 from mtrain_cli.training.optimizer import make_optimizer
@@ -43,6 +49,8 @@ from mtrain_cli.training.pipeline import make_stage
 from mtrain_cli.training.router_batches import RouterBatches
 from mtrain_cli.training.state_memory import StateMemory
 
+# Stand-ins of the kernels of layers without and with an index.
+DENSE_KERNEL, SPARSE_KERNEL = "flash4", "sdpa"
 _PATIENCE = 10  # how often a sum above the peak is counted again, 2 ms later each time
 
 
@@ -183,11 +191,8 @@ def step_peak(
     optimizer = host.optimizer if host else make_optimizer(decoder, config.optim)
     batch, tokens = config.train.micro_batch, layout.tokens_per_worker
     masks = [SequenceMask.causal(config.seq, layout.padded_seq)] * batch
-    attend = ContextAttention.make(
-        make_exchange(exchange, layout, group, circulates=circulates), StandIn(kernel), masks,
-        "cpu",
-        keep=attention_kept(config.train), offload=offload,
-    )  # fmt: skip
+    shared = make_exchange(exchange, layout, group, circulates=circulates)
+    attend = attention_of(config, shared, kernel, masks, offload)
     functional = SimpleNamespace(
         rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight),
         silu=torch.nn.functional.silu,
@@ -246,23 +251,49 @@ def step_peak(
         )
         left = [gradient for unit in (host and host._gradients) or () for gradient in unit]
         with LiveBytes(
-            [*decoder.parameters(), *states, *free_tensors(attend.exchange.buffers), *waiting],
+            [*decoder.parameters(), *states, *free_tensors(shared.buffers), *waiting],
             left,
         ) as live:
             gradients()
             if not states_away:
                 step()
+    choice = ExchangeChoice(exchange, "", per_node=dims.cp, circulates=circulates)
     estimate = estimate_memory(
         config,
         workers=world,
         layout=layout,
-        exchange=ExchangeChoice(exchange, "", per_node=dims.cp, circulates=circulates),
+        exchange=choice,
         kernel=kernel,
         dtype_bytes=dtype.itemsize,
         cuda=False,
+        attention=AttentionMemory(
+            config.of_worker, layout, choice, kernel, dtype.itemsize, DENSE_KERNEL
+        ),
     )
     states_on_host = StateMemory(config, world, train.global_batch, dtype.itemsize).host
     return live.peak, estimate.allocated + estimate.host - states_on_host
+
+
+def attention_of(
+    config: Config,
+    exchange: Exchange,
+    kernel: str,
+    masks: list[SequenceMask],
+    offload: ActivationOffload | None,
+) -> ContextAttention | MixedAttention:
+    """Return attention with stand-ins of kernels. kernel: that of layers with an index, if any."""
+    pattern, layers = make_pattern(config.sparsity, config.seed), config.model.num_layers
+
+    def of(name: str, pattern: Pattern | None) -> ContextAttention:
+        keep = attention_kept(config.train)
+        return ContextAttention.make(
+            exchange, StandIn(name), masks, "cpu", pattern, keep=keep, offload=offload
+        )
+
+    dense = config.sparsity.dense_of(layers)
+    if not dense:
+        return of(kernel, pattern)
+    return MixedAttention(of(kernel, pattern), of(DENSE_KERNEL, None), dense, layers)
 
 
 def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, MemoryEstimate]:
@@ -275,13 +306,9 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
     set_execution(decoder, config.train, offload=offload)
     decoder.loss = LossOptions()
     masks = [SequenceMask.causal(config.seq, config.seq)]
-    exchange, keep = (
-        make_exchange("all_gather", layout, ContextGroup.alone()),
-        attention_kept(config.train),
-    )
-    attend = ContextAttention.make(
-        exchange, StandIn("flash4"), masks, "cpu", keep=keep, offload=offload
-    )
+    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    kernel = DENSE_KERNEL if config.sparsity.pattern == "dense" else SPARSE_KERNEL
+    attend = attention_of(config, exchange, kernel, masks, offload)
     functional = SimpleNamespace(
         rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight),
         silu=torch.nn.functional.silu,
@@ -302,9 +329,12 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
         workers=1,
         layout=layout,
         exchange=exchange_choice,
-        kernel="flash4",
+        kernel=kernel,
         dtype_bytes=dtype.itemsize,
         cuda=False,
+        attention=AttentionMemory(
+            config, layout, exchange_choice, kernel, dtype.itemsize, DENSE_KERNEL
+        ),
     )
     return left, estimate
 

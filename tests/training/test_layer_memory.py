@@ -2,7 +2,15 @@
 
 import allocations
 import pytest
-from training.test_memory import BF16, FP32, OFFLOADED, QUARTER, estimate, with_checkpointing
+from training.test_memory import (
+    BF16,
+    FP32,
+    OFFLOADED,
+    QUARTER,
+    estimate,
+    with_checkpointing,
+)
+from training.test_memory_of_stages import of_stages
 
 from mtrain_cli.training.memory import GIB
 
@@ -58,6 +66,29 @@ def test_a_layer_keeps_exactly_the_estimated_bytes(words):
     assert more - fewer == pytest.approx(expected, rel=0.015 if words[0] == "none" else 0)
 
 
+def test_only_the_sparse_layers_of_a_mixed_model_keep_an_index():
+    """Three models: four layers with one and with two dense ones, and five with two."""
+    words = [
+        *("seq=2k", "topology.block_size=64", "model.hidden_size=64", "sparsity=moba"),
+        *("sparsity.block=32", "sparsity.chunk=128", "sparsity.gate=block"),
+        "train.activation_checkpoint=selective",
+    ]
+    (first, few), (second, more), (third, most) = (
+        allocations.kept(layers, [*words, f"sparsity.dense_layers={dense}"], FP32)
+        for layers, dense in ((4, 1), (4, 2), (5, 2))
+    )
+    of_index, of_layer = (
+        sum(
+            a.moments[0].parts[part] - b.moments[0].parts[part] for part in ("activations", "index")
+        )
+        for a, b in ((few, more), (most, more))
+    )
+    # The counts of an index take some hundred bytes, which the estimate leaves out.
+    assert first - second == pytest.approx(of_index, rel=0.01)
+    assert third - second == pytest.approx(of_layer, rel=0.01)
+    assert 0 < of_index < of_layer
+
+
 def test_keep_mlp_keeps_gate_and_up_of_that_many_layers():
     tokens, c, i = 131072 // 8, 2048, 11008
     plain = estimate().moments
@@ -79,6 +110,15 @@ def test_keep_mlp_keeps_gate_and_up_of_that_many_layers():
     first = estimate("train.keep_mlp=7").moments[1]
     assert first.name == "backward of layer 36"
     assert plain[1].layer - first.layer == tokens * 2 * (c + 2 * i)
+
+
+def test_stages_keep_the_mlp_products_of_their_own_layers_in_all_micro_batches():
+    for number, with_products in (("true", (3, 3)), ("4", (1, 3)), ("2", (0, 2))):
+        steps, _ = of_stages("topology.stage_layers=[3,3]", f"train.keep_mlp={number}")
+        for step, layers in zip(steps, with_products, strict=True):
+            found = step.kept(3) + sum(map(step._kept_by, step.part.others))
+            each = 3 * step.layer.kept + layers * step.layer.products
+            assert found == each * sum(step.part.in_flight), number
 
 
 @pytest.mark.parametrize(

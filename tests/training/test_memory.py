@@ -141,7 +141,14 @@ SHARED_LAYERS = [
         FP32,
     ),
 ]
-QUICK = [TWO_WORKERS[0], TWO_WORKERS[3], TWO_WORKERS[7], TWO_WORKERS[11]]
+SPARSE = ["sparsity=moba", "sparsity.gate=block", "sparsity.chunk=128", "sparsity.block=32"]
+TWO_DENSE = [*SPARSE, "model.num_layers=4", "sparsity.dense_layers=2"]
+MIXED_LAYERS = [
+    (with_checkpointing("selective", ATTENTION, *TWO_DENSE), "ring", "sdpa", FP32),
+    (with_checkpointing("selective", ATTENTION, *TWO_DENSE), "all_gather", "sdpa", FP32),
+    (with_checkpointing("full", BASE, *TWO_DENSE), "ring", "sdpa", FP32),
+]
+QUICK = [TWO_WORKERS[0], TWO_WORKERS[3], TWO_WORKERS[7], TWO_WORKERS[11], MIXED_LAYERS[0]]
 
 
 def ratios(world, cases):
@@ -291,7 +298,7 @@ def test_the_estimate_is_within_3_percent_of_the_live_bytes_of_a_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "cases"), [(1, ONE_WORKER), (2, TWO_WORKERS)])
+@pytest.mark.parametrize(("world", "cases"), [(1, ONE_WORKER), (2, TWO_WORKERS), (2, MIXED_LAYERS)])
 def test_the_estimate_is_within_3_percent_for_every_memory_option(world, cases):
     result = ratios(world, cases)
     assert all(0.97 <= ratio <= 1.03 for ratio in result), result
@@ -308,6 +315,17 @@ def test_buffers_that_another_thread_frees_late_do_not_count():
         kept = torch.zeros(1 << 10)
         timer.join()
         assert live.peak == live.now() == 4 * kept.numel()
+
+
+def steps_of(words, workers, *, exchange, kernel, dense_kernel="flash4"):
+    """Return the memory of a step on each stage, of `estimate_memory` in bfloat16."""
+    config = compose(words)
+    sharing = workers // config.topology.pipeline_parallel
+    layout = make_layout(config.layout, sharing, config.seq, config.topology.block_size)
+    choice = ExchangeChoice(exchange, "", per_node=sharing)
+    attention = AttentionMemory(config, layout, choice, kernel, 2, dense_kernel)
+    parts = model_parts(config, config.train.global_batch)
+    return [_StepMemory(config, workers, layout, attention, 2, part) for part in parts]
 
 
 def estimate(
@@ -435,54 +453,3 @@ def test_parts_add_up_and_the_total_includes_the_reserve():
     assert result.allocated == max(moment.allocated for moment in result.moments)
     assert result.total == result.allocated + result.reserve
     assert 0.5 * GIB < result.reserve < 3 * GIB
-
-
-OF_STAGES = [
-    "model=qwen3b", "seq=32k", "model.num_layers=6", "topology.pipeline_parallel=2",
-    "train.global_batch=4", "train.shard=gradients",
-]  # fmt: skip
-
-
-def of_stages(*words, exchange="ring", dense_kernel="flash4"):
-    """Return the memory of the steps of two stages on four workers, and its moments."""
-    config = compose([*OF_STAGES, *words])
-    layout = make_layout(config.layout, 2, config.seq, config.topology.block_size)
-    choice = ExchangeChoice(exchange, "", per_node=2)
-    kernel = "triton" if config.sparsity.pattern != "dense" else dense_kernel
-    attention = AttentionMemory(config, layout, choice, kernel, 2, dense_kernel)
-    steps = [_StepMemory(config, 4, layout, attention, 2, part) for part in model_parts(config, 4)]
-    return steps, [step.moments() for step in steps]
-
-
-@pytest.mark.parametrize("pattern", ["vertical_slash", "moba"])
-def test_a_stage_of_one_kind_of_layers_takes_the_memory_of_a_run_of_that_kind(pattern):
-    words = f"sparsity={pattern}", "topology.stage_layers=[3,3]"
-    _, mixed = of_stages(*words, "sparsity.dense_layers=3")
-    (_, sparse), (_, dense) = of_stages(*words), of_stages(words[1])
-    assert mixed == [sparse[0], dense[1]]
-
-
-def test_a_dense_virtual_stage_in_flight_keeps_no_index():
-    words = ["topology.virtual_stages=2", "topology.stage_layers=[2,1,1,2]", "sparsity=moba"]
-    (first, _), (mixed, _) = of_stages(*words, "sparsity.dense_layers=3")
-    (alike, _), (sparse, _) = of_stages(*words)
-    assert first.part.layers == (range(2), range(3, 4))
-    assert first.part.in_flight == (4, 1)
-    kept = first.attention.index.kept
-    found, whole = (max(m.parts["index"] for m in each) for each in (mixed, sparse))
-    assert whole - found == kept == alike.attention.index.kept
-
-
-def test_an_index_is_counted_for_the_sparse_layers_of_a_part():
-    words = ["sparsity=vertical_slash", "sparsity.dense_layers=3"]
-    (first, last), _ = of_stages(*words, "topology.stage_layers=[4,2]")
-    (alike, _), _ = of_stages(words[0], "topology.stage_layers=[4,2]")
-    assert last.kept_index(2) == 0
-    assert first.kept_index(4) == first.kept_index(3)
-    index = first.attention.index
-    assert index is not None
-    assert alike.kept_index(3) - first.kept_index(3) == index.kept  # of the dense fourth layer
-    # The dense layer has no columns of the ring to keep, and buffers of its own kernel.
-    kinds = [first.memory_of(layer).attention for layer in (2, 3)]
-    assert [each.kernel for each in kinds] == ["triton", "flash4"]
-    assert kinds[0].gathered_columns > 0 == kinds[1].gathered_columns
