@@ -172,9 +172,9 @@ def summarize(study: Study) -> Summary:
                 measured += read_cell(files, study.tier, cell, found)
                 damage += damage_of(files, study, cell)
     unpaired = other_bases(done)
-    for seed, keys in unpaired.items():
+    for name, keys in unpaired.items():
         damage.append(
-            f"{', '.join(keys)}: began with another base than {DENSE}/{seed}, because that base "
+            f"{', '.join(keys)}: began with another base than {DENSE}/{name}, because that base "
             "lost its weights and was trained again. These numbers are left out."
         )
     apart = {key for keys in unpaired.values() for key in keys}
