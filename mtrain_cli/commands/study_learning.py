@@ -183,7 +183,7 @@ def _compute(
     from mtrain_cli.learning import cells as computed
 
     started, pace = time.monotonic(), Pace(study.tier)
-    missing = [cell for cell in cells if study.done(cell) is None]
+    missing = computed.unfinished(study, cells)
     for number, cell in enumerate(missing, 1):
         used = time.monotonic() - started
         if budget and number > 1 and used + pace.expected(cell) > 60 * budget:
@@ -194,6 +194,12 @@ def _compute(
             )
             return
         console.print(f"cell    {number} of {len(missing)}: {cell.key}", soft_wrap=True)
+        if study.done(cell) is not None:
+            console.print(
+                f"        the weights of {cell.key} are gone, and other cells begin with them: it "
+                "is trained again",
+                soft_wrap=True,
+            )
         with writing(study.folder):
             computed.compute(study, cell, _train, below_gate=below_gate)
         _free_gpu()

@@ -34,6 +34,8 @@ FIXED = ("model.", "mask.", "data.", "seq", "seed", "train.init_from", "run.name
 _OPEN = "REQUIRED"
 _DISPENSABLE = ("train.init_from",)  # required keys that the user may set to null
 
+_DEGREES = {f"topology.{name}_parallel" for name in ("context", "tensor", "pipeline")}
+
 
 def compose(
     overrides: Sequence[str] = (), config_dir: Path | None = None, *, plan: bool = False
@@ -316,7 +318,9 @@ def _checked(
             "option, begin the file with `defaults: [OPTION]`"
         )
     blamed.update(missing)
-    complete = {**_defaults(), **leaves} if blamed else leaves
+    complete = {**_defaults(), **leaves} if blamed else dict(leaves)
+    if blamed & _DEGREES:
+        complete["topology.workers"] = "auto"  # nobody knows how many share a sequence
     lines += [
         line
         for line in _conflicts(complete)

@@ -249,8 +249,9 @@ class TopologyConfig:
         """Number of workers of a context group; ``auto`` if it depends on the machine."""
         if isinstance(self.context_parallel, int) or not isinstance(self.workers, int):
             return self.context_parallel
-        sharing = max(1, self.tensor_parallel) * max(1, self.pipeline_parallel)
-        return max(1, self.workers // sharing)
+        sharing = self.tensor_parallel * self.pipeline_parallel
+        # Another error names a degree below 1.
+        return max(1, self.workers // sharing) if sharing > 0 else self.context_parallel
 
     @property
     def chunk(self) -> int | None:

@@ -64,22 +64,32 @@ class AttentionNeed:
         index = IndexShape.make(config, pattern, layout, self.choices.exchange)
         derived = index.derived(kernel) + index.counted
         if not index.bitmap:
-            # The slashes and columns of all layers stay: training counts their pairs at the end.
-            return AttentionBytes(index.kept * config.model.num_layers, derived)
+            # The slashes and columns of all sparse layers stay: training counts their pairs at the
+            # end.
+            layers = config.model.num_layers - (config.sparsity.dense_layers or 0)
+            return AttentionBytes(index.kept * layers, derived)
         if kernel == "triton":
             number = 2 if index.blocks <= _MOST_OF_16_BITS else 4
             derived += number * index.pairs_of_blocks(layout.tokens_per_worker, layout.padded_seq)
         return AttentionBytes(0, index.kept + derived)
 
     def _kernel(self, queries: int, keys: int) -> AttentionBytes:
+        """Return the bytes of masks and scores, the most of any kind of layers."""
+        found = self._call(self.choices.kernel.name, queries, keys, self.choices.pattern is None)
+        if not self.config.sparsity.dense_layers or self.choices.dense_kernel is None:
+            return found
+        dense = self._call(self.choices.dense_kernel[0].name, queries, keys, is_dense=True)
+        return AttentionBytes(*map(max, found, dense))
+
+    def _call(self, kernel: str, queries: int, keys: int, is_dense: bool) -> AttentionBytes:
         """Return the bytes of masks and scores. GPU kernels have none in a forward pass."""
-        heads, kernel = self.config.model.num_heads, self.choices.kernel.name
+        heads = self.config.model.num_heads
         if kernel == ReferenceKernel.name:
             # Scores, probabilities and a temporary in float64, and which keys each query sees.
             return AttentionBytes(0, (3 * 8 * heads + 2) * queries * keys)
         if kernel != SdpaKernel.name or self.device != "cpu":
             return AttentionBytes(0, 0)
-        if self.choices.pattern is not None:
+        if not is_dense:
             row = 4 * keys * heads
             call = min(max(MASK_BYTES, _LEAST_ROWS * row), queries * row)
             return AttentionBytes(0, _BY_INDEX * call)

@@ -10,6 +10,7 @@ A finished cell has `DONE`, and is never computed again. The folder of a study:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -51,6 +52,7 @@ class Done:
     density: mean share of causal pairs that the training computed.
     gate: percent of needles that a base finds at its length; None for other cells.
     command: the training as a command line; () for a cell that does not train.
+    base: SHA-256 of the weights that the cell began with; "" for a base, and if it is not known.
     """
 
     digest: str
@@ -61,6 +63,7 @@ class Done:
     density: float
     gate: float | None = None
     command: tuple[str, ...] = ()
+    base: str = ""
 
 
 class DamagedCellError(ConfigError):
@@ -250,6 +253,30 @@ def _required(study: Study, cell: Cell) -> Done:
     return found
 
 
+def unfinished(study: Study, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells that are not finished, and before them the bases that they need again.
+
+    A base that has lost its weights is trained again if a cell must begin with them.
+    """
+    missing = [cell for cell in cells if study.done(cell) is None]
+    seeds = dict.fromkeys(cell.seed for cell in missing if cell.variant is not None)
+    bases = [Cell(seed) for seed in seeds if not weights_of_base(study, Cell(seed))]
+    return [*(base for base in bases if base not in missing), *missing]
+
+
+def weights_of_base(study: Study, cell: Cell) -> list[Path]:
+    """Return the files of weights that a cell begins with; [] before its base is finished."""
+    return sorted((study.base(cell) / HF).glob("*.safetensors"))
+
+
+def _digest_of_base(study: Study, cell: Cell) -> str:
+    found = hashlib.sha256()
+    for path in weights_of_base(study, cell):
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
 def compute(
     study: Study, cell: Cell, train: Callable[[list[str]], None], *, below_gate: bool = False
 ) -> Done:
@@ -267,6 +294,8 @@ def compute(
     run = folder / RUN
     steps, seconds, pace, density = 0, 0.0, 0.0, 1.0
     words: list[str] = []
+    if cell.variant is None and study.done(cell) is not None:
+        shutil.rmtree(folder)  # it has lost its weights (`unfinished`)
     if cell.variant is None or cell.variant.is_trained:
         words = training_words(study, cell)
         _drop_lost_run(run)
@@ -282,6 +311,7 @@ def compute(
     found = Done(
         digest(study.tier, cell), study.sha256, steps, seconds, pace, density, gate,
         ("mtrain", "train", *words) if words else (),
+        "" if cell.variant is None else _digest_of_base(study, cell),
     )  # fmt: skip
     replace_text(folder / DONE, json.dumps(asdict(found), indent=1) + "\n")
     # The weights of a base are in its folder hf; those of a cell have been measured.

@@ -1,10 +1,13 @@
 """What the cells of a study give together: means over seeds, differences from dense, predictions.
 
 A difference is paired: of two cells with one seed, which share the base, the order of the data and
-the texts. The noise of training is the largest difference of the cells `dense-again` and `dense` of
-any seed. Only where the whole interval of a difference lies within it do we say "loses nothing",
-and only if the control, which has random keys, is seen to lose: an experiment in which nothing can
-lose shows nothing.
+the texts. Cells that began with another base than dense are left out.
+
+The noise of training is the largest difference of the cells `dense-again` and `dense` of any seed.
+Only where the whole interval of a difference lies within it do we say "loses nothing", and only if
+the control, which has random keys, is seen to lose: an experiment in which nothing can lose shows
+nothing.
+
 This module does not import torch.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +135,7 @@ class Summary:
 
     spread: largest difference of two dense cells of one seed, by measure; empty if not measured.
     outcomes: of the predictions about cells of the tier.
-    damage: a line on each cell with files that cannot all be read.
+    damage: a line on each cell with files that cannot all be read, or with another base.
     """
 
     tier: Tier
@@ -168,6 +171,14 @@ def summarize(study: Study) -> Summary:
                 files = Evaluated.read(study.path(cell) / EVALUATION)
                 measured += read_cell(files, study.tier, cell, found)
                 damage += damage_of(files, study, cell)
+    unpaired = other_bases(done)
+    for name, keys in unpaired.items():
+        damage.append(
+            f"{', '.join(keys)}: began with another base than {DENSE}/{name}, because that base "
+            "lost its weights and was trained again. These numbers are left out."
+        )
+    apart = {key for keys in unpaired.values() for key in keys}
+    measured = [each for each in measured if each.cell.key not in apart]
     spread = spread_of(measured)
     compared = compare(study.tier, measured, spread)
     outcomes = [
@@ -206,6 +217,20 @@ def _is_sample(row: dict[str, Any]) -> bool:
     pairs = all(isinstance(hit, list) and len(hit) == 2 for hit in hits)
     numbers = [*(value for hit in hits for value in hit), *places] if pairs else [None]
     return isinstance(row.get("key"), str) and all(map(documents.is_number, numbers))
+
+
+def other_bases(done: Mapping[str, Done]) -> dict[str, list[str]]:
+    """Return the keys of cells that began with other weights than dense, by ``seed-N``.
+
+    done: of the finished cells, by key (`Cell.key`).
+    """
+    found: dict[str, list[str]] = {}
+    for key, cell in done.items():
+        seed = key.rpartition("/")[2]
+        dense = done.get(f"{DENSE}/{seed}")
+        if dense is not None and dense.base and cell.base not in ("", dense.base):
+            found.setdefault(seed, []).append(key)
+    return found
 
 
 def read_cell(files: Evaluated, tier: Tier, cell: Cell, done: Done) -> list[Measured]:

@@ -134,12 +134,17 @@ def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
         if plan.search is not None:
             reason = "; chosen by auto together with the memory setting"
         times = ", ".join(f"{each.degree}: {1e3 * each.seconds:.3g}" for each in considered)
-        cluster = config.topology.cluster
-        where = "H200s (topology.cluster=auto)" if cluster == "auto" else cluster
-        rows = [("", f"predicted ms of a layer and step on {where} by degree: {times}")]
+        rows = [("", f"predicted ms of a layer and step by degree: {times}")]
     elif best.degree != degree:
         reason = f"; topology.expert_parallel={best.degree} takes the shortest predicted time"
-    return [("experts", f"{held}, {costs}{reason}"), *rows]
+    return [("experts", f"{held}; predicted for {_hardware(plan)}: {costs}{reason}"), *rows]
+
+
+def _hardware(plan: RunPlan) -> str:
+    """Return for which hardware the times of degrees are predicted."""
+    cluster = plan.config.topology.cluster
+    name = "H200s (topology.cluster=auto)" if cluster == "auto" else cluster
+    return name if plan.environment.device == "cuda" else f"{name}, not for CPU processes"
 
 
 def _cost(price: ExpertPrice) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,8 @@ def computed(tmp_path, monkeypatch):
         keys.append(cell.key)
         now[0] += 60
         done = Done(digest(study.tier, cell), "texts", 1, 60.0, 60.0, 1.0)
-        study.path(cell).mkdir(parents=True)
+        (study.path(cell) / cells.HF).mkdir(parents=True, exist_ok=True)
+        (study.path(cell) / cells.HF / "model.safetensors").touch()
         (study.path(cell) / cells.DONE).write_text(json.dumps(vars(done)))
 
     monkeypatch.setattr(cells, "compute", compute)
@@ -155,6 +157,19 @@ def test_sittings_never_repeat_a_cell(computed):
     assert sittings == -(-len(wanted) // 4)  # a fifth cell would take longer than is left
     study_learning._compute(study, wanted, 4.5, console)
     assert len(keys) == len(wanted)
+
+
+def test_a_base_that_is_trained_again_is_announced(computed):
+    study, keys = computed
+    study_learning._compute(study, cells_of(study.tier, ["dense"], [0]), 0.0, Console())
+    shutil.rmtree(study.folder / "base/seed-0/hf")
+    console = Console()
+    study_learning._compute(study, cells_of(study.tier, ["fixed"], [0]), 0.0, console)
+    assert keys == ["base/seed-0", "dense/seed-0", "base/seed-0", *keys[3:]]
+    assert console.lines[0] == "cell    1 of 3: base/seed-0"
+    assert console.lines[1].split(": ")[0].strip() == (
+        "the weights of base/seed-0 are gone, and other cells begin with them"
+    )
 
 
 def test_a_long_base_does_not_end_a_sitting():

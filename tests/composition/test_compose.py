@@ -87,6 +87,16 @@ def test_block_size_is_checked_when_auto_chooses_stripes():
     assert line.startswith("topology.block_size=64: must be a multiple of sparsity.block=128")
 
 
+@pytest.mark.parametrize("degree", ["context_parallel", "tensor_parallel", "pipeline_parallel"])
+def test_a_word_instead_of_a_degree_says_nothing_about_blocks(degree):
+    words = ["seq=512", "topology.workers=8", f"topology.{degree}=four"]
+    (line,) = complaints(compose, words)
+    assert line.startswith(f"topology.{degree}=four: expected a whole number")
+    (line,) = complaints(compose, [*words[:2], f"topology.{degree}=0"])
+    assert line.startswith(f"topology.{degree}=0: must be")
+    assert len(complaints(compose, ["seq=512", "topology.workers=8"])) == 1
+
+
 def test_block_size_is_not_checked_for_zigzag():
     words = ["seq=512", "topology.workers=8"]
     assert complaints(compose, words)[0].startswith(

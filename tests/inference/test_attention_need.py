@@ -9,7 +9,7 @@ import pytest
 from inference.small_models import engine, tokens, write_run
 from training.allocations import LiveBytes
 
-from mtrain_cli.inference.attention_need import AttentionBytes
+from mtrain_cli.inference.attention_need import AttentionBytes, AttentionNeed
 from mtrain_cli.inference.limits import MemoryNeed
 from mtrain_cli.inference.sampling import Sampling
 
@@ -48,6 +48,7 @@ def expected_and_needed(
         (("train.dtype=bfloat16",), 4096, 1, 1.4),
         (("train.kernel=reference",), 1024, 1, 1.6),
         (("sparsity=vertical_slash",), 8192, 1, 1.5),
+        (("sparsity=vertical_slash", "sparsity.dense_layers=3"), 2048, 1, 2.5),
         pytest.param(("sparsity=xattention",), 8192, 1, 1.5, marks=pytest.mark.slow),
         (("sparsity=moba",), 1024, 1, 1.5),
         (("sparsity=moba", "sparsity.gate=block"), 4096, 1, 2.5),
@@ -75,3 +76,17 @@ def test_an_index_counts_for_the_kernel_that_reads_it(run):
     assert short.kept == 0
     # Pairs of blocks grow with the square of the length.
     assert 60 * short.temporary < long.temporary < 68 * short.temporary
+
+
+def test_dense_layers_have_masks_and_no_index(run):
+    def need(*words: str) -> AttentionNeed:
+        found = engine(run, "topology.device=cpu", *words)
+        return MemoryNeed.of(found.config, found.environment, found.choices).attention
+
+    dense, sparse = need(), need("sparsity=vertical_slash")
+    mixed = need("sparsity=vertical_slash", "sparsity.dense_layers=3")
+    one, every = mixed._index(8192), sparse._index(8192)
+    assert (4 * one.kept, one.temporary) == (every.kept, every.temporary)
+    calls = [each._kernel(8192, 8192) for each in (dense, sparse, mixed)]
+    assert calls[2] == tuple(map(max, calls[0], calls[1]))
+    assert calls[2].kept == calls[0].kept > calls[1].kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +167,37 @@ def test_a_run_that_cannot_be_resumed_begins_again(tmp_path, monkeypatch):
     cells._drop_lost_run(run)
     assert not run.exists()
     cells._drop_lost_run(run)
+
+
+def test_a_base_without_weights_is_trained_again_if_a_cell_needs_it(tmp_path, monkeypatch):
+    study, trained = Study(tmp_path, TINY, "texts"), []
+    base, dense, sparse = Cell(0), cell(DENSE), cell(SPARSE)
+    assert cells.unfinished(study, [base, dense]) == [base, dense], "nothing is there"
+    finish(study, base)
+    finish(study, dense)
+    assert cells.unfinished(study, [base, dense]) == [], "nothing begins with it"
+    assert cells.unfinished(study, [base, dense, sparse]) == [base, sparse]
+    old = study.path(base) / "evaluation"
+    old.mkdir()
+
+    def train(words: list[str]) -> None:
+        assert not old.exists(), "results of the lost weights"
+        (folder,) = (word for word in words if word.startswith("run.dir="))
+        Path(folder.removeprefix("run.dir=")).mkdir(parents=True, exist_ok=True)
+        trained.append(words)
+
+    def export(study: Study, cell: Cell) -> None:
+        (study.path(cell) / cells.HF).mkdir(parents=True)
+        (study.path(cell) / cells.HF / "model.safetensors").write_bytes(bytes([len(trained)]))
+
+    monkeypatch.setattr(cells, "_trained", lambda *_: (24.0, 2.0, 1.0))
+    monkeypatch.setattr(cells, "export_base", export)
+    monkeypatch.setattr(cells, "_measure_base", lambda *_, **__: 100.0)
+    monkeypatch.setattr(cells, "measure", lambda *_: None)
+    assert cells.compute(study, base, train).base == ""
+    assert cells.unfinished(study, [base, dense, sparse]) == [sparse]
+    first = cells.compute(study, sparse, train).base
+    assert len(first) == 64
+    (study.path(base) / cells.HF / "model.safetensors").write_bytes(b"other")
+    (study.path(sparse) / DONE).unlink()
+    assert cells.compute(study, sparse, train).base != first

@@ -29,6 +29,7 @@ from mtrain_cli.learning.outcomes import (
     judge_key_tokens,
     losses,
     needles,
+    other_bases,
     outcome,
     place_of,
     read_cell,
@@ -486,3 +487,34 @@ def test_the_predictions_of_the_repository_are_about_cells_of_tier_a():
     assert [each.id for each in predictions][: len(FIRST)] == list(FIRST)
     assert all(each.seeds in ((), (1, 2)) for each in predictions)
     assert len({each.id for each in predictions}) == len(predictions)
+
+
+def test_cells_with_another_base_than_dense_are_named():
+    def done(base: str) -> Done:
+        return Done("d", "c", 1, 1.0, 1.0, 1.0, base=base)
+
+    finished = {
+        "base/seed-0": done(""), "dense/seed-0": done("x"), "moba/seed-0": done("x"),
+        "dense/seed-1": done("y"), "moba/seed-1": done("z"), "fixed/seed-1": done("z"),
+        "dense/seed-2": done(""), "moba/seed-2": done("z"),  # of an earlier version
+        "moba/seed-3": done("z"),
+    }  # fmt: skip
+    assert other_bases(finished) == {"seed-1": ["moba/seed-1", "fixed/seed-1"]}
+
+
+def test_a_cell_with_another_base_than_dense_does_not_count(tmp_path):
+    study = Study(tmp_path, A)
+    for name, base in ((DENSE, "x"), (SPARSE, "z")):
+        cell = Cell(0, A.variant(name))
+        folder = ResultsFolder.open(study.path(cell) / EVALUATION, "..")
+        for kind in ("perplexity", "niah"):
+            unit = NATS if kind == "perplexity" else PERCENT
+            folder.add_result(Result(kind, kind, 65536, DENSE, "", 1, 0, 4.0, None, unit))
+        done = Done(digest(A, cell), "c", 2, 1.0, 0.5, 1.0, base=base)
+        (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
+    summary = summarize(study)
+    assert [each.cell.name for each in summary.measured] == [DENSE]
+    assert summary.damage[-1] == (
+        f"{SPARSE}/seed-0: began with another base than dense/seed-0, because that base lost its "
+        "weights and was trained again. These numbers are left out."
+    )

@@ -72,12 +72,22 @@ def test_auto_shows_the_predicted_time_of_each_degree_of_experts():
     shown = expert_rows(make_plan(compose([*words, "topology.expert_parallel=auto"])))
     (_, chosen), (_, times) = shown
     head, _, each = times.partition(": ")
-    assert head == "predicted ms of a layer and step on h200_1x8 by degree"
+    assert head == "predicted ms of a layer and step by degree"
+    assert "; predicted for h200_1x8: degree " in chosen
     found = dict(pair.split(": ") for pair in each.split(", "))
     assert list(found) == ["1", "2", "4", "8"]
     degree = chosen.partition("degree ")[2].split()[0]
     assert f"degree {degree} takes {found[degree]} ms" in chosen
     assert len(expert_rows(make_plan(compose([*words, "topology.expert_parallel=2"])))) == 1
+
+
+def test_times_of_experts_on_a_cpu_are_those_of_gpus():
+    words = "model=tiny_moe", "topology.device=cpu", "topology.workers=2"
+    for degree in ("auto", "2"):
+        (_, text), *_ = expert_rows(
+            make_plan(compose([*words, f"topology.expert_parallel={degree}"]))
+        )
+        assert "; predicted for H200s (topology.cluster=auto), not for CPU processes: " in text
 
 
 def test_a_pipeline_says_its_stages_idle_time_and_messages():
