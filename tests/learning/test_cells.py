@@ -65,12 +65,22 @@ def test_the_control_computes_as_many_pairs(tmp_path, control, like, whole):
     assert float(density) == pytest.approx(0.4, abs=0.02)
 
 
+def test_a_control_has_at_least_one_column(tmp_path):
+    study = Study(tmp_path, TINY)
+    finish(study, cell(f"{SPARSE}-dense-layers"), density=0.5002)  # half of the layers is dense
+    assert "sparsity.columns=1" in training_words(study, cell(f"{FIXED}-dense-layers"))
+
+
 def test_equal_time_takes_as_many_seconds(tmp_path):
     study = Study(tmp_path, TINY)
     finish(study, cell(DENSE), steps=12, step_seconds=2.0)
     finish(study, cell(SPARSE), step_seconds=0.5)
     assert "train.steps=48" in training_words(study, cell(EQUAL_TIME))
     assert f"train.steps={TINY.steps}" in training_words(study, cell(SPARSE))
+    finish(study, cell(SPARSE), step_seconds=0.7)  # 34.3 steps
+    assert "train.steps=34" in training_words(study, cell(EQUAL_TIME))
+    finish(study, cell(SPARSE), step_seconds=0.69)  # 34.8 steps
+    assert "train.steps=35" in training_words(study, cell(EQUAL_TIME))
 
 
 def test_a_finished_cell_must_be_of_the_same_settings(tmp_path):
@@ -149,6 +159,20 @@ def test_a_damaged_step_of_a_training_counts_as_a_median_step(tmp_path):
     file.write_text("nonsense\n")
     with pytest.raises(ConfigError, match=f"no step can be read. Delete {tmp_path}, and"):
         cells._trained(tmp_path, 6)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found"),
+    [
+        ([9.0, 8.0, 2.0], (19.0, 2.0)),  # only the third step is after the warm-up
+        ([9.0, 8.0], (17.0, 8.0)),
+        ([9.0, 9.0, 1.0, 2.0, 6.0], (27.0, 2.0)),
+    ],
+)
+def test_the_pace_is_the_median_after_the_warm_up_or_the_last_step(tmp_path, seconds, found):
+    rows = [{"step": n, "seconds": each, "density": 1.0} for n, each in enumerate(seconds, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cells._trained(tmp_path, len(seconds))[:2] == found
 
 
 def test_a_run_that_cannot_be_resumed_begins_again(tmp_path, monkeypatch):

@@ -232,6 +232,34 @@ def test_a_cell_with_damaged_results_is_named(tmp_path, results, rows, lost):
     ] * bool(lost)
 
 
+@pytest.mark.parametrize("attentions", [("moba",), (DENSE, "moba", "other"), (DENSE,)])
+def test_a_sparse_cell_has_dense_inference_and_its_own(tmp_path, attentions):
+    whole = [
+        Result(f"{task}-{attention}", task, 65536, attention, "", 1, 0, 4.0, None, NATS)
+        for attention in attentions
+        for task in ("perplexity", "niah")
+    ]
+    (line,) = damage_of(Evaluated(whole, []), Study(tmp_path, A), Cell(0, A.variant("moba")))
+    assert "results.jsonl: missing" in line
+
+
+@pytest.mark.parametrize("task", ["perplexity", "niah"])
+def test_a_cell_without_one_of_its_tasks_is_not_measured(task):
+    alone = Result("k", task, 65536, DENSE, "", 1, 2, 4.0, None, NATS)
+    done = Done("d", "c", steps=2, seconds=1.0, step_seconds=0.5, density=1.0)
+    assert read_cell(Evaluated([alone], []), A, Cell(0, A.variant(DENSE)), done) == []
+
+
+def test_a_summary_has_the_gates_of_the_bases(tmp_path):
+    study, base = Study(tmp_path, A), Cell(1)
+    done = Done(
+        digest(A, base), "c", steps=2, seconds=1.0, step_seconds=0.5, density=1.0, gate=96.5
+    )
+    study.path(base).mkdir(parents=True)
+    (study.path(base) / DONE).write_text(json.dumps(asdict(done)))
+    assert summarize(study).gates == {1: 96.5}
+
+
 def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(
     tmp_path, monkeypatch
 ):
@@ -244,7 +272,13 @@ def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(
     folder.add_sample({"key": "k", "index": 0})
     whole = {"key": "n", "hits": [[0.5, 1]], "places": [5]}
     for index, row in enumerate(
-        (whole, {**whole, "hits": [5]}, {**whole, "places": 7}, {"key": 5})
+        (
+            whole,
+            {**whole, "hits": [5]},
+            {**whole, "hits": [[1]]},
+            {**whole, "places": 7},
+            {"key": 5},
+        )
     ):
         folder.add_sample({"key": "n", "index": index, **row})
     done = Done(digest(A, cell), "c", steps=2, seconds=1.0, step_seconds=0.5, density=1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain_cli.learning.t_interval import interval, t_probability, t_quantile
+from mtrain_cli.learning.t_interval import Interval, interval, t_probability, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,11 @@ def test_few_values_have_no_interval():
     one = interval([0.0])
     assert (one.mean, one.low, one.high) == (0.0, None, None)
     assert not one.is_inside(1e9)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "inside"),
+    [(-0.5, 0.5, True), (-0.51, 0.5, False), (-0.5, 0.51, False), (-0.51, 0.0, False)],
+)
+def test_an_interval_is_inside_up_to_the_spread(low, high, inside):
+    assert Interval(0.0, low, high, 3).is_inside(0.5) == inside
