@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.evaluation.results import PERCENT, Result, ResultsFolder
 from mtrain_cli.learning import cells
 from mtrain_cli.learning.cells import DONE, Done, Study, estimated_flop, training_words
 from mtrain_cli.learning.tiers import AGAIN, DENSE, EQUAL_TIME, FIXED, TIERS, Cell, digest
@@ -173,6 +175,21 @@ def test_the_pace_is_the_median_after_the_warm_up_or_the_last_step(tmp_path, sec
     rows = [{"step": n, "seconds": each, "density": 1.0} for n, each in enumerate(seconds, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cells._trained(tmp_path, len(seconds))[:2] == found
+
+
+@pytest.mark.parametrize("score", [95.0, 94.9])
+def test_a_base_passes_a_gate_that_it_just_reaches(tmp_path, monkeypatch, score):
+    study = Study(tmp_path, replace(TINY, gate=95.0))
+    monkeypatch.setattr(cells, "_source", lambda *_: SimpleNamespace(config=None))
+    monkeypatch.setattr(cells, "_evaluate", lambda *_: None)
+    folder = ResultsFolder.open(study.path(Cell(0)) / "evaluation", "..")
+    folder.add_result(Result("k", "niah", 256, DENSE, "", 1, 8, score, None, PERCENT))
+    assert cells._measure_base(study, Cell(0), below_gate=True) == score
+    if score >= 95.0:
+        assert cells._measure_base(study, Cell(0), below_gate=False) == score
+    else:
+        with pytest.raises(ConfigError, match=r"the base finds 94\.9 % .* the gate is 95 %"):
+            cells._measure_base(study, Cell(0), below_gate=False)
 
 
 def test_a_run_that_cannot_be_resumed_begins_again(tmp_path, monkeypatch):
