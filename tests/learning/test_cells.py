@@ -67,6 +67,27 @@ def test_the_control_computes_as_many_pairs(tmp_path, control, like, whole):
     assert float(density) == pytest.approx(0.4, abs=0.02)
 
 
+@pytest.mark.parametrize("name", [DENSE, SPARSE])
+def test_all_cells_but_dense_are_measured_on_the_key_tokens_of_dense(tmp_path, monkeypatch, name):
+    study, calls = Study(tmp_path, TINY), []
+    config = compose(["sparsity=vertical_slash"] if name == SPARSE else ["sparsity=dense"])
+    source = SimpleNamespace(config=compose(["sparsity=dense"]), path=tmp_path)
+    monkeypatch.setattr(cells, "_source", lambda *_: source)
+    monkeypatch.setattr(cells.resolved_file, "load", lambda _: config)
+    monkeypatch.setattr(cells, "_evaluate", lambda *given: calls.append(given))
+    cells.measure(study, cell(name))
+    keys = [] if name == DENSE else [study.path(cell(DENSE)) / "evaluation"]
+    (_, _, text, _, attentions, _, *found), (_, _, needles, *_) = calls
+    assert [each for each in found if each is not None] == keys
+    assert (text, needles) == ("perplexity", "niah")
+    assert list(attentions) == ([DENSE] if name == DENSE else [DENSE, "vertical_slash"])
+
+
+def test_all_sequences_of_a_step_are_one_micro_batch(tmp_path):
+    base = training_words(Study(tmp_path, TINY), Cell(0))
+    assert {f"train.{name}_batch={TINY.base_batch}" for name in ("global", "micro")} < set(base)
+
+
 def test_a_control_has_at_least_one_column(tmp_path):
     study = Study(tmp_path, TINY)
     finish(study, cell(f"{SPARSE}-dense-layers"), density=0.5002)  # half of the layers is dense
@@ -147,6 +168,9 @@ def test_estimates_grow_with_the_work():
     training, measurement = estimated_flop(a, dense)
     assert training > 6 * 24.1e6 * a.steps * a.long_seq
     assert estimated_flop(a, untrained)[0] == 0 < estimated_flop(a, untrained)[1] < measurement
+    # A sparse cell is measured with dense attention, too.
+    sparse = Cell(0, a.variant(SPARSE))
+    assert estimated_flop(a, sparse)[1] == 2 * estimated_flop(a, untrained)[1]
 
 
 def test_a_damaged_step_of_a_training_counts_as_a_median_step(tmp_path):
