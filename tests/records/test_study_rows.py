@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ def test_errors_are_means_by_quantity_over_compared_values():
     assert memory.worst == pytest.approx(0.3)
     assert (speed.count, speed.mean, speed.within) == (1, 0.0, 1)
     assert errors([]) == []
+
+
+def test_the_worst_error_may_be_too_small_and_nothing_is_a_share_of_0():
+    values = [StudyValue("a", "GiB", 10.0, 6.0), StudyValue("b", "GiB", 10.0, 13.0)]
+    (found,) = errors([replace(TABLE, values=(*values, StudyValue("c", "GiB", 0.0, 1.0)))])
+    assert (found.count, found.worst) == (2, pytest.approx(-0.4))
 
 
 def test_a_summary_keeps_all_values():

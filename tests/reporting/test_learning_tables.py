@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from learning.test_outcomes import A, three
+import pytest
+from learning.test_outcomes import A, measured, three
 from rich.console import Console
 
-from mtrain_cli.learning.cells import Done
+from mtrain_cli.evaluation.cost import format_flop
+from mtrain_cli.learning.cells import DONE, Done, Study, estimated_flop, estimated_seconds
 from mtrain_cli.learning.outcomes import (
     FAILED,
     HELD,
@@ -20,9 +22,9 @@ from mtrain_cli.learning.outcomes import (
     compare,
     spread_of,
 )
-from mtrain_cli.learning.tiers import Cell
+from mtrain_cli.learning.tiers import FIXED, Cell, digest
 from mtrain_cli.reporting import learning_tables
-from mtrain_cli.reporting.learning_tables import document, remarks, show_summary, tables
+from mtrain_cli.reporting.learning_tables import document, remarks, show_plan, show_summary, tables
 
 
 def summary(difference: list[float]) -> Summary:
@@ -60,6 +62,52 @@ def test_remarks_say_what_is_missing():
     ]
 
 
+def test_a_study_that_has_just_begun_has_no_remark_on_seeds_or_on_the_control():
+    begun = Summary(A, (), (), {}, (), {})
+    assert remarks(begun) == ["0 of 39 cells are finished."]
+    found = summary([0.0, 0.0, 0.0])
+    others = tuple(each for each in found.compared if each.variant.name != FIXED)
+    assert not any("control" in line for line in remarks(replace(found, compared=others)))
+
+
+@pytest.mark.parametrize(("gate", "misses"), [(95.0, False), (94.9, True)])
+def test_a_base_that_misses_the_gate_and_damaged_cells_are_remarks(gate, misses):
+    lines = remarks(replace(summary([0.0]), gates={0: 99.0, 1: gate}, damage=("one is damaged",)))
+    assert lines[0] == "one is damaged"
+    assert any("misses the gate" in line for line in lines) == misses
+
+
+def test_a_plan_counts_the_time_of_the_seeds_that_are_left(tmp_path, capsys):
+    study = Study(tmp_path, A)
+    cells = [Cell(seed, A.variant("dense")) for seed in A.seeds]
+    for cell in cells[:2]:
+        study.path(cell).mkdir(parents=True)
+        done = Done(digest(A, cell), "", 200, 80.0, 0.4, 1.0)
+        (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
+    show_plan(Console(width=300), study, cells)
+    text = " ".join(capsys.readouterr().out.split())
+    flop, seconds = sum(estimated_flop(A, cells[0])), estimated_seconds(A, cells[0])
+    assert seconds / 60 > 1
+    assert f"{format_flop(flop)} are left, {seconds / 60:.0f} minutes" in text
+
+
+def test_losses_by_context_are_those_of_the_attention():
+    spans = {(8192, 16384): 2.0}
+    found = [
+        measured("moba", 0, attention, {span: loss + more for span, loss in spans.items()})
+        for attention, more in (("dense", 0.0), ("moba", 1.0))
+    ]
+    rows = tables(Summary(A, tuple(found), tuple(compare(A, found, {})), {}, (), {}))[-1].rows
+    assert rows == [["moba, dense inference", "2.0000"], ["moba, sparse inference", "3.0000"]]
+
+
+def test_the_spread_of_needles_has_one_digit():
+    found = [measured(name, 0, needles=n) for name, n in (("dense", 90.0), ("dense-again", 91.5))]
+    compared = tuple(compare(A, found, spread_of(found)))
+    noise = tables(Summary(A, tuple(found), compared, spread_of(found), (), {}))[3]
+    assert noise.rows == [["needles", "1.5", "+1.5"]]
+
+
 def test_one_seed_decides_nothing_and_does_not_call_the_experiment_blind():
     lines = remarks(summary([0.002]))
     assert lines[1] == "One seed decides nothing: a verdict needs at least two."
@@ -75,6 +123,13 @@ def test_a_row_has_the_price_of_a_step_beside_the_loss():
         Cell(0, variants[name]).key: Done("", "", 200, 40.0, seconds[name], 0.2) for name in names
     }
     prices = tables(replace(found, done=done))[1]
+    # A model that does not train has no step, and dense inference no price of its own.
+    untrained, sparse = Cell(0, variants["untrained"]), variants["vertical_slash-0.6"]
+    done[untrained.key] = Done("", "", 0, 0.0, 0.0, 1.0)
+    more = [Compared(each, "dense", (0,), {}, {}, {}, 0.0, 1.0)
+            for each in (variants["untrained"], sparse)]  # fmt: skip
+    compared = (*found.compared, *more)
+    assert tables(replace(found, done=done, compared=compared))[1].rows == prices.rows
     assert [row[:4] for row in prices.rows] == [
         ["dense", "50.0%", "0.400", "1.00x"], ["vertical_slash-0.6", "50.0%", "0.100", "4.00x"],
     ]  # fmt: skip
@@ -108,6 +163,9 @@ def test_the_prices_say_that_equal_time_repeats_its_needles():
     prices = tables(replace(summary([0.0]), compared=(equal,), done=done))[1]
     assert "equal-time: 3.2 times the steps" in prices.note
     assert prices.rows[0][-1] == "2"
+    same = {key: replace(each, steps=A.steps) for key, each in done.items()}
+    prices = tables(replace(summary([0.0]), compared=(equal,), done=same))[1]
+    assert "times the steps" not in prices.note
     assert "control" not in prices.note
     assert "fixed: random keys, a control" in tables(summary([0.0]))[1].note
 
