@@ -95,8 +95,7 @@ class _Run:
             self.tokens, model.hidden_size, model.moe, self.e, train.tile_mib << 20,
             degree=degree, chunks=self.config.topology.expert_chunks,
         )  # fmt: skip
-        own = model.moe.experts // degree
-        return chunks, 1 if degree == 1 else expert_parts(self.tokens, own, chunks)
+        return chunks, expert_parts(self.tokens, model.moe.experts // degree, chunks)
 
     def computing(self) -> float:
         """Return the seconds of computation of a layer in a micro-batch, in all passes."""

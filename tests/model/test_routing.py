@@ -8,7 +8,14 @@ import pytest
 import torch
 from moe_models import moe_model
 
-from mtrain_cli.model.routing import PADDING, RouterOptions, Routing, decide_alone, part_of
+from mtrain_cli.model.routing import (
+    PADDING,
+    RouterOptions,
+    Routing,
+    _grouped,
+    decide_alone,
+    part_of,
+)
 
 SEQ, LENGTHS, E = 8, (8, 5), 6
 
@@ -62,8 +69,29 @@ def test_losses_and_their_gradients_are_the_definition(settings):
         given.loads[1, E : E + 2], torch.stack([balance, z]).detach(), rtol=1e-12, atol=0
     )
     real = [row for row in range(16) if row % SEQ < LENGTHS[row // SEQ]]
+    shares = scored(logits(), settings)
+    shares = shares / shares.sum(-1, keepdim=True)
+    entropy = sum(float(-(shares[r] * shares[r].log()).sum()) / LENGTHS[r // SEQ] for r in real)
+    assert float(given.loads[1, E + 2]) == pytest.approx(entropy, rel=1e-6)
     assert given.loads[1, :E].tolist() == chosen[real].flatten().bincount(minlength=E).tolist()
     assert given.loads[[0, 2]].abs().max() == 0
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
+def test_losses_do_not_depend_on_what_is_counted(z_loss):
+    found = []
+    for count in (False, True):
+        given = routing({}, balance_loss=0.3, z_loss=z_loss)
+        decision = given.decide(logits().topk(2).indices, scored(logits(), {}), 1)
+        found.append(given.loss(logits(), scored(logits(), {}), decision, 1, count=count))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
+
+
+def test_pairs_of_many_experts_keep_their_order():
+    keys = torch.tensor([[32_768, 0], [32_767, 1]])
+    order, ends = _grouped(keys, 32_768)
+    assert order.tolist() == [1, 3, 2, 0]
+    assert (int(ends[0]), int(ends[-1])) == (1, 3)
 
 
 def test_padding_is_not_computed_and_pairs_are_ordered_by_expert():

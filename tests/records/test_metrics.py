@@ -14,8 +14,11 @@ from mtrain_cli.records import metrics as module
 from mtrain_cli.records.metrics import (
     MetricsWriter,
     StepMetrics,
+    median_rate,
     read_metrics,
     read_readable_metrics,
+    sound_mfu,
+    steady_steps,
 )
 
 STEP = StepMetrics(
@@ -98,6 +101,25 @@ def test_every_line_has_every_key_of_the_contract(tmp_path):
 def test_non_finite_numbers_become_null(value):
     line = replace(STEP, loss=value).to_json()
     assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
+
+
+def test_rates_leave_out_two_steps_after_each_start():
+    run = [replace(STEP, step=step, tokens_per_second_per_gpu=float(step)) for step in range(5, 15)]
+
+    def left(steps, *restarts):
+        return [each.step for each in steady_steps(steps, restarts)]
+
+    assert left(run) == [7, 8, 9, 10, 11, 12, 13, 14]
+    assert left(run, 9) == [7, 8, 9, 12, 13, 14]
+    assert left(run[:2]) == [6], "the last step, if no other is left"
+    assert left([]) == []
+    assert median_rate([run[0], run[1], run[9]]) == 6.0
+
+
+def test_an_mfu_may_equal_hfu():
+    assert [sound_mfu(*shares) for shares in ((0.5, 0.5), (0.51, 0.5), (0.5, None))] == [
+        0.5, None, 0.5,
+    ]  # fmt: skip
 
 
 def test_resuming_drops_the_steps_after_the_checkpoint(tmp_path):
@@ -228,5 +250,8 @@ def test_a_full_disk_costs_lines_but_not_the_training(tmp_path, monkeypatch):
         assert writer.write(replace(STEP, step=step)) == warning, "warn only once"
     monkeypatch.setattr(writer, "_file", real)
     assert writer.write(replace(STEP, step=4)) is None
+    monkeypatch.setattr(writer, "_file", Full())
+    assert writer.write(replace(STEP, step=5)) is not None, "a disk that is full again"
+    monkeypatch.setattr(writer, "_file", real)
     writer.close()
     assert steps(tmp_path) == [1, 4]

@@ -40,7 +40,8 @@ def test_messages_longer_than_the_products_follow_each_other():
 
 
 def test_all_workers_wait_for_the_one_with_the_most_rows():
-    assert clocks(FORWARD_CHUNK, 1, 5.0, [10.0, 30.0]).span == 40.0
+    found = clocks(FORWARD_CHUNK, 1, 5.0, [10.0, 30.0])
+    assert (found.span, found.exposed) == (40.0, 10.0)
 
 
 def test_without_checkpointing_backward_waits_for_one_message():
@@ -48,3 +49,8 @@ def test_without_checkpointing_backward_waits_for_one_message():
     assert clocks(backward_chunk("none"), 1, 5.0, [60.0]).exposed == pytest.approx(5.0)
     # The second message travels during the product that is computed again, of 60 * 2 / 8.
     assert clocks(backward_chunk("full"), 1, 5.0, [60.0]).exposed == pytest.approx(5.0)
+
+
+def test_the_product_of_gate_and_up_is_twice_that_of_down():
+    """Products take 1 and 2. The third message begins at 13, before the last two products."""
+    assert clocks(backward_chunk("full"), 1, 5.0, [8.0]).span == pytest.approx(18.0)

@@ -76,6 +76,35 @@ def test_rows_cost_more_in_several_micro_batches_and_nothing_without_dealing():
     assert row_seconds(*shape("8k", 2, 2, "topology.expert_parallel=1")) == 0
 
 
+def test_a_step_costs_as_much_in_each_micro_batch():
+    for degree in (1, 2):
+        once, twice = (
+            price(*shape("8k", 2, 2, f"train.global_batch={n}"), degree).seconds for n in (1, 2)
+        )
+        assert twice == pytest.approx(2 * once)
+
+
+def test_weights_that_stay_or_are_reduced_once_cost_less():
+    four = "train.global_batch=4"
+    full, gradients, optimizer = (
+        price(*shape("8k", 16, 8, four, f"train.shard={kind}"), 1).seconds
+        for kind in ("full", "gradients", "optimizer")
+    )
+    assert full > 1.1 * gradients > 1.2 * optimizer
+    once = [
+        price(*shape("8k", 16, 8, f"train.shard={k}"), 1).seconds for k in ("full", "gradients")
+    ]
+    assert once[0] > 1.1 * once[1]
+
+
+def test_rows_between_nodes_cost_more_than_rows_in_a_node(monkeypatch):
+    monkeypatch.setattr(expert_price, "HOST_WAIT_US", 0.0)
+    apart, inside = (
+        row_seconds(*shape("8k", 16, per_node, "topology.expert_parallel=8")) for per_node in (2, 8)
+    )
+    assert apart > 2 * inside
+
+
 def test_a_named_cluster_gives_the_rates():
     slow = shape("8k", 2, 2, "topology.cluster=a100_4x8")
     assert price(*slow, 2).seconds > price(*shape("8k", 2, 2), 2).seconds

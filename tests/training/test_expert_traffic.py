@@ -10,6 +10,7 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.expert_traffic import (
     allowed_degrees,
+    degrees_in_a_node,
     expert_traffic,
     require_experts_fit,
 )
@@ -88,6 +89,12 @@ def test_with_tensor_parallelism_and_one_degree_gradients_are_summed_once_a_step
             "122, and neither size is a multiple of 4; allowed: auto, 1, 4, 8",
         ),
         (
+            ["topology.expert_parallel=2", "model.hidden_size=122", "model.moe.expert_size=62"],
+            8, "cpu",
+            "topology.expert_parallel=2: leaves 4 workers to share an expert's weight of 122 x "
+            "62, and neither size is a multiple of 4; allowed: auto, 1, 4, 8",
+        ),
+        (
             ["model.moe.expert_size=50"], 8, "cuda",
             "model.moe.expert_size=50: grouped products need a multiple of 8",
         ),
@@ -98,6 +105,16 @@ def test_sizes_that_do_not_fit_are_refused(words, workers, device, message):
     with pytest.raises(ConfigError) as refused:
         require_experts_fit(config, ParallelDims.of(workers, cp=workers), 2, device)
     assert refused.value.problems == (message,) or list(refused.value.problems) == [message]
+
+
+def test_a_gpu_takes_sizes_of_whole_16_bytes():
+    config = compose(["model=tiny_moe", "model.moe.expert_size=56"])
+    require_experts_fit(config, ParallelDims.of(8, cp=8), 2, "cuda")
+
+
+def test_degrees_in_a_node_divide_its_workers():
+    config = compose(["model=tiny_moe"])
+    assert degrees_in_a_node(config, ParallelDims.of(12, cp=12), 6) == [1, 2]
 
 
 def test_allowed_degrees_divide_experts_and_workers():
