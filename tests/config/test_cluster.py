@@ -8,7 +8,14 @@ import pytest
 import yaml
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.cluster import SOURCES, Constant, file_of, load_cluster, shipped
+from mtrain_cli.config.cluster import (
+    SOURCES,
+    Constant,
+    file_of,
+    load_cluster,
+    shipped,
+    uneven_nodes,
+)
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.prediction import _uncertain
 
@@ -265,3 +272,69 @@ def test_capability_by_name(gpu, expected):
 def test_a_name_that_is_too_long_for_a_file_is_an_unknown_cluster():
     with pytest.raises(ValueError, match="allowed: "):
         file_of("x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "allowed", "refused"),
+    [
+        ("gpu", "peak_tflops", [1e-9, 1e12], [0, 1.001e12]),
+        ("gpu", "launch_us", [0, 1e12], [-1e-9, 1.001e12]),
+        ("inner", "gpu_share", [0, 0.999], [-1e-9, 1]),
+        ("inner", "collective_ranks", [1, 16_384], [0, 1.5, 16_385]),
+    ],
+)
+def test_a_constant_ends_at_its_last_allowed_value(tmp_path, part, name, allowed, refused):
+    path = tmp_path / "mine.yaml"
+
+    def write(value: float) -> None:
+        content = document()
+        section = content["gpu"] if part == "gpu" else content["links"][part]
+        section[name] = {"value": value, "source": "guess"}
+        path.write_text(yaml.safe_dump(content))
+
+    for value in allowed:
+        write(value)
+        found = load_cluster(str(path))
+        assert vars(found.gpu if part == "gpu" else found.inner)[name].value == value
+    for value in refused:
+        write(value)
+        with pytest.raises(ConfigError, match=name):
+            load_cluster(str(path))
+
+
+@pytest.mark.parametrize("name", ["nodes", "gpus_per_node"])
+def test_nodes_and_gpus_end_at_16384(tmp_path, name):
+    other = {"nodes": "gpus_per_node", "gpus_per_node": "nodes"}[name]
+    path = tmp_path / "mine.yaml"
+    for value, is_allowed in ((1, True), (16_384, True), (0, False), (16_385, False)):
+        content = document() | {name: value, other: 16_384 if name == "nodes" else 1}
+        content["links"]["outer"]["shared_by"] = {"value": 1, "source": "guess"}
+        path.write_text(yaml.safe_dump(content))
+        if is_allowed:
+            assert getattr(load_cluster(str(path)), name) == value
+        else:
+            with pytest.raises(ConfigError, match=f"{name}={value}"):
+                load_cluster(str(path))
+
+
+@pytest.mark.parametrize(("low", "high"), [(5, 5), (4, 5), (5, 6)])
+def test_a_value_may_be_one_of_its_bounds(tmp_path, low, high):
+    content, path = document(), tmp_path / "mine.yaml"
+    known = {"value": 5, "source": "guess", "low": low, "high": high}
+    content["links"]["inner"]["latency_us"] = known
+    path.write_text(yaml.safe_dump(content))
+    assert load_cluster(str(path)).inner.latency_us.low == low
+
+
+def test_one_node_needs_no_links_and_may_be_partly_used():
+    cluster = load_cluster("h200_1x8", nodes=1)
+    assert [uneven_nodes(cluster, workers) for workers in (1, 7, 8, 16)] == [None] * 4
+    assert uneven_nodes(cluster, 9) is not None
+
+
+def test_a_peak_of_0_is_one_problem(tmp_path):
+    content = document()
+    content["gpu"] = {**content["gpu"], "peak_tflops": {"value": 0, "source": "guess"}}
+    content["gpu"].pop("gemm_tflops", None)
+    (line,) = problems(tmp_path, content)
+    assert line.startswith("gpu.peak_tflops")

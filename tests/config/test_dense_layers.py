@@ -55,3 +55,7 @@ def test_layers_have_the_kinds_of_the_mask_or_of_the_pattern():
 def test_dense_layers_have_a_name_for_the_user(number, text):
     assert last_layers(compose([*SPARSE, f"sparsity.dense_layers={number}"])) == text
     assert last_layers(compose(["sparsity=dense"])) == ""
+
+
+def test_all_layers_but_one_may_be_dense():
+    assert compose([*SPARSE, "sparsity.dense_layers=3"]).sparsity.dense_of(4) == {1, 2, 3}

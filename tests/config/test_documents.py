@@ -1,12 +1,15 @@
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import mtrain_cli
+from mtrain_cli.config import documents
 from mtrain_cli.config.documents import (
     UnreadableError,
     checked,
+    is_number,
     json_object,
     json_text,
     read_json,
@@ -122,3 +125,42 @@ def test_every_command_prints_strict_json():
     commands = Path(mtrain_cli.__file__).parent / "commands"
     loose = [file.name for file in commands.glob("*.py") if "echo(json.dumps(" in file.read_text()]
     assert loose == []
+
+
+def test_numbers_fit_in_int64_or_are_below_1e18():
+    assert [is_number(value) for value in (2**63 - 1, 2**63, -(2**63) + 1, -(2**63))] == [
+        True, False, True, False,
+    ]  # fmt: skip
+    assert [is_number(value) for value in (math.nextafter(1e18, 0), 1e18)] == [True, False]
+
+
+def test_yaml_may_be_nested_100_times(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("[" * 101 + "]" * 101)  # 100 lists inside the first one
+    assert len(read_yaml(file)) == 1
+    file.write_text("[" * 102 + "]" * 102)
+    with pytest.raises(UnreadableError, match="nested too deeply"):
+        read_yaml(file)
+
+
+@pytest.mark.parametrize(("most", "is_refused"), [(4, False), (3, True)])
+def test_yaml_may_hold_as_many_values_as_the_limit(tmp_path, monkeypatch, most, is_refused):
+    monkeypatch.setattr(documents, "_MOST_VALUES", most)
+    file = tmp_path / "a.yaml"
+    file.write_text("[1, 2, 3]")  # a list and three numbers
+    if is_refused:
+        with pytest.raises(UnreadableError, match="it holds more than 3 values"):
+            read_yaml(file)
+    else:
+        assert read_yaml(file) == [1, 2, 3]
+
+
+def test_messages_show_five_lines_and_forty_characters(tmp_path):
+    five = documents.damaged_lines(tmp_path, range(1, 6))
+    assert five.endswith("lines 1, 2, 3, 4, 5 are damaged")
+    six = documents.damaged_lines(tmp_path, range(1, 7))
+    assert six.endswith("lines 1, 2, 3, 4, 5 and more are damaged")
+    for letters, end in ((38, '"'), (39, "...")):
+        with pytest.raises(UnreadableError) as caught:
+            checked(Thing, {"step": "x" * letters})
+        assert str(caught.value) == f'step="{"x" * letters}{end} has the wrong type'

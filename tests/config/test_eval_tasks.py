@@ -85,3 +85,10 @@ def test_keys_of_other_tasks_have_no_effect():
         for name in ("form", "haystack", "needles", "chains", "seed")
     }
     assert not dict(without_effect(compose([NIAH])))
+
+
+@pytest.mark.parametrize(("allowed", "refused"), [("2", "1"), ("64m", "67108865")])
+def test_a_length_ends_at_its_last_allowed_value(allowed, refused):
+    compose([NIAH, f"eval.length={allowed}"])
+    with pytest.raises(ConfigError, match=r"eval\.length="):
+        compose([NIAH, f"eval.length={refused}"])

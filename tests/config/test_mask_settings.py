@@ -89,6 +89,52 @@ def test_a_conflict_is_one_line_that_names_key_and_value(mask, message):
 
 
 @pytest.mark.parametrize(
+    ("allowed", "refused"),
+    [
+        ({"count": 16}, {"count": 17}),
+        ({"count": 17, "stride": 4}, {"count": 17, "stride": 3}),
+    ],
+)
+def test_a_dilated_query_sees_at_most_16_blocks(allowed, refused):
+    assert lines(dataclasses.replace(DILATED, **allowed)) == []
+    assert len(lines(dataclasses.replace(DILATED, **refused))) == 1
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused"),
+    [
+        ((16, 16, 16), (17, 16, 16)),
+        ((1, 1, 1), (0, 1, 1)),
+        ((1, 16, 16), (1, 17, 16)),
+        ((4, 4, 15), (4, 5, 15)),
+        ((16, 15, 16), (4, 16, 17)),
+    ],
+)
+def test_a_window_of_a_video_ends_at_the_video_and_at_16_intervals(allowed, refused):
+    assert lines(dataclasses.replace(VIDEO, window=allowed)) == []
+    assert len(lines(dataclasses.replace(VIDEO, window=refused))) == 1
+
+
+def test_advice_for_a_video_widens_the_window_if_it_can():
+    long = dataclasses.replace(VIDEO, frames=32, height=8, window=(17, 7, 16))
+    (line,) = lines(long)
+    assert line.endswith("Give a smaller window, or fewer frames")
+    (line,) = lines(dataclasses.replace(long, window=(3, 7, 15)))
+    assert line.endswith("Give a smaller window, or mask.window=[3,7,16]")
+
+
+def test_a_prefix_and_global_tokens_end_at_the_sequence():
+    assert lines(MaskConfig(kind="prefix_lm", prefix=SEQ)) == []
+    assert lines(dataclasses.replace(MaskConfig.sliding(8), global_tokens=SEQ)) == []
+
+
+@pytest.mark.parametrize(("window", "intervals"), [(SEQ - 4, 1), (SEQ - 5, 2)])
+def test_global_tokens_beside_a_window_join_it(window, intervals):
+    mask = dataclasses.replace(MaskConfig.sliding(window), global_tokens=4)
+    assert mask.intervals(SEQ) == intervals
+
+
+@pytest.mark.parametrize(
     ("mask", "intervals"),
     [
         (CAUSAL, 1),

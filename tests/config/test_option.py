@@ -5,7 +5,16 @@ import dataclasses
 import pytest
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.option import FRACTION, POSITIVE, SHARE, Range, at_least, option
+from mtrain_cli.config.option import (
+    ABOVE_ZERO,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Range,
+    at_least,
+    option,
+)
 
 
 def test_an_option_is_a_field_with_its_facts():
@@ -20,7 +29,16 @@ def test_an_option_is_a_field_with_its_facts():
 
 @pytest.mark.parametrize(
     ("bounds", "inside", "outside"),
-    [(POSITIVE, 1, 0), (SHARE, 1, 0), (FRACTION, 0, 1.1), (at_least(7), 7, 6)],
+    [
+        (POSITIVE, 1, 0),
+        (ABOVE_ZERO, 1e-30, 0),
+        (NOT_NEGATIVE, 0, -1e-30),
+        (SHARE, 1, 0),
+        (SHARE, 1e-30, 1.001),
+        (FRACTION, 0, 1.001),
+        (FRACTION, 1, -1e-30),
+        (at_least(7), 7, 6),
+    ],
 )
 def test_a_range_has_inclusive_ends(bounds, inside, outside):
     assert bounds.fits(inside)

@@ -184,3 +184,44 @@ def test_windows_may_fill_the_whole_sequence():
     assert (
         compose(["sparsity=vertical_slash", "sparsity.windows=64", "seq=4k"]).sparsity.windows == 64
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "allowed", "refused"),
+    [
+        ("sparsity=vertical_slash sparsity.sink_tokens=4", "max_columns=64", "max_columns=63"),
+        ("sparsity=vertical_slash sparsity.sink_tokens=4", "max_columns=0", "max_columns=1"),
+        ("sparsity=vertical_slash sparsity.min_columns=4", "sink_tokens=4096", "sink_tokens=4097"),
+        ("sparsity=vertical_slash sparsity.min_slashes=3", "max_slashes=3", "max_slashes=2"),
+        ("sparsity=vertical_slash sparsity.min_slashes=3", "max_slashes=0", "max_slashes=1"),
+        ("sparsity=vertical_slash seq=4k", "last_q=4096", "last_q=4097"),
+        ("sparsity=vertical_slash seq=4k sparsity.last_q=1", "windows=4096", "windows=4097"),
+        ("sparsity=xattention sparsity.block=16", "stride=16", "stride=32"),
+        ("sparsity=moba sparsity.block=16", "chunk=16", "chunk=17"),
+    ],
+)
+def test_a_rule_ends_at_its_last_allowed_value(words, allowed, refused):
+    compose([*words.split(), f"sparsity.{allowed}"])
+    with pytest.raises(ConfigError) as caught:
+        compose([*words.split(), f"sparsity.{refused}"])
+    (line,) = caught.value.problems
+    assert "sparsity." in line
+
+
+def test_sequences_of_vertical_slash_end_at_2_to_the_24():
+    settings = compose(["sparsity=vertical_slash"]).sparsity
+    assert list(settings.problems(2**24)) == []
+    (line,) = settings.problems(2**24 + 1)
+    assert line.startswith("seq=16777217: ")
+
+
+def test_the_largest_of_equal_minimums_is_named_as_columns():
+    words = ["sparsity=vertical_slash", "sparsity.min_columns=64", "sparsity.sink_tokens=64"]
+    with pytest.raises(ConfigError, match=r"is below sparsity\.min_columns=64"):
+        compose([*words, "sparsity.max_columns=63"])
+
+
+@pytest.mark.parametrize(("windows", "has_remark"), [(1, True), (2, False)])
+def test_only_a_single_window_of_packed_documents_has_a_remark(windows, has_remark):
+    settings = compose(["sparsity=vertical_slash", f"sparsity.windows={windows}"]).sparsity
+    assert (settings.packed_documents_remark is not None) == has_remark

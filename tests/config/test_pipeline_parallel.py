@@ -123,6 +123,47 @@ def test_each_conflict_has_one_line(words, line):
     assert error.value.problems == (line,)
 
 
+@pytest.mark.parametrize(
+    ("words", "allowed", "refused"),
+    [
+        ([], "topology.pipeline_parallel=6", "topology.pipeline_parallel=7"),
+        (
+            [TWO, "topology.virtual_stages=3"],
+            "train.global_batch=2 topology.workers=2",
+            "train.global_batch=1 topology.workers=2",
+        ),
+        ([TWO], "topology.stage_layers=[1,5]", "topology.stage_layers=[0,6]"),
+        (
+            [TWO, "topology.virtual_stages=2", "topology.workers=2"],
+            "train.global_batch=2",
+            "train.global_batch=1",
+        ),
+        (
+            [TWO, "topology.schedule=gpipe"],
+            "topology.virtual_stages=1",
+            "topology.virtual_stages=2",
+        ),
+        ([TWO], "topology.workers=2", "topology.workers=1"),
+        ([TWO], "topology.workers=2", "topology.workers=3"),
+    ],
+)
+def test_a_rule_ends_at_its_last_allowed_value(words, allowed, refused):
+    compose([*MODEL, *words, *allowed.split()])
+    with pytest.raises(ConfigError) as error:
+        compose([*MODEL, *words, *refused.split()])
+    assert len(error.value.problems) == 1
+
+
+def test_a_list_of_virtual_stages_names_both_degrees():
+    words = [TWO, "topology.virtual_stages=2", "train.global_batch=2"]
+    with pytest.raises(ConfigError) as error:
+        compose([*MODEL, *words, "topology.stage_layers=[6]"])
+    assert error.value.problems == (
+        "topology.stage_layers=[6]: has 1 number; must have 4 (topology.pipeline_parallel=2 x "
+        "topology.virtual_stages=2)",
+    )
+
+
 def test_allowed_settings_pass():
     config = compose([*MODEL, TWO, "topology.stage_layers=[2,4]"])
     assert config.topology.stage_layers == (2, 4)

@@ -1,6 +1,6 @@
 import pytest
 
-from mtrain_cli.config.sizes import count, format_size, parse_size, with_count
+from mtrain_cli.config.sizes import count, format_bytes, format_size, parse_size, with_count
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,18 @@ def test_a_noun_has_the_number_of_its_count():
 def test_counts_have_three_digits():
     numbers = {7: "7", 822_000: "822 K", 8_030_261_248: "8.03 B", 494_032_768: "494 M"}
     assert {number: count(number) for number in numbers} == numbers
+
+
+def test_a_size_has_at_most_40_digits_and_is_below_1e30():
+    assert parse_size("0" * 39 + "7") == 7
+    assert parse_size("9e29") == 9 * 10**29
+    for text in ("0" * 40 + "7", "1e30", "-1e30"):
+        with pytest.raises(ValueError, match="too large or has too many digits"):
+            parse_size(text)
+
+
+def test_units_begin_at_one():
+    assert [format_bytes(size) for size in (1023, 1024, 2**20, 2**30)] == [
+        "1023 B", "1.0 KiB", "1.0 MiB", "1.0 GiB",
+    ]  # fmt: skip
+    assert [count(number) for number in (999, 1000, 10**6, 10**9)] == ["999", "1 K", "1 M", "1 B"]

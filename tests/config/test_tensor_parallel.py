@@ -69,6 +69,18 @@ def test_each_conflict_has_one_line(words, line):
     assert error.value.problems == (line,)
 
 
+def test_one_worker_supports_what_two_do_not():
+    assert compose([*MODEL, "topology.tensor_parallel=1", "optim.offload=true"]).optim.offload
+
+
+@pytest.mark.parametrize(("heads", "allowed", "refused"), [(1, 1, 2), (2, 2, 3), (6, 6, 12)])
+def test_the_largest_degree_is_the_common_divisor(heads, allowed, refused):
+    words = [*MODEL, f"model.num_kv_heads={heads}"]
+    compose([*words, f"topology.tensor_parallel={allowed}"])
+    with pytest.raises(ConfigError, match=r"must divide model\.num_heads=12"):
+        compose([*words, f"topology.tensor_parallel={refused}"])
+
+
 def test_an_allowed_degree_gives_each_worker_a_part_of_the_model():
     config = compose([*MODEL, "topology.tensor_parallel=6"])
     part = config.of_worker.model

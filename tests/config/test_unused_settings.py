@@ -145,3 +145,12 @@ def test_a_model_on_one_worker_needs_no_layout():
     assert [line.partition(":")[0] for line in lines] == words[:2]
     assert unused_by_model(words, [two]) == []
     assert unused_by_model(words, [alone, two]) == []
+
+
+def test_a_setting_that_reaches_the_last_step_has_an_effect():
+    words = ["train.steps=5", "optim.warmup_steps=5", "train.checkpoint_every=5"]
+    assert unused_keys(words, compose(words)) == []
+    later = ["train.steps=5", "optim.warmup_steps=6", "train.checkpoint_every=6"]
+    assert [line.partition("=")[0] for line in unused_keys(later, compose(later))] == [
+        "train.checkpoint_every", "optim.warmup_steps",
+    ]  # fmt: skip

@@ -377,6 +377,110 @@ def test_unusable_paths_are_refused(word, message):
         compose([word])
 
 
+WSD = ["optim.schedule=wsd", "train.steps=100", "optim.warmup_steps=10"]
+ONE_LAYER = ["model.num_layers=1"]
+WINDOW = ["mask=sliding_window", "mask.window=8"]
+GROUPS = ["topology.workers=4", "train.micro_batch=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "allowed", "refused"),
+    [
+        (["model.num_heads=1"], ["model.num_kv_heads=1"], ["model.num_kv_heads=2"]),
+        (
+            ["model.rope.scaling=yarn", "model.rope.beta_slow=2"],
+            ["model.rope.beta_fast=2.01"],
+            ["model.rope.beta_fast=2"],
+        ),
+        (
+            ["model.rope.scaling=llama3", "model.rope.factor=8", "model.rope.low_freq_factor=2"],
+            ["model.rope.high_freq_factor=2.01"],
+            ["model.rope.high_freq_factor=2"],
+        ),
+        ([], ["model.vocab_size=264"], ["model.vocab_size=263"]),
+        ([], ["model.vocab_size=264"], ["model.vocab_size=2"]),
+        (WSD, ["optim.decay_steps=89"], ["optim.decay_steps=90"]),
+        ([*WSD, "optim.schedule_steps=60"], ["optim.decay_steps=49"], ["optim.decay_steps=50"]),
+        (WSD, ["optim.schedule_steps=11"], ["optim.schedule_steps=10"]),
+        (["model.num_layers=4"], ["train.keep_mlp=4"], ["train.keep_mlp=5"]),
+        (ONE_LAYER, ["train.keep_mlp=1"], ["train.keep_mlp=2"]),
+        (ONE_LAYER, ["train.offload_activations=1"], ["train.offload_activations=2"]),
+        ([*ONE_LAYER, *WINDOW], ["mask.full_first=0"], ["mask.full_first=1"]),
+        (["model.num_layers=4", *WINDOW], ["mask.full_every=4"], ["mask.full_every=5"]),
+        (["seq=2", "topology.workers=2"], ["topology.layout=zigzag"], ["topology.block_size=16"]),
+        (
+            ["seq=512", "topology.workers=4"],
+            ["topology.block_size=128"],
+            ["topology.block_size=256"],
+        ),
+        (
+            ["topology.workers=2", "topology.layout=balanced", "topology.balanced_chunk=16"],
+            ["seq=17"],
+            ["seq=2"],
+        ),
+        (
+            ["topology.workers=2", "topology.layout=balanced", "topology.balanced_chunk=16"],
+            ["seq=64k"],
+            ["seq=65537"],
+        ),
+        (
+            [*GROUPS, "topology.context_parallel=1"],
+            ["train.global_batch=4"],
+            ["train.global_batch=1"],
+        ),
+        (
+            [*GROUPS, "topology.context_parallel=2"],
+            ["train.global_batch=2"],
+            ["train.global_batch=1"],
+        ),
+        (
+            ["topology.workers=1", "topology.context_parallel=1", "train.micro_batch=3"],
+            ["train.global_batch=3"],
+            ["train.global_batch=1"],
+        ),
+        ([], ["optim.betas=[0,0.99]"], ["optim.betas=[0,1]"]),
+        ([], ["optim.betas=[0,0.99]"], ["optim.betas=[-0.001,0.9]"]),
+        ([], ["train.eval_every=0"], ["train.eval_every=1"]),
+    ],
+)
+def test_a_rule_ends_at_its_last_allowed_value(words, allowed, refused):
+    compose([*words, *allowed])
+    with pytest.raises(ConfigError) as caught:
+        compose([*words, *refused])
+    (line,) = caught.value.problems
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "advice"), [(98, "allowed: 1 to 1"), (99, "give fewer optim.warmup_steps")]
+)
+def test_the_advice_for_a_decay_says_how_many_steps_are_left(warm_up, advice):
+    words = ["optim.schedule=wsd", "train.steps=100", "optim.decay_steps=2"]
+    with pytest.raises(ConfigError, match=f"{advice}$"):
+        compose([*words, f"optim.warmup_steps={warm_up}"])
+
+
+def test_weights_of_a_mix_are_above_0(defaults, tmp_path):
+    (tmp_path / "books").mkdir()
+    mixed = {"data__kind": "text", "data__path": str(tmp_path)}
+    assert problems(changed(defaults, **mixed, data__mix={"books": 1e-30})) == []
+    (line,) = problems(changed(defaults, **mixed, data__mix={"books": 0.0}))
+    assert "the weight of books must be above 0" in line
+
+
+def test_allowed_degrees_are_listed_beside_an_impossible_one():
+    words = ["topology.workers=4", "topology.context_parallel=0", "topology.tensor_parallel=x"]
+    with pytest.raises(ConfigError, match="tensor_parallel=x: expected a whole number; allowed: 1"):
+        compose(words)
+
+
+def test_the_advice_for_blocks_names_the_largest_that_fits():
+    words = ["seq=512", "topology.workers=16"]
+    with pytest.raises(ConfigError, match=r"or blocks of at most 32$"):
+        compose(words)
+    compose([*words, "topology.block_size=32"])
+
+
 def test_masks_from_the_data_need_dense_attention():
     masked = ["data=tokens", "data.path=/", "data.mask_key=mask"]
     with pytest.raises(ConfigError) as caught:

@@ -26,6 +26,7 @@ from mtrain_cli.learning.outcomes import (
     compare,
     damage_of,
     judge,
+    judge_key_tokens,
     losses,
     needles,
     other_bases,
@@ -35,7 +36,7 @@ from mtrain_cli.learning.outcomes import (
     spread_of,
     summarize,
 )
-from mtrain_cli.learning.t_interval import interval
+from mtrain_cli.learning.t_interval import Interval, interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
 
 A = TIERS["a"]
@@ -112,6 +113,56 @@ def test_nothing_is_claimed_if_even_the_control_does_not_lose():
     assert sparse_of(found).verdict["loss"] == OPEN
     without = [one for one in three([0.002, 0.003, 0.004]) if one.cell.name != FIXED]
     assert sparse_of(without).verdict["loss"] == OPEN
+
+
+def test_a_control_that_loses_only_under_dense_inference_shows_nothing():
+    found = [
+        replace(one, attention=DENSE) if one.cell.name == FIXED else one
+        for one in three([0.002, 0.003, 0.004])
+    ]
+    assert sparse_of(found).verdict["loss"] == OPEN
+
+
+def test_the_spread_is_the_largest_difference_of_any_sign():
+    assert spread_of(three([0.0, 0.0, 0.0], again=0.25)) == {"loss": 0.25}
+    signs = {0: -0.5, 1: 0.25, 2: -0.125}
+    found = [
+        measured(name, seed, loss=2.0 + more * (name == AGAIN))
+        for seed, more in signs.items()
+        for name in (DENSE, AGAIN)
+    ]
+    assert spread_of(found) == {"loss": 0.5}
+
+
+def test_dense_trainings_have_no_verdict():
+    compared = compare(A, three([0.002, 0.003, 0.004]), {"loss": 0.01})
+    dense, again = (
+        next(each for each in compared if each.variant.name == name) for name in (DENSE, AGAIN)
+    )
+    assert (dense.difference, dense.verdict) == ({}, {})
+    assert again.verdict == {"loss": outcomes.CONTROL}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.0, 1.0, OPEN),
+        (-1.0, 0.0, OPEN),
+        (0.01, 1.0, WORSE),
+        (-1.0, -0.01, BETTER),
+        (-0.5, 0.5, NOTHING),
+        (-0.51, 0.5, OPEN),
+        (-0.5, 0.51, OPEN),
+        (0.01, 0.5, NOTHING),
+    ],
+)
+def test_words_change_at_0_and_at_the_spread(low, high, words):
+    assert judge(Interval(0.0, low, high, 3), 0.5, lower=True) == words
+
+
+@pytest.mark.parametrize(("low", "words"), [(0.5, OPEN), (0.51, WORSE)])
+def test_key_tokens_are_worse_beyond_the_spread(low, words):
+    assert judge_key_tokens(Interval(0.0, low, 1.0, 3), 0.5, lower=True) == words
 
 
 def test_without_a_second_dense_training_nothing_is_claimed():
@@ -250,6 +301,74 @@ def test_predictions_of_needles():
     recovers = predicted("recovers_half", 50, attention=DENSE, **elsewhere)
     assert outcome(recovers, found, A).state == HELD
     assert outcome(recovers, found, A).found == "+60 % of the lost points, 1 seed"
+
+
+@pytest.mark.parametrize(
+    ("rule", "limit", "own", "state"),
+    [
+        ("at_most_percent", 25, 5.0, HELD),
+        ("at_most_percent", 25, 5.01, FAILED),
+        ("above_percent", 25, 5.0, FAILED),
+        ("above_percent", 25, 5.01, HELD),
+        ("loses_at_most", 2, 2.0, HELD),
+        ("loses_at_most", 2, 1.99, FAILED),
+        ("loses_more_than", 2, 2.0, FAILED),
+        ("loses_more_than", 2, 1.99, HELD),
+        ("below_dense", 0, 4.0, FAILED),
+        ("below_dense", 0, 3.99, HELD),
+        ("below_cell", 0, 4.5, FAILED),
+        ("below_cell", 0, 4.49, HELD),
+        ("within_spread", 0, 4.25, HELD),
+        ("within_spread", 0, 4.26, FAILED),
+        ("within_spread", 0, 3.75, HELD),
+        ("within_spread", 0, 3.74, FAILED),
+    ],
+)
+def test_a_rule_ends_at_its_limit(rule, limit, own, state):
+    found = [
+        measured(DENSE, 0, long_loss=4.0),
+        measured(AGAIN, 0, long_loss=4.25),
+        measured("moba", 0, "moba", long_loss=4.5),
+        measured(SPARSE, 0, "vertical_slash", long_loss=own),
+    ]
+    beside = "moba" if rule == "below_cell" else ""
+    assert outcome(predicted(rule, limit, beside=beside), found, A).state == state
+
+
+@pytest.mark.parametrize(("back", "state"), [(66.0, HELD), (65.9, FAILED)])
+def test_half_of_the_lost_needles_is_enough(back, state):
+    found = [
+        measured(DENSE, 0, needles=96.0),
+        measured("moba", 0, "moba", needles=0.0),
+        measured(SPARSE, 0, "vertical_slash", needles=36.0),
+        measured(SPARSE, 0, DENSE, needles=back),
+    ]
+    recovers = predicted("recovers_half", 50, "needles", DENSE)
+    assert outcome(recovers, found, A).state == state
+    nothing = [replace(one, values={"needles": 96.0}) for one in found]
+    each = outcome(recovers, nothing, A)
+    assert (each.state, each.found) == (UNKNOWN, "the measurement has no such part")
+
+
+@pytest.mark.parametrize("measure", ["needles", "inside", "tail", "elsewhere", "outside"])
+def test_dense_must_find_half_of_the_needles(measure):
+    for share, state in ((50.0, HELD), (49.9, UNKNOWN)):
+        found = [
+            measured(DENSE, 0, **{measure: share}),
+            measured(SPARSE, 0, "vertical_slash", **{measure: share}),
+        ]
+        assert outcome(predicted("loses_at_most", 5, measure), found, A).state == state
+
+
+@pytest.mark.parametrize("worst", [(8192, 16384), (16384, 65536)])
+def test_the_worst_range_of_context_begins_at_the_length_of_the_base(worst):
+    spans = {(4096, 8192): 4.0, (8192, 16384): 4.0, (16384, 65536): 4.0}
+    found = [
+        measured(DENSE, 0, buckets=spans),
+        measured(SPARSE, 0, "vertical_slash", buckets={**spans, (4096, 8192): 8.0, worst: 5.0}),
+    ]
+    rule = predicted("at_most_percent", 25, "worst_long_bucket")
+    assert outcome(rule, found, A).found == "+25 % in the worst range, 1 seed"
 
 
 def test_what_dense_never_finds_cannot_be_lost():
