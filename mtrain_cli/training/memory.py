@@ -186,6 +186,10 @@ def estimate_memory(
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     if config.topology.tensor_parallel > 1:
         communicators += 2  # of the tensor group, and of the workers that shard a layer's part
+    degree, stage = config.topology.expert_parallel, workers // config.topology.pipeline_parallel
+    if config.model.moe.experts and isinstance(degree, int) and degree > 1:
+        # Of the expert group, and of the workers that shard its experts.
+        communicators += 1 + (stage > degree)
     estimates = []
     for part in model_parts(config, _micro_batches(config, workers, layout)):
         step = _StepMemory(config, workers, layout, attention, dtype_bytes, part)

@@ -123,6 +123,15 @@ def test_a_tensor_group_has_two_communicators():
     assert shared - alone == 2 * COMMUNICATOR_BYTES
 
 
+@pytest.mark.parametrize(("workers", "more"), [(2, 1), (4, 2)])
+def test_an_expert_group_has_a_communicator_and_so_have_those_who_shard_its_experts(workers, more):
+    alone, shared = (
+        estimate(*FEW_EXPERTS, f"topology.expert_parallel={degree}", workers=workers).reserve
+        for degree in (1, 2)
+    )
+    assert shared - alone == more * COMMUNICATOR_BYTES
+
+
 FULL = "train.activation_checkpoint=full"
 WIDE = ["model.intermediate_size=4096", "model.moe.experts=8"]
 QWEN = ["model=qwen3b", "train.offload_activations=16"]
