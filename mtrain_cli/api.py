@@ -5,8 +5,9 @@
 >>> model = api.load(run, attention="dense")
 >>> model.generate("def main():", max_new=20)[0].text
 
-Mistakes raise `ConfigError` with one line for each. Under torchrun, initialize
-``torch.distributed`` before `load`; all processes then share each prompt and call the same methods.
+A mistake raises `ConfigError`, which has one line per mistake. Under torchrun, initialize
+``torch.distributed`` before `load`. All processes then share each prompt, and must call the same
+methods.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ Prompt = str | Sequence[int]
 
 
 def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> Config:
-    """Return the configuration that `mtrain train` makes of the same words.
+    """Return the configuration that `mtrain train` makes from the same arguments.
 
     Args:
-        overrides: such as ``"model=qwen3b"`` and ``"seq=512k"``.
+        overrides: settings such as ``"model=qwen3b"`` and ``"seq=512k"``.
         config_dir: folder with your own option files.
 
     Raises:
@@ -61,7 +62,7 @@ def train(config: Config) -> Path:
     """Train a new run on this machine as `mtrain train` does. Return the folder of the run.
 
     Raises:
-        ConfigError: this machine cannot run the configuration. No folder is left.
+        ConfigError: this machine cannot run the configuration. `train` leaves no folder.
         RunError: training failed or was stopped.
     """
     from mtrain_cli.commands.train import train_new_run
@@ -93,7 +94,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model gives the tokens of a text, without the first, on the CPU.
+    """Scores of the tokens of a text, except the first, on the CPU.
 
     losses: -log p(token | earlier tokens) in nats, float32 [tokens - 1].
     is_greedy: whether greedy decoding would choose the token, bool [tokens - 1]. If several tokens
@@ -141,9 +142,9 @@ class Model:
 
         Args:
             prompts: a prompt or several, as text or as token ids.
-            max_new: most tokens to generate for a prompt.
+            max_new: maximum number of tokens to generate for a prompt.
             temperature, top_p, top_k, seed: see `inference.sampling.Sampling`.
-            ignore_end: go on after a token that ends a text.
+            ignore_end: continue after a token that ends a text.
             beyond: allow more positions than the model was trained for.
 
         Raises:
@@ -195,10 +196,10 @@ class Model:
 
     @ARGUMENTS.in_errors()
     def token_scores(self, tokens: Prompt, *, beyond: bool = False) -> TokenScores:
-        """Return the losses of all tokens but the first, and whether each is the most likely.
+        """Return the losses of all tokens except the first, and whether each is the most likely.
 
-        One forward pass gives both. The model attends with its pattern, as it does to a prompt. No
-        token is generated, so the mask may have a window.
+        One forward pass gives both. The model attends with its pattern, as for a prompt. No token
+        is generated, so the mask may have a sliding window.
 
         Args:
             tokens: token ids or text.
@@ -233,7 +234,7 @@ class Model:
     def lm_eval(self, *, beyond: bool = False) -> LM:
         """Return this model for `lm_eval.simple_evaluate`, which needs the extra lm-eval.
 
-        Requests that the model cannot compute raise `ConfigError`. Nothing is truncated.
+        Requests that the model cannot compute raise `ConfigError`. No request is truncated.
 
         Args:
             beyond: allow more positions than the model was trained for.
@@ -271,17 +272,18 @@ def load(
 ) -> Model:
     """Load a model into this process.
 
-    A warning (`warnings`) tells if the newest checkpoint of a run is damaged or incomplete and an
-    older one is used.
+    If the newest checkpoint of a run is damaged or incomplete, `load` uses an older one and gives a
+    warning (`warnings`).
 
-    In a group of torch.distributed, all processes share each prompt. ``topology.tensor_parallel``
-    of them share each layer. ``topology.workers`` may only be their number.
+    In a group of torch.distributed, all processes share each prompt. Groups of
+    ``topology.tensor_parallel`` processes share each layer. ``topology.workers`` may only be the
+    number of processes.
 
     Args:
         path: a Hugging Face folder, a run, or a checkpoint.
         overrides: settings under ``sparsity`` and ``topology``, train.kernel, train.dtype and
             train.compile.
-        attention: the pattern for prompts, such as ``"dense"``; None for the run's.
+        attention: the pattern for prompts, such as ``"dense"``; None for the pattern of the run.
         device: ``cpu``, ``cuda`` or ``auto``.
         tokenizer: folder with a tokenizer to use instead of the model's.
 

@@ -30,7 +30,7 @@ app = typer.Typer(name="data", no_args_is_help=True, rich_markup_mode="rich")
 
 @app.callback()
 def data() -> None:
-    """Tokenize a corpus once for many runs, inspect the result, and write test data.
+    """Tokenize a corpus once for many runs, inspect it, and write needles or RULER's samples.
 
     [bold]Examples[/bold]
 

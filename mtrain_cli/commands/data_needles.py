@@ -43,9 +43,8 @@ def needles(
     """Write documents that hide numbers and ask for them later, for data=text.
 
     Each document has exactly --length tokens: lines of Python such as magic["calm-otter"] = 4817263
-    among lines of a corpus, and later expected["calm-otter"] = 4817263. The last question
-    about every other number stands in the last 2k tokens; all others stand anywhere after their
-    number.
+    among lines of a corpus, and later expected["calm-otter"] = 4817263. For every other number, the
+    last question is in the last 2k tokens. All other questions are anywhere after their number.
 
     [bold]Examples[/bold]
 
@@ -64,7 +63,7 @@ def needles(
         questions: Questions about each needle. Small models learn sooner from several.
         documents: Number of documents.
         seed: Determines names, numbers and places.
-        chains: Share of the needles that the questions call by another name.
+        chains: Share of the needles whose questions use another name.
         haystack: Corpus between the needles: a file or folder of text, or 'stdlib' for Python's own
             sources. It repeats if it is too short.
         tokenizer: Tokenizer that counts tokens: that of the training run.

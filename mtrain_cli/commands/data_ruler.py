@@ -49,7 +49,7 @@ def ruler(
     Args:
         out: Folder for the files.
         tokenizer: A Hugging Face tokenizer.json, its folder, or bytes: that of the model.
-        length: Most tokens of a sample, those for the answer included, such as 4k,128k.
+        length: Maximum tokens of a sample, including those for the answer, such as 4k,128k.
         tasks: ruler6, ruler13 (needs --essays, --squad and --hotpotqa), or names of tasks.
         samples: Samples of each task and length.
         essays: Haystack of the tasks with essays: text, or RULER's PaulGrahamEssays.json.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from mtrain_cli import install_command
 from mtrain_cli.commands.options import Json, flag
+from mtrain_cli.config.documents import json_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,7 +37,7 @@ def doctor(as_json: Json = False, check: Annotated[bool, flag("--check")] = Fals
 
     diagnosis = diagnose(check)
     if as_json:
-        typer.echo(json.dumps(asdict(diagnosis), indent=2))
+        typer.echo(json_text(asdict(diagnosis), indent=2))
     else:
         from mtrain_cli.console import Console
 

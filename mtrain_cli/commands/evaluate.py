@@ -1,4 +1,4 @@
-"""`mtrain eval`: measure what a model makes of a long context."""
+"""`mtrain eval`: evaluate a model on long contexts."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _STOPPED = "stopped; the same command continues"
 
 @app.callback()
 def evaluate() -> None:
-    """Measure what a model makes of a long context, dense beside sparse.
+    """Evaluate a model on long contexts, with dense and with sparse attention.
 
-    Each command takes several lengths and attentions at once. Results go to a folder in the run,
-    which `mtrain report` shows. A stopped evaluation continues when the command is given again.
+    Each command takes several lengths and patterns at once. Results go to a folder in the run,
+    which `mtrain report` shows. To continue a stopped evaluation, repeat the command.
 
     [bold]Examples[/bold]
 
@@ -101,7 +101,7 @@ def perplexity(
     [bold]Examples[/bold]
 
       [cyan]mtrain eval perplexity runs/latest --length 4k --text README.md[/cyan]
-          Measure on the text that the run held out (data.eval_sequences)
+          Measure the loss on the text of a file
       [cyan]mtrain eval perplexity Qwen2.5-3B --text books --length 32k,128k --short 4k[/cyan]
           Also measure the tokens that need more than 4k of context, as LongPPL does
 
@@ -111,7 +111,7 @@ def perplexity(
         text: File or folder of text (.txt, .md, .py, .jsonl, .parquet). Each sequence is whole and
             comes from one document. By default, what the run held out.
         text_key: Key or column that holds the text.
-        samples: Most sequences of each length; by default 8.
+        samples: Maximum number of sequences of each length; by default 8.
         short: Also measure the key tokens: those whose log-probability rises by more than 2 nats
             over this much context, and is above -2 (LongPPL). The newest of the checkpoints and the
             first attention choose them.
@@ -145,12 +145,12 @@ def niah(
     samples: Annotated[int, bounded(1, MOST_SAMPLES)] = 10,
     seed: Annotated[int, bounded(0, MOST_DOCUMENTS)] = 1,
 ) -> None:
-    """Find needles at every depth of a text, by forced scoring.
+    """Find needles, hidden facts, at every depth of a text.
 
-    Each sequence hides several needles and asks for all of them. The answers stand in the text, and
-    one forward pass scores them: greedy decoding begins with an answer exactly if the most likely
-    token is right at each of its places. With a sparse pattern the rows of the answers are sparse,
-    too; in `mtrain generate` and `mtrain eval ruler`, new tokens attend to everything.
+    Each sequence hides several needles and asks for all of them. The text contains the answers, so
+    one forward pass scores them. An answer is right if each of its tokens is the most likely one;
+    greedy decoding would then begin with it. With a sparse pattern, the queries of the answers are
+    sparse, too; in `mtrain generate` and `mtrain eval ruler`, new tokens attend to everything.
 
     [bold]Examples[/bold]
 
@@ -163,10 +163,10 @@ def niah(
         model: A Hugging Face folder, a run, or a step-N folder of a run.
         overrides: Settings of sparsity and topology, train.kernel and train.dtype.
         form: sentences: "The magic number of calm-otter is 4817263." python: the lines of
-            `mtrain data needles`, half of whose questions stand near the end.
+            `mtrain data needles`, half of whose questions are near the end.
         haystack: Text around the needles: a file or folder, or 'stdlib' for Python's own sources.
-        needles: Needles in each sequence; sentences stand at equal distances of depth.
-        chains: Share of python's questions that follow a link.
+        needles: Needles in each sequence; sentences are at equally spaced depths.
+        chains: Share of the questions of --form python that follow a link.
         samples: Sequences of each length.
         seed: Determines names, numbers and places.
     """
@@ -218,7 +218,8 @@ def ruler(
             none.
         file: File of samples, in RULER's format; give the option several times for several files.
         samples: Samples of each task and length.
-        max_new: Most tokens to generate for a sample of --file. RULER's tasks have their own.
+        max_new: Maximum number of tokens to generate for a sample of --file. RULER's tasks have
+            their own.
         essays: Haystack of the tasks with essays: text, or RULER's PaulGrahamEssays.json.
         squad: SQuAD 2.0, for qa_1.
         hotpotqa: HotpotQA, for qa_2.

@@ -47,7 +47,7 @@ def generate(
     tokenizer: Annotated[Path | None, option("DIR")] = None,
     as_json: Annotated[bool, flag("--json")] = False,
 ) -> None:
-    """Let a model continue prompts, under the attention that it was trained with.
+    """Continue prompts with a model, with the attention pattern of its training.
 
     The prompt is computed like a training sequence: with the run's pattern, and shared by several
     workers. New tokens attend to all earlier tokens. The text goes to stdout, everything else to
@@ -72,12 +72,12 @@ def generate(
         prompt: Text to continue; give the option several times for several prompts.
         prompt_file: File with one prompt, which is the whole text; or a .jsonl file with a prompt
             per line, {"prompt": "text"} or {"ids": [1, 2]}. - reads one prompt from stdin.
-        max_new: Most tokens to generate for a prompt.
+        max_new: Maximum number of tokens to generate for a prompt.
         temperature: Divides the logits before sampling; 0 = always the most likely token.
-        top_p: Sample from the fewest most likely tokens with this probability together.
+        top_p: Sample from the smallest set of most likely tokens with this total probability.
         top_k: Sample from this many most likely tokens; 0 = from all.
         seed: Seed of the samples. The number of workers does not change a sample.
-        ignore_end: Go on after a token that ends a text.
+        ignore_end: Continue after a token that ends a text.
         beyond: Allow more positions than the model was trained for.
         tokenizer: Folder with a tokenizer to use instead of the model's.
         as_json: Print one JSON object per prompt instead of text.

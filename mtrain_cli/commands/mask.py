@@ -57,7 +57,7 @@ def show(
 
     Args:
         plot: Also draw to this file. FILE.html shows the mask, which worker holds which rows, and
-            which rows travel. FILE.svg shows the mask only.
+            which rows workers exchange. FILE.svg shows the mask only.
         config_dir: Folder with your own option files, such as DIR/mask/mine.yaml. mtrain searches
             it before the shipped groups.
     """

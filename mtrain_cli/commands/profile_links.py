@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +21,7 @@ from mtrain_cli.commands.options import (
     writing,
 )
 from mtrain_cli.commands.profile import app, check_output
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def links(
         with writing(path):
             path.write_text(cluster_text(document), encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(document, indent=1))
+        typer.echo(json_text(document, indent=1))
     else:
         _show(document, run.path, cluster_out)
 

@@ -1,4 +1,4 @@
-"""`mtrain profile sparsity`: measure how much of dense attention the patterns cover."""
+"""`mtrain profile sparsity`: measure how much of dense attention the patterns keep."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def sparsity(
     samples: Annotated[int | None, bounded(1, MOST_SAMPLES)] = None,
     out: Annotated[Path | None, option("FILE")] = None,
 ) -> None:
-    """Measure how much of dense attention the patterns cover on real training steps, per layer.
+    """Measure how much of dense attention the patterns keep on real training steps, per layer.
 
-    Coverage is measured only on queries that no pattern used to estimate its index. Further options
-    show what attention itself looks like.
+    This share, the recall, is measured only on queries that no pattern used to estimate its index.
+    Further options show what attention itself looks like.
 
     [bold]Examples[/bold]
 

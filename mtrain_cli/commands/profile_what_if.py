@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from mtrain_cli.commands.options import (
     parse_whole_number,
 )
 from mtrain_cli.commands.profile import app
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_bytes
 
@@ -109,7 +109,7 @@ def what_if(
     with _errors_by_option(None if per_node else f"{typed}: the {whose}"):
         replays = {name: replay(recorded, name, setups, numbers, machine) for name in patterns}
     if as_json:
-        typer.echo(json.dumps(_document(recorded, replays), indent=1))
+        typer.echo(json_text(_document(recorded, replays), indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
     for name, rows in replays.items():

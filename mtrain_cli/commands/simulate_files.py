@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_args import SimulateJob
 from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
 from mtrain_cli.parallel.pipeline_player import TimedPipeline
@@ -49,7 +49,7 @@ def deliver(
     if folder is not None:
         write_files(folder, content, predictions)
     if job.typed.as_json:
-        typer.echo(json.dumps(content, indent=1))
+        typer.echo(json_text(content, indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
     show(console)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
 import typer
 
 from mtrain_cli.commands.simulate_args import SimulateJob
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
@@ -42,7 +42,7 @@ def show_methods(job: SimulateJob) -> None:
     config = job.request.compose(job.request.words)
     found = compare(config, job.workers, min(job.cluster.gpus_per_node, job.workers), _planner(job))
     if job.typed.as_json:
-        typer.echo(json.dumps(_document(job, config, found), indent=1))
+        typer.echo(json_text(_document(job, config, found), indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
     costs = [each for each in found if isinstance(each, MethodCost)]

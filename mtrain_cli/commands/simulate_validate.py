@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_files import require_no_out, require_writable
 from mtrain_cli.commands.simulate_output import brief_remark
 from mtrain_cli.config.cluster import Cluster
+from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
 from mtrain_cli.records import record_files
@@ -92,9 +92,9 @@ def validate(
         )
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / FILE).write_text(json.dumps(document, indent=1) + "\n")
+            (folder / FILE).write_text(json_text(document, indent=1) + "\n")
     if as_json:
-        typer.echo(json.dumps(document, indent=1))
+        typer.echo(json_text(document, indent=1))
         return
     _show(Console(highlight=False, soft_wrap=True), document, compared, overall)
     if files:

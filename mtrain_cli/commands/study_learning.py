@@ -68,7 +68,7 @@ def learning(
         budget_minutes: Begin no further cell after this time, or if it would probably take longer
             than is left; 0 = no limit.
         base_steps: Steps of a base, if those of the tier do not pass its gate.
-        below_gate: Go on with a base that misses its gate. The report says so.
+        below_gate: Continue with a base that misses its gate. The report says so.
         packages: Folder of Python packages to train on; by default those of this Python.
         dry_run: List the cells with FLOP and time, and exit.
     """

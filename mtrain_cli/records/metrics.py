@@ -104,6 +104,11 @@ def steady_steps(metrics: Sequence[StepMetrics], restarts: Sequence[int] = ()) -
     return [step for step in metrics if step.step not in warm_up] or list(metrics[-1:])
 
 
+def timed_steps(steps: Sequence[StepMetrics]) -> list[StepMetrics]:
+    """Return the steps with a time and a rate. A file that others changed may lack them."""
+    return [step for step in steps if None not in (step.seconds, step.tokens_per_second_per_gpu)]
+
+
 def median_rate(steps: Sequence[StepMetrics]) -> float:
     """Return the throughput of one worker in tokens/s, as the median over the steps."""
     return statistics.median(step.tokens_per_second_per_gpu for step in steps)

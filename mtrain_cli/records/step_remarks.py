@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.records.metrics import StepMetrics
@@ -55,3 +56,9 @@ def _remark(found: Sequence[range], is_one: str, are_several: str) -> str:
         return ""
     one = sum(map(len, found)) == 1
     return f"step{'s' * (not one)} {show_spans(found)} {is_one if one else are_several}"
+
+
+def line_on_file(file: Path, damage: str, remarks: Sequence[str]) -> str:
+    """Return a line on a file. damage: a line that names the file, or ""."""
+    text = "; ".join(filter(None, (damage, *remarks)))
+    return f"{file}: {text}" if text and not damage else text

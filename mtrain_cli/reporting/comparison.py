@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.records.analysis import CaseAnalysis, Estimate
-from mtrain_cli.records.metrics import StepMetrics, rate_unit, steady_steps
+from mtrain_cli.records.metrics import StepMetrics, rate_unit, steady_steps, timed_steps
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.terminal_width import new_table
 
@@ -139,7 +139,7 @@ def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
         unit: unit of the throughput, from `rate_unit`.
     """
     metrics = source.metrics
-    rest = steady_steps(metrics, [restart.step for restart in source.restarts])
+    rest = timed_steps(steady_steps(metrics, [restart.step for restart in source.restarts]))
     last = metrics[-max(1, len(metrics) // 10) :]
 
     def final(name: str) -> Estimate:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from mtrain_cli.config.sizes import format_size
+from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.cost import format_flop
 from mtrain_cli.learning.cells import DamagedCellError, Study, estimated_flop, estimated_seconds
@@ -212,7 +212,8 @@ def _predictions(summary: Summary) -> EvaluationTable:
     late = any(each.prediction.judged_by(summary.tier) != every for each in shown)
     note = "Those with fewer seeds were written after the other seeds had run." if late else ""
     if hidden := len(summary.outcomes) - len(shown):
-        note = f"{hidden} others are not judged yet, or not at this size."
+        are = "is" if hidden == 1 else "are"
+        note = f"{with_count(hidden, 'other')} {are} not judged yet, or not at this size."
     return EvaluationTable("Predictions", heads, rows, words=5, note=note)
 
 

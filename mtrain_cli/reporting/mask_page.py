@@ -1,4 +1,4 @@
-"""The page of `mtrain mask show --plot`: the mask, who holds which rows, and which rows travel."""
+"""The page of `mtrain mask show --plot`: the mask, who holds and who sends which rows."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import ENDED, RunState
 from mtrain_cli.records.metrics import StepMetrics, read_readable_metrics
-from mtrain_cli.records.step_remarks import is_finite, loss_remark, step_remarks
+from mtrain_cli.records.step_remarks import is_finite, line_on_file, loss_remark, step_remarks
 from mtrain_cli.reporting.run_settings import read_settings
 from mtrain_cli.training.evaluation import EVALUATIONS_FILE, Evaluation, read_evaluations
 
@@ -82,7 +82,7 @@ def _metrics(run: RunDir, state: RunState | None) -> tuple[list[StepMetrics], st
     remarks = step_remarks(metrics, last) if metrics or last else []
     if not metrics and not damaged and not last and run.metrics.stat().st_size:
         remarks = ["no steps"]
-    return metrics, _one_line(run.metrics, line, remarks)
+    return metrics, line_on_file(run.metrics, line, remarks)
 
 
 def _evaluations(path: Path) -> tuple[list[Evaluation], str]:
@@ -95,13 +95,7 @@ def _evaluations(path: Path) -> tuple[list[Evaluation], str]:
         for e in evaluations
         if not all(map(is_finite, (e.loss, *(b.loss for b in e.buckets if b.tokens))))
     ]
-    return evaluations, _one_line(file, line, [loss_remark(lossless)])
-
-
-def _one_line(file: Path, damage: str, remarks: Sequence[str]) -> str:
-    """Return a line on a file. damage: a line that names the file, or ""."""
-    text = "; ".join(filter(None, (damage, *remarks)))
-    return f"{file}: {text}" if text and not damage else text
+    return evaluations, line_on_file(file, line, [loss_remark(lossless)])
 
 
 def _whole(path: Path, read: Callable[[Path], Any], lost: str, damage: list[str]) -> Any:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.records.metrics import WARM_UP_STEPS, median_rate, rate_unit, steady_steps
+from mtrain_cli.records.metrics import WARM_UP_STEPS, rate_unit, steady_steps
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.tables import fixed
 from mtrain_cli.reporting.terminal_width import new_table
@@ -51,7 +51,7 @@ def training_row(source: ReportSource) -> list[str]:
         fixed(losses[0], 3),
         fixed(losses[-1], 3),
         median("seconds", ".3g"),
-        f"{median_rate(rest):,.0f}",
+        median("tokens_per_second_per_gpu", ",.0f"),
         median("mfu_model", ".1%") if dense else "-",
         median("mfu_executed", ".1%"),
         median("density", ".1%"),

@@ -20,6 +20,7 @@ from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.records.metrics import MetricsWriter, read_readable_metrics
+from mtrain_cli.records.step_remarks import line_on_file, step_remarks
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
@@ -129,9 +130,9 @@ def _announce(
         progress.message(line)
     if environment.rank == 0 and resume and run_dir.metrics.is_file():
         earlier, damaged = read_readable_metrics(run_dir.metrics)
-        if damaged:
-            lines = damaged_lines(run_dir.metrics, damaged)
-            progress.message(f"{lines}; training goes on", warning=True)
+        lines = damaged_lines(run_dir.metrics, damaged) if damaged else ""
+        if line := line_on_file(run_dir.metrics, lines, step_remarks(earlier, trainer.step)):
+            progress.message(f"{line}; training goes on", warning=True)
         if environment.restarts:
             restarts = [restart.step for restart in read_restarts(run_dir)]
             progress.add_earlier_steps(earlier, restarts)

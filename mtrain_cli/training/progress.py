@@ -27,6 +27,7 @@ from mtrain_cli.records.metrics import (
     median_rate,
     rate_unit,
     steady_steps,
+    timed_steps,
 )
 
 PACE_STEPS = 20  # latest steps that the estimate of the time left averages
@@ -113,7 +114,8 @@ class TrainingProgress:
         """
         losses = {m.step: m.loss for m in earlier if m.loss is not None and math.isfinite(m.loss)}
         self.losses = list(losses.values())
-        self._steady = steady_steps(earlier, restarts) if len(earlier) > WARM_UP_STEPS else []
+        steady = steady_steps(earlier, restarts) if len(earlier) > WARM_UP_STEPS else []
+        self._steady = timed_steps(steady)
         self._restarted = bool(earlier)
         if losses:
             self._first_step, self._last_loss = min(losses), max(losses)

@@ -1,8 +1,10 @@
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+import mtrain_cli
 from mtrain_cli.config import documents
 from mtrain_cli.config.documents import (
     UnreadableError,
@@ -117,6 +119,12 @@ def test_broken_yaml_is_reported_with_its_position(tmp_path, data, message):
 def test_other_texts_are_no_json_objects(text):
     assert json_object(text) is None
     assert json_object('{"a": 1}') == {"a": 1}
+
+
+def test_every_command_prints_strict_json():
+    commands = Path(mtrain_cli.__file__).parent / "commands"
+    loose = [file.name for file in commands.glob("*.py") if "echo(json.dumps(" in file.read_text()]
+    assert loose == []
 
 
 def test_numbers_fit_in_int64_or_are_below_1e18():

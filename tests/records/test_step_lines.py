@@ -19,9 +19,9 @@ def steps(file: Path) -> tuple[list[int], list[int]]:
 
 def test_a_damaged_line_hides_no_other(tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"".join(ROWS) + b'{"step": true}\n{}\n[1]\n{"step": 4, "lo')
+    file.write_bytes(b"".join(ROWS) + b'{"step": true}\n{}\n[1]\n{"step": -1}\n{"step": 4, "lo')
     # true is no number, although Python says so.
-    assert steps(file) == ([1, 2, 3], [2, 6, 7, 8])
+    assert steps(file) == ([1, 2, 3], [2, 6, 7, 8, 9])
 
 
 def test_later_steps_go_and_damaged_lines_before_them_stay(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 
 import numpy as np
 import pytest
@@ -62,6 +64,18 @@ def test_final_losses_are_compared(tmp_path):
     assert rows["loss, last tenth of the steps"].first == pytest.approx(4 - 38.5 / 40)
     assert rows["held-out loss, last"].first == 3.0
     assert rows["held-out loss, last"].difference == "unknown", "one value has no spread"
+
+
+def test_steps_without_a_time_and_losses_that_are_not_finite_are_compared(tmp_path):
+    one = trained("one", tmp_path)
+    odd = [dataclasses.replace(m) for m in one.metrics]
+    odd[20] = dataclasses.replace(odd[20], seconds=None)
+    odd[21] = dataclasses.replace(odd[21], tokens_per_second_per_gpu=None, loss=float("nan"))
+    last = dataclasses.replace(one.evaluations[-1], loss=None)
+    other = trained("two", tmp_path, metrics=tuple(odd), evaluations=(last,))
+    rows = {row.what: row for row in comparison([one, other])}
+    assert rows["tokens/s/worker, mean"].other == rows["tokens/s/worker, mean"].first == 10.0
+    assert math.isnan(rows["held-out loss, last"].other)
 
 
 def test_differing_workers_and_machines_are_named(tmp_path):

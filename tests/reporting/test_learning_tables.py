@@ -149,7 +149,7 @@ def test_a_toy_shows_only_the_predictions_that_it_judges():
     found = summary([0.002, 0.003, 0.004])
     table = tables(replace(found, tier=replace(A, gate=None)))[0]
     assert [row[0] for row in table.rows] == [FAILED, HELD]
-    assert table.note == "1 others are not judged yet, or not at this size."
+    assert table.note == "1 other is not judged yet, or not at this size."
 
 
 def test_the_prices_say_that_equal_time_repeats_its_needles():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from reporting.test_tables import cells, printed
@@ -14,8 +15,17 @@ from mtrain_cli.launch.restart import Restart
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.sheets import sheets
 from mtrain_cli.reporting.training_figures import training_figure
-from mtrain_cli.reporting.training_tables import medians_note, training_table
+from mtrain_cli.reporting.training_tables import medians_note, training_row, training_table
 from mtrain_cli.training.progress import TrainingProgress
+
+
+def test_a_median_leaves_out_steps_without_a_rate():
+    rates = [1.0, 1.0, 30.0, None, 20.0]
+    metrics = [step(n, tokens_per_second_per_gpu=rate) for n, rate in enumerate(rates, 1)]
+    source = ReportSource("odd", Path(), metrics=tuple(metrics))
+    assert training_row(source)[4] == "25"
+    unknown = ReportSource("odd", Path(), metrics=(step(1, tokens_per_second_per_gpu=None),))
+    assert training_row(unknown)[4] == "-"
 
 
 def test_sparse_trainings_show_hfu_without_mfu(tmp_path):

@@ -50,7 +50,5 @@ def trained(name: str, folder: Path, **more) -> ReportSource:
         name,
         folder,
         facts,
-        metrics=metrics,
-        evaluations=evaluations,
-        **{"settings": settings, **more},
+        **{"metrics": metrics, "evaluations": evaluations, "settings": settings, **more},
     )

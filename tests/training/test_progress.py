@@ -53,6 +53,9 @@ def make(tmp_path=None, *, terminal=False, width=80, total=100, start=0, enabled
     )
 
 
+UNTIMED = {"tokens_per_second_per_gpu": None, "loss": None}
+
+
 def test_after_a_restart_the_summary_covers_the_whole_run():
     progress, out, clock = make(total=8, start=5)
     with progress:
@@ -61,6 +64,7 @@ def test_after_a_restart_the_summary_covers_the_whole_run():
                 replace(STEP, step=step, loss=loss, tokens_per_second_per_gpu=1.0)
                 for step, loss in enumerate([8.0, None, float("nan"), 5.0, 4.0], 1)
             ]
+            + [replace(STEP, step=5, seconds=None), replace(STEP, step=5, **UNTIMED)]
         )
         for step in (6, 7, 8):
             clock.now += 1
