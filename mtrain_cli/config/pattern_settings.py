@@ -216,8 +216,8 @@ class VerticalSlashSettings(SparseSettings):
             return None
         return (
             "a single window at the end probes only the last packed document; sparsity.windows=4 "
-            "probes more of them. Inside one long document, windows found fewer needles (one seed, "
-            "docs/studies.md)"
+            "probes more of them. Inside one long document, windows found fewer needles "
+            "(docs/studies.md)"
         )
 
 

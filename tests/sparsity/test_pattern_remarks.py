@@ -15,8 +15,8 @@ from mtrain_cli.training.run_plan import make_plan
 MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, like sparsity=dense"
 WINDOW = (
     "a single window at the end probes only the last packed document; sparsity.windows=4 probes "
-    "more of them. Inside one long document, windows found fewer needles (one seed, "
-    "docs/studies.md)"
+    "more of them. Inside one long document, windows found fewer needles "
+    "(docs/studies.md)"
 )
 ALL_LAYERS = (
     "every layer is sparse: such models found fewer needles than dense ones in `mtrain study "
