@@ -265,20 +265,25 @@ class _StepMemory:
         # are gathered ahead.
         places = {layers, max(1, layers - 1), min(2, layers)}
         if mlps := layer_kinds(self.model, self.part.current).get(False, 0):
-            # The last layer without experts, and the two above it: the higher one gathers the
-            # experts of the lower one ahead.
-            places |= {min(mlps + further, layers) for further in range(3)}
+            # The last two layers without experts: the layer above the lower one reduces its MLP.
+            # And the first two with experts: the higher one gathers those of the lower one ahead.
+            places |= {max(1, min(mlps + further, layers)) for further in range(-1, 3)}
         if sparse := len(self._sparse(self.part.current)):
-            places.add(sparse)  # the last layer with an index
+            # The last layer with an index, and the lowest dense layer above it.
+            places |= {sparse, min(sparse + 1, layers)}
         backward = (
             self.backward_of(layer, self.whole_layers, scatters=layer < layers)
             for layer in sorted(places, reverse=True)
         )
-        first_layer = self.backward_of(1, 1, scatters=True)
+        # FSDP2 ends each backward pass with all reductions done, so that none is left for the only
+        # layer of a stage. A whole model of one layer counts one for its own reduction.
+        alone = layers == 1 and self.part.messages > 0
+        first_layer = self.backward_of(1, 1, scatters=not alone)
+        reduced = [self.reduction_of_the_only_layer()] if alone else []
         return [
             *([self.at_loss()] if self.part.last else []),
             max(backward, key=lambda moment: moment.allocated),
-            max(first_layer, self.at_root(), key=lambda moment: moment.allocated),
+            max(first_layer, *reduced, self.at_root(), key=lambda moment: moment.allocated),
             self.moment(
                 "optimizer step", gradients=self.states.at_the_optimizer, working_weights=0
             ),
@@ -357,7 +362,7 @@ class _StepMemory:
         number = self.part.current.start + layer
         working = self.e * (states.root_weights + head + states.weights_of([number - 1]))
         working += states.weights(layer, whole_layers)
-        # The layer above, or this one if an earlier micro-batch left it to reduce.
+        # The layer above, or this one if the model has no other.
         working += states.layer_scatter(min(number, self.part.current[-1])) if scatters else 0
         memory = self.memory_of(number - 1)
         at_peak = memory.in_backward(products=number > self.layer.first_with_products)
@@ -369,6 +374,25 @@ class _StepMemory:
             working_weights=working,
             layers=layer,
             in_backward=at_peak._replace(exchange=exchange),
+        )
+
+    def reduction_of_the_only_layer(self) -> MemoryMoment:
+        """Return the memory while the gradients of the only layer of a stage are reduced.
+
+        With more layers, the backward pass of the layer below takes more.
+        """
+        states, number = self.states, self.part.current.start
+        head, weights = self._lm_head * self.part.last, states.weights_of([number])
+        # Live bytes have one more copy in the compute dtype if another dtype reduces.
+        copies = 1 if self.e == states.r else 2
+        gathered = 0 if states.shard_kind == "full" else states.weights(1, 1)
+        working = self.e * (states.root_weights + head + copies * weights) + gathered
+        return self.moment(
+            f"reduction of layer {number + 1}",
+            gradients=states.gradients(0),
+            working_weights=working + states.layer_scatter(number) + states.reduced_layer(number),
+            layers=0,
+            loss=self.layer.hidden,  # the gradient of the layer's input
         )
 
     def at_loss(self) -> MemoryMoment:

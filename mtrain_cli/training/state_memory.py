@@ -177,6 +177,10 @@ class StateMemory:
         others = self._scatter(self._shards_of([layer]) - dealt, self.layer_workers)
         return others + self._scatter(dealt, self.workers // self.degree)
 
+    def reduced_layer(self, layer: int) -> int:
+        """Return the bytes of the output of a layer's reduce-scatter. layer: its number."""
+        return self._scatter(self._shards_of([layer]), 1)
+
     @property
     def root_scatter(self) -> int:
         """Bytes of the input of the reduce-scatter of the weights outside the layers."""

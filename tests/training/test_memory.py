@@ -170,6 +170,11 @@ def test_the_estimate_is_within_5_percent_with_tensor_parallelism(cases):
 
 PIPELINE = [*BASE, "model.num_layers=4", "topology.pipeline_parallel=2", "train.global_batch=4"]
 VOCABULARY = ["model.vocab_size=4096", "train.loss_chunk_mib=8"]
+ONE_LAYER_PER_STAGE = [
+    *(*BASE, "seq=512", "model.intermediate_size=4096", "model.num_layers=2"),
+    *("topology.pipeline_parallel=2", "train.global_batch=4"),
+]
+ONE_TILED_LAYER = [*ONE_LAYER_PER_STAGE, "train.tile_mib=1", "train.shard=gradients"]
 GPIPE, VIRTUAL = "topology.schedule=gpipe", "topology.virtual_stages=2"
 STAGES = [
     (with_checkpointing("selective", PIPELINE), "all_gather", "flash4", FP32),
@@ -199,12 +204,14 @@ STAGES = [
         "flash4",
         FP32,
     ),
+    (ONE_LAYER_PER_STAGE, "all_gather", "flash4", FP32),
+    (ONE_TILED_LAYER, "all_gather", "flash4", BF16),
 ]
 
 
 @pytest.mark.parametrize(
     "cases",
-    [[STAGES[n] for n in (0, 2, 4)], pytest.param(STAGES, marks=pytest.mark.slow)],
+    [[STAGES[n] for n in (0, 2, 4, 7)], pytest.param(STAGES, marks=pytest.mark.slow)],
     ids=["quick", "all"],
 )
 def test_the_estimate_is_within_5_percent_of_the_largest_stage(cases):

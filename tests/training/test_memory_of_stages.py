@@ -135,6 +135,11 @@ def test_an_expert_group_has_a_communicator_and_so_have_those_who_shard_its_expe
 FULL = "train.activation_checkpoint=full"
 WIDE = ["model.intermediate_size=4096", "model.moe.experts=8"]
 QWEN = ["model=qwen3b", "train.offload_activations=16"]
+WIDE_MLPS = [
+    *("model=tiny_moe", "model.num_layers=12", "model.hidden_size=512", "seq=2k"),
+    *("model.moe.experts=16", "model.moe.expert_size=64", "model.intermediate_size=16384"),
+    "train.activation_checkpoint=none",
+]
 MANY_COLUMNS = [
     *("model=qwen3b", "seq=32k", "model.num_layers=6", "model.intermediate_size=128"),
     *("sparsity=vertical_slash", "sparsity.max_columns=0", "sparsity.dense_layers=3"),
@@ -150,6 +155,8 @@ MANY_COLUMNS = [
         ([*FEW_EXPERTS, "model.moe.dense_layers=3"], 1, 4),
         ([*FEW_EXPERTS, "model.moe.dense_layers=3", "seq=256k", FULL, *WIDE], 8, 3),
         (MANY_COLUMNS, 8, 3),
+        # MLPs with more weights than the experts: the layer above the peak reduces such an MLP.
+        ([*WIDE_MLPS, "model.moe.dense_layers=6"], 8, 5),
         ([*QWEN, "seq=512k"], 8, 36),
         ([*QWEN, "seq=64k"], 8, 35),
         ([*QWEN, "seq=4k"], 8, 2),
@@ -167,12 +174,42 @@ def test_the_peak_of_backward_is_that_of_the_largest_layer(words, workers, peak)
     assert found.name == f"backward of layer {peak}"
 
 
-def test_the_only_layer_of_a_stage_has_a_scatter_of_its_own():
+def test_the_only_layer_of_a_stage_waits_for_no_reduction():
     """The layer above is on another stage, and has experts."""
     words = [*FEW_EXPERTS[:1], "model.num_layers=2", "model.moe.dense_layers=1", "seq=4k"]
     words += ["topology.pipeline_parallel=2", "train.global_batch=2"]
     first, _ = steps_of(words, 2, exchange="all_gather", kernel="flash4")
+    names = [moment.name for moment in first.moments()]
+    assert names == ["backward of layer 1", "backward of layer 1", "optimizer step"]
+    without = first.backward_of(1, 1, scatters=False)
+    assert [moment.allocated for moment in first.moments()[:2]] == 2 * [without.allocated]
+
+
+def test_the_only_layer_of_a_stage_is_reduced():
+    words = ["model=tiny", "model.num_layers=2", "seq=128", "model.intermediate_size=4096"]
+    words += ["topology.pipeline_parallel=2", "train.global_batch=2", "train.tile_mib=1"]
+    first, _ = steps_of(words, 2, exchange="all_gather", kernel="flash4")
+    weights = first.states.weights_of([0])
+    reduced = first.moments()[1]
+    assert reduced.name == "reduction of layer 1"
+    # Two copies in bfloat16, input and output of the reduction in float32.
+    root = 2 * first.states.root_weights
+    assert reduced.working_weights - root == weights * (2 + 2 + 4 + 4)
+
+
+def test_the_only_layer_of_a_model_has_a_scatter_of_its_own():
+    (step,) = steps_of(["model=tiny", "model.num_layers=1"], 2, exchange="ring", kernel="flash4")
+    first = step.moments()[2]
+    assert first == step.backward_of(1, 1, scatters=True)
+    working = first.working_weights - step.backward_of(1, 1, scatters=False).working_weights
+    assert working == 4 * step.states.weights_of([0])
+
+
+def test_a_layer_waits_for_the_reduction_of_the_layer_above():
+    """The layer itself has an MLP; the layer above has experts."""
+    words = [*FEW_EXPERTS, "model.moe.dense_layers=1"]
+    (step,) = steps_of(words, 8, exchange="ring", kernel="triton")
     working = [
-        first.backward_of(1, 1, scatters=scatters).working_weights for scatters in (False, True)
+        step.backward_of(1, 1, scatters=scatters).working_weights for scatters in (False, True)
     ]
-    assert working[1] - working[0] == 4 * first.states.weights_of([0])
+    assert working[1] - working[0] == step.states.layer_scatter(1) != step.states.layer_scatter(0)
