@@ -59,7 +59,28 @@ def test_the_summary_of_a_training_names_the_study_only_while_steps_are_left(run
     assert labels == ["resume", "export"]
 
 
-def test_a_command_cannot_control_the_terminal(run: RunDir):
-    words = {"command": ["mtrain", "\x1b[2J"]}
-    (run.path.parents[2] / "study.json").write_text(json.dumps(words))
-    assert "\x1b" not in study_command(run.path)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rm", "-rf", "/"],
+        ["mtrain", "study"],
+        ["mtrain", "train", "--resume", "x"],
+        [*WORDS, "a\nerror: no"],
+        [*WORDS, "\x1b[2J"],
+        [*WORDS, "\u202e"],
+        [*WORDS, "\ud800"],
+        [],
+    ],
+)
+def test_words_that_are_no_command_of_a_study_are_not_shown(run: RunDir, words: list[str]):
+    (run.path.parents[2] / "study.json").write_text(json.dumps({"command": words}))
+    said = study_command(run.path)
+    assert said == "mtrain study learning, with the options it was started with"
+    assert run.resume_command == said
+
+
+def test_only_the_folder_named_run_belongs_to_a_study(run: RunDir):
+    other = run.path.with_name("other")
+    other.mkdir()
+    assert study_command(other) == ""
+    assert study_command(run.path) != ""
