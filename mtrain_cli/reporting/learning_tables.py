@@ -141,7 +141,7 @@ def remarks(summary: Summary) -> list[str]:
         MEASURES[name]
         for name in (*LOSSES, NEEDLES)
         if any(name in each.difference for each in summary.compared)
-        and not control_loses(summary.compared, name)
+        and not control_loses(summary.compared, name, dense=False)
     ]
     if blind and finished:
         lines.append(
