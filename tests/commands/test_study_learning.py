@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from dataclasses import replace
@@ -166,6 +167,8 @@ def test_a_base_that_is_trained_again_is_announced(computed):
     study, keys = computed
     study_learning._compute(study, cells_of(study.tier, ["base"], [0]), 0.0, Console())
     shutil.rmtree(study.folder / "base/seed-0/hf")
+    planned = run("--out", study.folder, "--only", "dense", "--seeds", "0", "--dry-run")
+    assert re.search(r"base +dense +0 ", planned.stdout), "not done"
     console = Console()
     study_learning._compute(study, cells_of(study.tier, ["dense"], [0]), 0.0, console)
     assert keys == ["base/seed-0", "base/seed-0", "dense/seed-0"]
