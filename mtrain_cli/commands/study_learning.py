@@ -76,6 +76,14 @@ def learning(
     from mtrain_cli.learning.tiers import cells_of
 
     chosen = _tier(tier, base_steps)
+    folder = out or Path("measurements", f"learning-{chosen.name}")
+    if (known := _check_folder(folder, chosen)) is not None:
+        if base_steps not in (0, known.base_steps):
+            raise ConfigError(
+                f"--base-steps {base_steps}: the study in {folder} has {known.base_steps}; give "
+                "another --out"
+            )
+        chosen = known
     if not 0 <= budget_minutes <= _MOST_MINUTES:
         raise ConfigError(
             f"--budget-minutes {budget_minutes:g}: must be from 0 to {_MOST_MINUTES:,}"
@@ -84,8 +92,6 @@ def learning(
         raise ConfigError(f"--packages {packages}: no such folder")
     names = [name.strip() for name in only.split(",") if name.strip()]
     cells = cells_of(chosen, names, _seeds(seeds, chosen) if seeds else [])
-    folder = out or Path("measurements", f"learning-{chosen.name}")
-    _check_folder(folder, chosen)
     study = Study(folder, chosen)
     from mtrain_cli.reporting.terminal import make_console
 
@@ -108,8 +114,10 @@ def _command() -> list[str]:
     return ["mtrain", *sys.argv[1:]]
 
 
-def _check_folder(folder: Path, tier: Tier) -> None:
+def _check_folder(folder: Path, tier: Tier) -> Tier | None:
     """Check that a folder is new or empty, or holds a study of this tier.
+
+    Returns: the tier with the steps of the study's base; None if that is not known.
 
     Raises:
         ConfigError: it holds something else, or is a file.
@@ -122,19 +130,20 @@ def _check_folder(folder: Path, tier: Tier) -> None:
             what = "is" if place == folder else f"{place} is"
             raise ConfigError(f"--out {folder}: {what} a file; give a folder")
     if not folder.is_dir() or not any(folder.iterdir()):
-        return
+        return None
     try:
         found = Study.open(folder)
     except ConfigError:
-        return  # it is a study, whose file `study.json` this command writes again
+        return None  # it is a study, whose file `study.json` this command writes again
     if found is not None and found.tier.name != tier.name:
         raise ConfigError(
             f"--out {folder}: holds a study of tier {found.tier.name}; give --tier "
             f"{found.tier.name}, or another folder"
         )
     names = {BASE, *(variant.name for variant in tier.variants)}
-    if found is None and not any((folder / name).is_dir() for name in names):
+    if found is None and not any(any((folder / name).glob("seed-*")) for name in names):
         raise ConfigError(f"--out {folder}: is not empty and holds no study; give a new folder")
+    return None if found is None else found.tier
 
 
 def _tier(name: str, base_steps: int) -> Tier:
@@ -195,11 +204,7 @@ def _compute(
             return
         console.print(f"cell    {number} of {len(missing)}: {cell.key}", soft_wrap=True)
         if study.done(cell) is not None:
-            console.print(
-                f"        the weights of {cell.key} are gone, and other cells begin with them: it "
-                "is trained again",
-                soft_wrap=True,
-            )
+            console.print(f"        {cell.key} is trained again: its weights are gone")
         with writing(study.folder):
             computed.compute(study, cell, _train, below_gate=below_gate)
         _free_gpu()

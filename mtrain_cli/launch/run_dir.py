@@ -383,6 +383,12 @@ def _open_here(path: Path) -> RunDir:
         problem = "holds no run (resolved.yaml is missing)"
         raise ConfigError(f"--resume {path}: {problem}. {advice}")
     resolved_file.load(run.resolved)
+    for file in (run.overrides, run.environment, run.metrics, run.log, run.state, run.restarts):
+        if file.is_dir():
+            raise ConfigError(f"--resume {path}: {file.name} is a folder. Move it away.")
+    for folder in (run.logs, run.checkpoints):
+        if folder.is_file():
+            raise ConfigError(f"--resume {path}: {folder.name} is a file. Move it away.")
     with _as_config_error(path):
         lock = RunLock(path)
         run.stop_request.unlink(missing_ok=True)

@@ -256,12 +256,27 @@ def _required(study: Study, cell: Cell) -> Done:
 def unfinished(study: Study, cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells that are not finished, and before them the bases that they need again.
 
-    A base that has lost its weights is trained again if a cell must begin with them.
+    A base that has lost its weights is trained again if a cell must begin with them, and no
+    finished cell did.
+
+    Raises:
+        ConfigError: finished cells of a seed began with weights that are gone.
     """
     missing = [cell for cell in cells if study.done(cell) is None]
-    seeds = dict.fromkeys(cell.seed for cell in missing if cell.variant is not None)
-    bases = [Cell(seed) for seed in seeds if not weights_of_base(study, Cell(seed))]
-    return [*(base for base in bases if base not in missing), *missing]
+    again = []
+    for base in dict.fromkeys(Cell(cell.seed) for cell in missing if cell.variant is not None):
+        if base in missing or weights_of_base(study, base):
+            continue
+        of_seed = (Cell(base.seed, variant) for variant in study.tier.variants)
+        begun = [cell.key for cell in of_seed if study.done(cell) is not None]
+        if begun:
+            # Weights that are trained again differ, by more than what the study measures.
+            raise ConfigError(
+                f"{study.path(base) / HF}: has no weights, and {begun[0]} began with them. Put "
+                f"them back, or delete {study.folder}/*/seed-{base.seed} to compute the seed again"
+            )
+        again.append(base)
+    return [*again, *missing]
 
 
 def weights_of_base(study: Study, cell: Cell) -> list[Path]:

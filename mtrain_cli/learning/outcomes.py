@@ -1,12 +1,12 @@
 """What the cells of a study give together: means over seeds, differences from dense, predictions.
 
 A difference is paired: of two cells with one seed, which share the base, the order of the data and
-the texts. Cells that began with another base than dense are left out.
+the texts. Cells that began with other weights than dense are left out.
 
 The noise of training is the largest difference of the cells `dense-again` and `dense` of any seed.
 Only where the whole interval of a difference lies within it do we say "loses nothing", and only if
-the control, which has random keys, is seen to lose: an experiment in which nothing can lose shows
-nothing.
+the control, which has random keys, is seen to lose with the same attention: an experiment in which
+nothing can lose shows nothing.
 
 This module does not import torch.
 """
@@ -174,11 +174,12 @@ def summarize(study: Study) -> Summary:
     unpaired = other_bases(done)
     for name, keys in unpaired.items():
         damage.append(
-            f"{', '.join(keys)}: began with another base than {DENSE}/{name}, because that base "
-            "lost its weights and was trained again. These numbers are left out."
+            f"{', '.join(keys)}: began with other weights than {DENSE}/{name}, so the numbers are "
+            "left out."
         )
     apart = {key for keys in unpaired.values() for key in keys}
     measured = [each for each in measured if each.cell.key not in apart]
+    done = {key: found for key, found in done.items() if key not in apart}
     spread = spread_of(measured)
     compared = compare(study.tier, measured, spread)
     outcomes = [
@@ -374,17 +375,24 @@ def compare(tier: Tier, measured: Sequence[Measured], spread: dict[str, float]) 
     return [_without_blind_claims(each, found) for each in found]
 
 
-def control_loses(compared: Sequence[Compared], name: str) -> bool:
-    """Return whether random keys lose by this measure, so that others could be seen to lose."""
+def control_loses(compared: Sequence[Compared], name: str, *, dense: bool) -> bool:
+    """Return whether random keys lose by this measure, so that others could be seen to lose.
+
+    dense: measured with dense attention.
+    """
     return any(
-        each.variant.name == FIXED and each.attention != DENSE and each.verdict.get(name) == WORSE
+        each.variant.name == FIXED
+        and (each.attention == DENSE) == dense
+        and each.verdict.get(name) == WORSE
         for each in compared
     )
 
 
 def _without_blind_claims(each: Compared, compared: Sequence[Compared]) -> Compared:
     verdict = {
-        name: OPEN if words == NOTHING and not control_loses(compared, name) else words
+        name: OPEN
+        if words == NOTHING and not control_loses(compared, name, dense=each.attention == DENSE)
+        else words
         for name, words in each.verdict.items()
     }
     return replace(each, verdict=verdict)

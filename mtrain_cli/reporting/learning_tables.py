@@ -10,7 +10,13 @@ from typing import Any
 from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_cli.learning.cells import DamagedCellError, Study, estimated_flop, estimated_seconds
+from mtrain_cli.learning.cells import (
+    DamagedCellError,
+    Study,
+    estimated_flop,
+    estimated_seconds,
+    weights_of_base,
+)
 from mtrain_cli.learning.outcomes import (
     CONTROL,
     KEY_LOSS,
@@ -42,9 +48,12 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
     tier, total, seconds, damage = study.tier, 0.0, 0.0, list[str]()
     heads = ("cell", "attention in training", "left", "steps", "FLOP", "minutes")
     table = new_table(heads, words=3)
+    wanted = [cell for cell in cells if not _is_done(study, cell, damage)]
+    begin = (Cell(cell.seed) for cell in wanted if cell.variant is not None)
+    wanted += [base for base in dict.fromkeys(begin) if not weights_of_base(study, base)]
     for name in dict.fromkeys(cell.name for cell in cells):
         own = [cell for cell in cells if cell.name == name]
-        left = [cell for cell in own if not _is_done(study, cell, damage)]
+        left = [cell for cell in own if cell in wanted]
         flop, each = sum(estimated_flop(tier, own[0])), estimated_seconds(tier, own[0])
         total += flop * len(left)
         seconds += each * len(left)
@@ -141,7 +150,7 @@ def remarks(summary: Summary) -> list[str]:
         MEASURES[name]
         for name in (*LOSSES, NEEDLES)
         if any(name in each.difference for each in summary.compared)
-        and not control_loses(summary.compared, name)
+        and not control_loses(summary.compared, name, dense=False)
     ]
     if blind and finished:
         lines.append(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path, dry_run):
 
 def test_a_study_whose_mark_is_lost_goes_on(tmp_path):
     (tmp_path / "base").mkdir()
+    assert run("--out", tmp_path, "--dry-run").exit_code == 2, "a folder of that name is no study"
+    (tmp_path / "base/seed-0").mkdir()
     assert run("--out", tmp_path, "--dry-run").exit_code == 0
     (tmp_path / "corpus").mkdir()
     (tmp_path / "study.json").write_text("{")
@@ -161,15 +165,34 @@ def test_sittings_never_repeat_a_cell(computed):
 
 def test_a_base_that_is_trained_again_is_announced(computed):
     study, keys = computed
-    study_learning._compute(study, cells_of(study.tier, ["dense"], [0]), 0.0, Console())
+    study_learning._compute(study, cells_of(study.tier, ["base"], [0]), 0.0, Console())
     shutil.rmtree(study.folder / "base/seed-0/hf")
+    planned = run("--out", study.folder, "--only", "dense", "--seeds", "0", "--dry-run")
+    assert re.search(r"base +dense +0 ", planned.stdout), "not done"
     console = Console()
-    study_learning._compute(study, cells_of(study.tier, ["fixed"], [0]), 0.0, console)
-    assert keys == ["base/seed-0", "dense/seed-0", "base/seed-0", *keys[3:]]
-    assert console.lines[0] == "cell    1 of 3: base/seed-0"
-    assert console.lines[1].split(": ")[0].strip() == (
-        "the weights of base/seed-0 are gone, and other cells begin with them"
-    )
+    study_learning._compute(study, cells_of(study.tier, ["dense"], [0]), 0.0, console)
+    assert keys == ["base/seed-0", "base/seed-0", "dense/seed-0"]
+    assert [line.strip() for line in console.lines] == [
+        "cell    1 of 2: base/seed-0",
+        "base/seed-0 is trained again: its weights are gone",
+        "cell    2 of 2: dense/seed-0",
+    ]
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_study_keeps_the_steps_of_its_base(tmp_path, dry_run):
+    study = Study(tmp_path, replace(TIERS["tiny"], base_steps=60))
+    study.save(["mtrain", "study", "learning", "--out", str(tmp_path)])
+    before = (tmp_path / "study.json").read_text()
+    result = run("--out", tmp_path, "--base-steps", "5", *(["--dry-run"] * dry_run))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--base-steps 5: the study in" in result.stderr
+    assert "has 60; give another --out" in " ".join(result.stderr.split())
+    assert (tmp_path / "study.json").read_text() == before
+    for words in ([], ["--base-steps", "60"]):
+        planned = run("--out", tmp_path, *words, "--only", "base", "--dry-run")
+        assert planned.exit_code == 0
+        assert " 60 " in planned.stdout
 
 
 def test_a_long_base_does_not_end_a_sitting():

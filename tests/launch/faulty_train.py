@@ -82,9 +82,9 @@ def train(config, run_dir, environment, resume):
             fail_if_due(*here.doing.split(": "))
         return message(*arguments)
 
-    def faulty_rows(self, *arguments):
+    def faulty_rows(self, *arguments, **named):
         fail_if_due("expert parallelism", "sends rows")
-        return start_rows(self, *arguments)
+        return start_rows(self, *arguments, **named)
 
     def fail_if_due(what, exchange_step):
         before = len(list(run_dir.path.glob("fault*")))

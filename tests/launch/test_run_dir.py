@@ -216,6 +216,22 @@ def test_open_requires_a_run_and_removes_an_old_stop_request():
         run_dir.open("mine")
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("metrics.jsonl", "folder"), ("log.txt", "folder"), ("logs", "file"), ("checkpoints", "file")],
+)
+def test_a_file_or_folder_in_the_place_of_the_other_is_named(name, kind):
+    run = run_dir.create(config_for("run.dir=mine"), [])
+    run.release()
+    place = run.path / name
+    if place.is_dir():
+        place.rmdir()
+    place.unlink(missing_ok=True)
+    place.mkdir() if kind == "folder" else place.touch()
+    with pytest.raises(ConfigError, match=rf"mine: {name} is a {kind}\. Move it away\."):
+        run_dir.open("mine")
+
+
 def test_rewrite_changes_the_configuration_and_appends_overrides():
     run = run_dir.create(config_for("run.dir=mine"), ["run.dir=mine"])
     run.rewrite(

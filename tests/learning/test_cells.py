@@ -239,9 +239,17 @@ def test_a_base_without_weights_is_trained_again_if_a_cell_needs_it(tmp_path, mo
     base, dense, sparse = Cell(0), cell(DENSE), cell(SPARSE)
     assert cells.unfinished(study, [base, dense]) == [base, dense], "nothing is there"
     finish(study, base)
+    assert cells.unfinished(study, [base]) == [], "nothing begins with it"
+    assert cells.unfinished(study, [base, dense, sparse]) == [base, dense, sparse]
     finish(study, dense)
-    assert cells.unfinished(study, [base, dense]) == [], "nothing begins with it"
-    assert cells.unfinished(study, [base, dense, sparse]) == [base, sparse]
+    assert cells.unfinished(study, [base, dense]) == []
+    with pytest.raises(ConfigError) as refused:
+        cells.unfinished(study, [base, dense, sparse])
+    (line,) = refused.value.problems
+    assert line == (
+        f"{tmp_path}/base/seed-0/hf: has no weights, and dense/seed-0 began with them. Put them "
+        f"back, or delete {tmp_path}/*/seed-0 to compute the seed again"
+    )
     old = study.path(base) / "evaluation"
     old.mkdir()
 

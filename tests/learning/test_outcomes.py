@@ -548,7 +548,7 @@ def test_a_cell_with_another_base_than_dense_does_not_count(tmp_path):
         (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
     summary = summarize(study)
     assert [each.cell.name for each in summary.measured] == [DENSE]
+    assert list(summary.done) == ["dense/seed-0"]
     assert summary.damage[-1] == (
-        f"{SPARSE}/seed-0: began with another base than dense/seed-0, because that base lost its "
-        "weights and was trained again. These numbers are left out."
+        f"{SPARSE}/seed-0: began with other weights than dense/seed-0, so the numbers are left out."
     )

@@ -37,21 +37,21 @@ def test_the_peer_ignores_the_label_of_the_last_token_of_a_document(mask_speed, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "words", "rows"),
+    ("script", "words", "rows", "checked"),
     [
-        ("parallelism_speed", ["tensor"], 3),
-        ("parallelism_speed", ["pipeline"], 8),
-        ("parallelism_speed", ["one"], 2),
-        ("mask_speed", ["compare", "--mask", "documents"], 4),
-        ("mask_speed", ["dense"], 3),
+        ("parallelism_speed", ["tensor"], 3, True),
+        ("parallelism_speed", ["pipeline"], 8, True),
+        ("parallelism_speed", ["one"], 4, False),
+        ("mask_speed", ["compare", "--mask", "documents"], 4, True),
+        ("mask_speed", ["dense"], 3, True),
     ],
 )
-def test_a_script_checks_losses_and_prints_its_table(script, words, rows):
+def test_a_script_checks_losses_and_prints_its_table(script, words, rows, checked):
     command = [sys.executable, PROFILES / f"{script}.py", *words, "--toy", "--steps", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
     checks = [line for line in done.stdout.splitlines() if line.startswith("check: ")]
     table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert len(checks) >= 4
+    assert (len(checks) >= 4) == checked
     assert len(table) == 1 + rows, done.stdout
 
 
