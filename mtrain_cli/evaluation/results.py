@@ -412,7 +412,8 @@ def _numbered_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
     The number counts from 1.
     """
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    # Only "\n" ends a line: with other ends, one damaged line would count as several.
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield number, documents.json_object(line)

@@ -99,7 +99,7 @@ def _compared(
     rows = []
     for what, a in first.items():
         b = other.get(what)
-        if b is not None and a.n and b.n and a.mean > 0:
+        if b is not None and a.n and b.n and not a.mean <= 0:  # NaN has a row
             noise = 2 * float(np.hypot(a.error, b.error)) / a.mean
             rows.append(RatioComparison(run, case, what, a.mean, b.mean, noise))
     return rows

@@ -113,6 +113,7 @@ class TrainingProgress:
             restarts: step of each checkpoint from which the run restarted.
         """
         losses = {m.step: m.loss for m in earlier if m.loss is not None and math.isfinite(m.loss)}
+        losses = dict(sorted(losses.items()))  # a file that others changed may have another order
         self.losses = list(losses.values())
         steady = steady_steps(earlier, restarts) if len(earlier) > WARM_UP_STEPS else []
         self._steady = timed_steps(steady)

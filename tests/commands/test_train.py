@@ -14,7 +14,7 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.resolved_file import load, save
-from mtrain_cli.launch import environment, local
+from mtrain_cli.launch import environment, local, study_folder
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import RunState, write_state
@@ -322,7 +322,7 @@ def test_a_resume_to_fewer_steps_is_refused_and_changes_nothing(launched):
     assert run("--resume", "first", "train.steps=15").exit_code == 7
 
 
-def test_a_resume_of_a_finished_run_starts_no_workers(launched):
+def test_a_resume_of_a_finished_run_starts_no_workers(launched, monkeypatch):
     run("seq=256", "topology.device=cpu", "run.name=first", "train.steps=15")
     checkpoint = Path("runs/first/checkpoints/step-15")
     checkpoint.mkdir(parents=True)
@@ -336,6 +336,10 @@ def test_a_resume_of_a_finished_run_starts_no_workers(launched):
         "nothing left to train: step 15 has reached train.steps=15. Set a larger train.steps to "
         "continue: mtrain train --resume runs/first train.steps=30\n"
     )
+    with monkeypatch.context() as patch:
+        patch.setattr(study_folder, "study_command", lambda _: "mtrain study learning")
+        said = run("--resume", "first").stdout
+    assert said == "nothing left to train: step 15 has reached train.steps=15\n"
     assert Path("runs/first/resolved.yaml").read_text() == before
     assert len(launched) == 1
     assert run("--resume", "first", "train.steps=16").exit_code == 7

@@ -42,3 +42,11 @@ def test_the_configuration_is_frozen(defaults):
 )
 def test_auto_layout_is_striped_for_uneven_work(words, layout):
     assert compose(words).layout == layout
+
+
+@pytest.mark.parametrize("degree", [-1, 0])
+def test_a_wrong_degree_leaves_the_number_of_context_workers_open(defaults, degree):
+    topology = dataclasses.replace(
+        defaults.topology, workers=4, tensor_parallel=degree, context_parallel="auto"
+    )
+    assert topology.context_workers == "auto"

@@ -167,6 +167,17 @@ def test_a_damaged_line_before_a_line_without_newline_is_named(tmp_path):
     assert file.read_text() == whole
 
 
+def test_a_damaged_line_with_a_carriage_return_is_named(tmp_path):
+    folder = ResultsFolder.open(tmp_path, "m")
+    folder.add_sample({"key": "k1", "index": 0, "score": 1.0})
+    file = tmp_path / "samples.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole.rstrip() + b"\rgarbage\n")
+    (line,) = ResultsFolder.open(tmp_path, "m").damage
+    assert line.startswith(f"{file}: line 2 is damaged; it is removed")
+    assert file.read_bytes() == whole
+
+
 def test_results_of_another_model_are_refused(tmp_path):
     ResultsFolder.open(tmp_path, "one")
     with pytest.raises(ConfigError, match="results of another model, one"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from test_metrics import STEP, read_metrics, write
 
-from mtrain_cli.records.step_remarks import step_remarks
+from mtrain_cli.records.step_remarks import loss_remark, step_remarks
 
 
 def of(*numbers: int, last: int = 0) -> list[str]:
@@ -40,3 +40,13 @@ def test_a_step_without_a_finite_loss_is_named_unless_it_had_no_label(loss):
     assert step_remarks(steps) == ["steps 2-3 have no finite loss"]
     unlabelled = replace(STEP, step=3, loss=None, skipped=True)
     assert step_remarks([*steps[:2], unlabelled]) == ["step 2 has no finite loss"]
+
+
+def test_a_skipped_step_whose_loss_is_not_finite_is_named():
+    """An update that a spike skipped had a label."""
+    spike = replace(STEP, loss=float("nan"), skipped=True)
+    assert step_remarks([spike]) == ["step 1 has no finite loss"]
+
+
+def test_steps_in_any_order_are_named_in_their_order():
+    assert loss_remark([3, 1, 2, 3]) == "steps 1-3 have no finite loss"

@@ -76,6 +76,8 @@ def test_steps_without_a_time_and_losses_that_are_not_finite_are_compared(tmp_pa
     rows = {row.what: row for row in comparison([one, other])}
     assert rows["tokens/s/worker, mean"].other == rows["tokens/s/worker, mean"].first == 10.0
     assert math.isnan(rows["held-out loss, last"].other)
+    (row,) = [row for row in comparison([other, one]) if row.what == "held-out loss, last"]
+    assert (math.isnan(row.first), row.other, row.difference) == (True, 3.0, "unknown")
 
 
 def test_differing_workers_and_machines_are_named(tmp_path):

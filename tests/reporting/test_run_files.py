@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.resolved_file import save
 from mtrain_cli.evaluation.results import Result, ResultsFolder
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import StateReporter
+from mtrain_cli.launch.run_state import StateReporter, read_state, write_state
 from mtrain_cli.reporting.run_files import read_run_files
 
 
@@ -126,3 +127,13 @@ def test_steps_that_a_run_has_done_are_missed_in_its_metrics(run: Path):
     assert read_run_files(run).damage == (f"{file}: steps 1-3 are missing",)
     file.unlink()
     assert read_run_files(run).damage == (f"{file}: missing, although the run has done 3 steps",)
+
+
+def test_the_steps_of_a_run_that_has_not_ended_may_not_be_written_yet(run: Path):
+    state = read_state(RunDir(run))
+    assert state is not None
+    for phase, lines in (("training", 0), ("finished", 1)):
+        write_state(RunDir(run), replace(state, phase=phase, step=3))
+        damage = read_run_files(run).damage
+        assert len(damage) == lines, damage
+    assert "step 3 is missing" in damage[0]

@@ -85,3 +85,6 @@ def test_the_line_on_attention_names_layers_and_steps_that_are_dense():
     assert "vertical_slash, dense_steps 5, kernel" in line(sparse, "sparsity.dense_steps=5")
     unknown = {"sparsity.pattern": "moba", "sparsity.dense_layers": 2}
     assert attention_lines(unknown) == ["attention: pattern moba, dense_layers 2"]
+    assert attention_lines({"sparsity.dense_layers": 2, "train.kernel": "sdpa"}) == [
+        "attention: kernel sdpa"
+    ]

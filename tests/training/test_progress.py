@@ -76,6 +76,15 @@ def test_after_a_restart_the_summary_covers_the_whole_run():
     assert "0:03 since the last restart" in printed
 
 
+def test_the_summary_names_the_loss_of_the_first_step_in_any_order_of_the_file():
+    progress, out, _ = make(total=3, start=3)
+    with progress:
+        progress.add_earlier_steps([replace(STEP, step=n, loss=9.0 - n) for n in (3, 1, 2)])
+        progress.last = STEP
+        progress.summary("trained 3 steps")
+    assert "8.0000 at step 1, 6.0000 at step 3" in out.getvalue()
+
+
 def test_outside_a_terminal_each_step_is_one_plain_line():
     progress, out, _ = make()
     with progress:
