@@ -174,6 +174,15 @@ def test_the_peak_of_backward_is_that_of_the_largest_layer(words, workers, peak)
     assert found.name == f"backward of layer {peak}"
 
 
+def test_the_lowest_dense_layer_above_sparse_ones_can_be_the_peak():
+    """The dense kernel needs more memory than the sparse one."""
+    words = ["model=qwen3b", "seq=16k", "model.num_layers=8", "model.intermediate_size=2048", FULL]
+    words += ["sparsity=moba", "sparsity.dense_layers=3"]
+    (step,) = steps_of(words, 4, exchange="ring", kernel="triton", dense_kernel="sdpa")
+    every = [step.backward_of(layer, 2, scatters=layer < 8).allocated for layer in range(2, 9)]
+    assert step.moments()[1].allocated == max(every) == every[6 - 2]
+
+
 def test_the_only_layer_of_a_stage_waits_for_no_reduction():
     """The layer above is on another stage, and has experts."""
     words = [*FEW_EXPERTS[:1], "model.num_layers=2", "model.moe.dense_layers=1", "seq=4k"]
