@@ -103,8 +103,10 @@ def _whole(path: Path, read: Callable[[Path], Any], lost: str, damage: list[str]
 
     Args:
         lost: what a report without the file lacks, with its verb.
-        damage: gets a line about a damaged file.
+        damage: gets a line about a damaged file, or a folder in its place.
     """
+    if path.is_dir():
+        damage.append(f"{path}: is a folder; {lost} not shown")
     if not path.is_file():
         return None
     try:

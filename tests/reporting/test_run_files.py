@@ -59,6 +59,20 @@ def test_the_missing_configuration_of_a_run_is_named(run: Path, left: str):
 @pytest.mark.parametrize(
     ("name", "lost"),
     [
+        ("resolved.yaml", "settings are"),
+        ("state.json", "choices of the run are"),
+        ("environment.json", "command and machine are"),
+    ],
+)
+def test_a_folder_in_the_place_of_a_file_is_named(run: Path, name: str, lost: str):
+    (run / name).unlink()
+    (run / name).mkdir()
+    assert read_run_files(run).damage == (f"{run / name}: is a folder; {lost} not shown",)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
         ("resolved.yaml", "settings are not shown"),
         ("state.json", "choices of the run are not shown"),
         ("environment.json", "command and machine are not shown"),
