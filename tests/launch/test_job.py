@@ -123,7 +123,7 @@ def test_a_killed_rank_ends_ranks_that_wait_for_nothing(killed, teller):
 
 def test_a_rank_killed_in_a_ring_is_reported_with_the_activity_of_all_ranks():
     ends = SimulatedJob("rank_1_is_killed_in_a_ring", 3, "run.dir=run").ends()
-    assert [code for code, _ in ends] == [1, -signal.SIGKILL, 1]
+    assert [code for code, _ in ends] == [1, -signal.SIGKILL, 1], ends
     assert ends[0][1].splitlines() == [
         "error: rank 1 is gone: its process was killed (host out of memory? see dmesg) or its "
         "machine failed",
@@ -171,7 +171,7 @@ def test_ranks_with_different_settings_end_before_they_wait_for_each_other():
         "adds_ranks", 2, "run.dir=run", of_rank={1: ["topology.exchange=ring", "seed=7"]}
     )
     ends = job.ends()
-    assert [code for code, _ in ends] == [2, 2]
+    assert [code for code, _ in ends] == [2, 2], ends
     lines = ends[0][1].splitlines()
     assert lines == [
         "error: seed=7: rank 1 was started with this value, rank 0 with 0. Start all ranks with "
@@ -203,7 +203,7 @@ def test_one_rank_with_another_setting_ends_all_at_once(agreed, odd, expected):
     started = time.monotonic()
     ends = SimulatedJob("sleeps", 3, "run.dir=run", *agreed, of_rank={2: [odd]}).ends()
     assert time.monotonic() - started < 60, "nobody waited for topology.timeout_s"
-    assert [code for code, _ in ends] == [2, 2, 2]
+    assert [code for code, _ in ends] == [2, 2, 2], ends
     assert ends[0][1] == f"error: {expected}. Start all ranks with the same settings.\n"
     assert [stderr for _, stderr in ends[1:]] == ["", ""]
     assert not Path("run").exists()
@@ -217,7 +217,7 @@ def test_a_rank_that_connects_after_the_mistake_ends_like_the_others():
 @pytest.mark.slow
 def test_rank_0_prints_the_cause_once_and_all_ranks_fail():
     ends = SimulatedJob("rank_1_raises_late", 2, "run.dir=run").ends()
-    assert [code for code, _ in ends] == [1, 1]
+    assert [code for code, _ in ends] == [1, 1], ends
     assert ends[0][1].startswith(
         "error: rank 1 failed: ValueError: the true cause\nTraceback (most recent call last):"
     )
@@ -235,7 +235,7 @@ def test_a_mistake_that_workers_find_is_printed_once():
 def test_a_mistake_of_rank_0_ends_the_others_silently():
     Path("run").write_text("no folder")
     ends = SimulatedJob("adds_ranks", 2, "run.dir=run").ends()
-    assert [code for code, _ in ends] == [2, 2]
+    assert [code for code, _ in ends] == [2, 2], ends
     assert "run: cannot write there" in ends[0][1]
     assert ends[1][1] == ""
 
