@@ -135,7 +135,8 @@ class Summary:
 
     spread: largest difference of two dense cells of one seed, by measure; empty if not measured.
     outcomes: of the predictions about cells of the tier.
-    damage: a line on each cell with files that cannot all be read, or with another base.
+    damage: a line on each cell with files that cannot all be read, or that began with
+        other weights than dense.
     """
 
     tier: Tier

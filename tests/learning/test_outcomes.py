@@ -115,6 +115,16 @@ def test_nothing_is_claimed_if_even_the_control_does_not_lose():
     assert sparse_of(without).verdict["loss"] == OPEN
 
 
+def test_under_dense_inference_the_control_must_lose_under_dense_inference():
+    small = [0.002, 0.003, 0.004]
+    own = [
+        replace(one, attention=DENSE) if one.cell.name == SPARSE else one for one in three(small)
+    ]
+    assert sparse_of(own).verdict["loss"] == OPEN
+    both = [replace(one, attention=DENSE) for one in three(small)]
+    assert sparse_of(both).verdict["loss"] == NOTHING
+
+
 def test_a_control_that_loses_only_under_dense_inference_shows_nothing():
     found = [
         replace(one, attention=DENSE) if one.cell.name == FIXED else one
