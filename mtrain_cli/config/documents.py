@@ -81,15 +81,16 @@ def _refuse_endless(document: Any) -> None:
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
     """Return strict JSON, which every program can read. NaN and infinities become null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a JSON value with null for NaN and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def reason(error: BaseException) -> str:

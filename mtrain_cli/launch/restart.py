@@ -280,7 +280,7 @@ def read_restarts(run: RunDir) -> list[Restart]:
 
 def count_unreadable_lines(run: RunDir) -> int:
     """Return the number of lines of restarts.jsonl that `read_restarts` skips."""
-    return len(_read_text(run.restarts).splitlines()) - len(read_restarts(run))
+    return len(_lines(_read_text(run.restarts))) - len(read_restarts(run))
 
 
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
@@ -328,10 +328,15 @@ def _append(run: RunDir, entry: Restart) -> None:
 def _parse_lines(text: str, kind: type[T]) -> list[T]:
     """Return a dataclass for each line of JSON. Skip lines that cannot be read."""
     found = []
-    for line in text.splitlines():
+    for line in _lines(text):
         with contextlib.suppress(ValueError, RecursionError):
             found.append(documents.checked(kind, json.loads(line)))
     return found
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text. Only a newline ends a line of JSON."""
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _read_text(path: Path, last_bytes: int | None = None) -> str:

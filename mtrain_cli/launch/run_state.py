@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import re
 import shlex
@@ -93,9 +92,19 @@ def read_state(run: RunDir) -> RunState | None:
     Keys that this version does not know are ignored.
     """
     try:
-        return documents.checked(RunState, documents.read_json(run.state))
+        return read_state_file(run.state)
     except (OSError, ValueError):
         return None
+
+
+def read_state_file(file: Path) -> RunState:
+    """Return the state in a file. Earlier versions wrote NaN, which counts as null.
+
+    Raises:
+        UnreadableError: the file is damaged.
+        OSError: the file cannot be read.
+    """
+    return documents.checked(RunState, documents.finite(documents.read_json(file)))
 
 
 def nothing_left(run: RunDir, steps: int) -> bool:
@@ -108,7 +117,7 @@ def nothing_left(run: RunDir, steps: int) -> bool:
 def write_state(run: RunDir, state: RunState) -> None:
     """Write the state atomically. If the disk is full, the previous state stays."""
     with contextlib.suppress(OSError):
-        replace_text(run.state, json.dumps(dataclasses.asdict(state)))
+        replace_text(run.state, documents.json_text(dataclasses.asdict(state)))
 
 
 def set_phase(run: RunDir, phase: str, reason: str = "") -> None:

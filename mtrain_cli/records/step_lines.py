@@ -66,14 +66,16 @@ def drop_later_steps(path: Path, last: int) -> list[dict[str, Any]]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     """Yield the number, content and JSON object of each line that is not blank.
 
-    A line that is not an object has None.
+    Only a newline ends a line: a carriage return inside of a line is white space of its JSON. A
+    line that is not an object has None.
     """
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not line.strip():
-            continue
-        row = documents.json_object(line)
-        if row is not None or line.endswith(b"\n"):
-            yield number, line.rstrip(b"\r\n"), row
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            row = documents.json_object(line)
+            if row is not None or line.endswith(b"\n"):
+                yield number, line.rstrip(b"\r\n"), row
 
 
 def _step_of(row: dict[str, Any] | None) -> int | None:

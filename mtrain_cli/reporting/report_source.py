@@ -33,7 +33,12 @@ from mtrain_cli.records.record_files import (
     open_records,
 )
 from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
-from mtrain_cli.reporting.run_files import RunFiles, read_run_files
+from mtrain_cli.reporting.run_files import (
+    CHOICES_LOST,
+    FACTS_LOST,
+    RunFiles,
+    read_run_files,
+)
 from mtrain_cli.reporting.run_settings import RESOLVED, with_choices
 from mtrain_cli.reporting.step_tables import damage_of_step
 from mtrain_cli.training.evaluation import Evaluation
@@ -360,7 +365,20 @@ def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSo
 def _bare(path: Path, recorded: RecordedFolder | None, files: RunFiles) -> ReportSource:
     """Return a source with its name, facts, settings and damage."""
     facts, settings = _facts(recorded, files), _settings(recorded, files)
-    return ReportSource(_name(path), path, facts, settings=settings, damage=files.damage)
+    damage = tuple(_without_recorded(line, recorded) for line in files.damage)
+    return ReportSource(_name(path), path, facts, settings=settings, damage=damage)
+
+
+def _without_recorded(line: str, recorded: RecordedFolder | None) -> str:
+    """Return a line on a lost file, which names the profile if it has what the file had."""
+    summary = recorded.summary if recorded is not None else {}
+    for lost, has in (
+        (CHOICES_LOST, summary.get("cases")),
+        (FACTS_LOST, summary.get("environment")),
+    ):
+        if has and line.endswith(lost):
+            return line.replace(lost, lost.replace("not shown", "those of the profile"))
+    return line
 
 
 def _with_files(source: ReportSource, files: RunFiles) -> ReportSource:

@@ -13,13 +13,17 @@ from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import ENDED, RunState
+from mtrain_cli.launch.run_state import ENDED, RunState, read_state_file
 from mtrain_cli.records.metrics import StepMetrics, read_readable_metrics
 from mtrain_cli.records.step_remarks import is_finite, line_on_file, loss_remark, step_remarks
 from mtrain_cli.reporting.run_settings import read_settings
 from mtrain_cli.training.evaluation import EVALUATIONS_FILE, Evaluation, read_evaluations
 
 _STEPS = "train.steps"
+# What a report without the file lacks.
+CHOICES_LOST = "choices of the run are not shown"
+FACTS_LOST = "command and machine are not shown"
+_SETTINGS_LOST = "settings are not shown"
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class RunFiles:
     steps_wanted: the setting train.steps; None if unknown.
     state: None if unknown.
     facts: content of environment.json.
-    damage: a line on each damaged file, which names the file and what is not shown.
+    damage: a line on each damaged or missing file, which names the file and what is not shown.
     """
 
     metrics: tuple[StepMetrics, ...] = ()
@@ -48,7 +52,7 @@ def read_run_files(path: Path) -> RunFiles:
     """Read the files of a run's folder."""
     run = RunDir(path)
     damage: list[str] = []
-    state = _whole(run.state, _state, "choices of the run are", damage)
+    state = _whole(run.state, read_state_file, CHOICES_LOST, damage)
     metrics, lines = _metrics(run, state)
     damage.append(lines)
     evaluations, lines = _evaluations(path)
@@ -57,14 +61,14 @@ def read_run_files(path: Path) -> RunFiles:
     damage.append(unread)
     if unreadable := restart.count_unreadable_lines(run):
         damage.append(f"{run.restarts}: {with_count(unreadable, 'unreadable line')} skipped")
-    settings = _whole(run.resolved, read_settings, "settings are", damage) or {}
-    if (metrics or state is not None) and not run.resolved.exists():
-        damage.append(f"{run.resolved}: missing; settings are not shown")
+    settings = _whole(run.resolved, read_settings, _SETTINGS_LOST, damage) or {}
     steps = settings.get(_STEPS)
     if steps is not None and not (isinstance(steps, int) and documents.is_number(steps)):
         damage.append(f"{run.resolved}: {_STEPS}={steps}: expected a whole number")
         steps = None
-    facts = _whole(run.environment, _object, "command and machine are", damage) or {}
+    facts = _whole(run.environment, _object, FACTS_LOST, damage) or {}
+    if metrics or state is not None:
+        damage += _missing(run)
     return RunFiles(
         tuple(metrics), tuple(evaluations), tuple(results), tuple(restart.read_restarts(run)),
         settings, steps, state, facts, tuple(filter(None, damage)),
@@ -98,21 +102,29 @@ def _evaluations(path: Path) -> tuple[list[Evaluation], str]:
     return evaluations, line_on_file(file, line, [loss_remark(lossless)])
 
 
+def _missing(run: RunDir) -> list[str]:
+    """Return a line on each file that a run has from its start, and this run lacks."""
+    lost = {
+        run.state: CHOICES_LOST, run.resolved: _SETTINGS_LOST, run.environment: FACTS_LOST,
+    }  # fmt: skip
+    return [f"{path}: missing; {what}" for path, what in lost.items() if not path.exists()]
+
+
 def _whole(path: Path, read: Callable[[Path], Any], lost: str, damage: list[str]) -> Any:
     """Return what `read` makes of a file; None for a missing or damaged file.
 
     Args:
-        lost: what a report without the file lacks, with its verb.
+        lost: what a report without the file lacks.
         damage: gets a line about a damaged file, or a folder in its place.
     """
     if path.is_dir():
-        damage.append(f"{path}: is a folder; {lost} not shown")
+        damage.append(f"{path}: is a folder; {lost}")
     if not path.is_file():
         return None
     try:
         return read(path)
     except (OSError, ValueError) as error:
-        damage.append(f"{path}: cannot be read ({documents.reason(error)}); {lost} not shown")
+        damage.append(f"{path}: cannot be read ({documents.reason(error)}); {lost}")
         return None
 
 
@@ -121,7 +133,3 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise documents.UnreadableError("it is not a JSON object")
     return document
-
-
-def _state(path: Path) -> RunState:
-    return documents.checked(RunState, documents.read_json(path))

@@ -39,6 +39,20 @@ def test_a_state_is_read_back_without_keys_of_other_versions(tmp_path):
     assert read_state(run) is None
 
 
+def test_a_number_that_is_not_finite_is_null(tmp_path):
+    run = RunDir(tmp_path)
+    bad = {"loss": float("nan"), "expert_load": float("inf")}
+    write_state(run, RunState(phase="training", time=2.0, began=1.0, step=3, **bad))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads(run.state.read_text(), parse_constant=refuse)
+    assert (read_state(run).step, read_state(run).loss) == (3, None)
+    run.state.write_text(run.state.read_text().replace("null", "NaN"))
+    assert (read_state(run).step, read_state(run).expert_load) == (3, None), "an earlier version"
+
+
 def test_a_resumed_run_keeps_the_metrics_of_its_last_step(tmp_path):
     run = RunDir(tmp_path)
     metrics = {"loss": 2.5, "grad_norm": 0.5, "tokens": 64, "seconds": 0.25}

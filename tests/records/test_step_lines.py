@@ -80,3 +80,12 @@ def test_a_step_is_a_whole_number(tmp_path):
     file = tmp_path / "steps.jsonl"
     file.write_bytes(b'{"step": 1}\n{"step": 2.0}\n{"step": "2"}\n')
     assert steps(file) == ([1], [2, 3])
+
+
+def test_only_a_newline_ends_a_line(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    line = '{"step": 1,\r"note": "a\u2028b\x85c"}\n'.encode()
+    file.write_bytes(line + ROWS[3])
+    assert steps(file) == ([1, 2], [])
+    drop_later_steps(file, 1)
+    assert file.read_bytes() == line

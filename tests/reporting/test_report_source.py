@@ -14,7 +14,7 @@ from mtrain_cli.config.resolved_file import save
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import Result, ResultsFolder
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import StateReporter
+from mtrain_cli.launch.run_state import RunState, StateReporter, write_state
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.report_source import (
     ReportSource,
@@ -198,6 +198,8 @@ def test_a_profile_shows_despite_damaged_metrics_with_a_remark(tmp_path, content
 
 def test_a_run_shows_its_steps_despite_a_damaged_line_and_a_damaged_profile(tmp_path):
     (tmp_path / "resolved.yaml").write_text("seed: 0\n")
+    (tmp_path / "environment.json").write_text("{}")
+    write_state(RunDir(tmp_path), RunState(phase="training", time=2.0, began=1.0))
     file = tmp_path / "metrics.jsonl"
     first, second, third = (step.to_json() for step in steps(3))
     file.write_text(f"{first}\noops\n{third}\n")
@@ -214,6 +216,16 @@ def test_a_run_shows_its_steps_despite_a_damaged_line_and_a_damaged_profile(tmp_
     (remark,) = source.remarks
     assert remark.startswith(f"{summary}: not the summary of a profile")
     assert remark.endswith("; the profile is not shown")
+
+
+def test_a_profile_replaces_what_lost_files_of_its_run_had(tmp_path):
+    run = recorded_once(tmp_path / "profile", PLAY, environment={"host": "one"}).parent
+    (run / "resolved.yaml").write_text("seed: 0\n")
+    (run / "metrics.jsonl").write_text(f"{steps(1)[0].to_json()}\n")
+    assert [line.partition(": ")[2] for line in open_source(run).remarks[-2:]] == [
+        "missing; choices of the run are those of the profile",
+        "missing; command and machine are those of the profile",
+    ]
 
 
 def test_a_damaged_result_of_an_evaluation_is_a_remark(tmp_path):

@@ -53,7 +53,22 @@ def test_the_missing_configuration_of_a_run_is_named(run: Path, left: str):
     for name in {"metrics.jsonl", "state.json", "resolved.yaml"} - {left}:
         (run / name).unlink()
     line = f"{run / 'resolved.yaml'}: missing; settings are not shown"
-    assert read_run_files(run).damage == (line,)
+    assert line in read_run_files(run).damage
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("state.json", "choices of the run are"), ("environment.json", "command and machine are")],
+)
+def test_a_missing_file_of_a_run_is_named_with_what_it_had(run: Path, name: str, lost: str):
+    (run / name).unlink()
+    assert read_run_files(run).damage == (f"{run / name}: missing; {lost} not shown",)
+
+
+def test_a_folder_of_evaluations_alone_lacks_no_file_of_a_run(run: Path):
+    for name in ("metrics.jsonl", "state.json", "resolved.yaml", "environment.json"):
+        (run / name).unlink()
+    assert read_run_files(run).damage == ()
 
 
 @pytest.mark.parametrize(
