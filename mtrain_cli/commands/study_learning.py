@@ -30,8 +30,8 @@ _MOST_MINUTES = 10**6
 def learning(
     tier: Annotated[str, option("tiny|a|b", complete=complete_tiers)] = "tiny",
     out: Annotated[Path | None, option("DIR")] = None,
-    only: Annotated[str, option("NAME,...")] = "",
-    seeds: Annotated[str, option("N,...")] = "",
+    only: Annotated[str | None, option("NAME,...")] = None,
+    seeds: Annotated[str | None, option("N,...")] = None,
     budget_minutes: Annotated[float, option("N")] = 0.0,
     base_steps: Annotated[int, bounded(0, MOST_STEPS)] = 0,
     below_gate: Annotated[bool, flag("--below-gate")] = False,
@@ -90,8 +90,8 @@ def learning(
         )
     if packages is not None and not packages.is_dir():
         raise ConfigError(f"--packages {packages}: no such folder")
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    cells = cells_of(chosen, names, _seeds(seeds, chosen) if seeds else [])
+    names = [] if only is None else _names(only, chosen)
+    cells = cells_of(chosen, names, [] if seeds is None else _seeds(seeds, chosen))
     study = Study(folder, chosen)
     from mtrain_cli.reporting.terminal import make_console
 
@@ -123,7 +123,6 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
         ConfigError: it holds something else, or is a file.
     """
     from mtrain_cli.learning.cells import Study
-    from mtrain_cli.learning.tiers import BASE
 
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
@@ -140,8 +139,7 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
             f"--out {folder}: holds a study of tier {found.tier.name}; give --tier "
             f"{found.tier.name}, or another folder"
         )
-    names = {BASE, *(variant.name for variant in tier.variants)}
-    if found is None and not any(any((folder / name).glob("seed-*")) for name in names):
+    if found is None and not any(any((folder / name).glob("seed-*")) for name in tier.names):
         raise ConfigError(f"--out {folder}: is not empty and holds no study; give a new folder")
     return None if found is None else found.tier
 
@@ -154,6 +152,13 @@ def _tier(name: str, base_steps: int) -> Tier:
     return replace(TIERS[name], base_steps=base_steps) if base_steps else TIERS[name]
 
 
+def _names(text: str, tier: Tier) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--only {text!r}: names no cell; allowed: {', '.join(tier.names)}")
+    return names
+
+
 def _seeds(text: str, tier: Tier) -> list[int]:
     from mtrain_cli.commands.options import parse_whole_number
 
@@ -161,7 +166,8 @@ def _seeds(text: str, tier: Tier) -> list[int]:
         return [parse_whole_number(item.strip()) for item in text.split(",")]
     except ValueError:
         allowed = ", ".join(map(str, tier.seeds))
-        raise ConfigError(f"--seeds {text}: expected whole numbers; allowed: {allowed}") from None
+        shown = text if text.strip() else repr(text)
+        raise ConfigError(f"--seeds {shown}: expected whole numbers; allowed: {allowed}") from None
 
 
 def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
@@ -169,13 +175,15 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     from mtrain_cli.learning import package_corpus
     from mtrain_cli.learning.outcomes import predictions_file
 
-    with writing(f"--out {study.folder}"):
+    def mark() -> None:
         study.folder.mkdir(parents=True, exist_ok=True)
         study.save(_command())
         written = study.folder / predictions_file().name
         if not written.exists():
             written.write_text(predictions_file().read_text())
-        facts = package_corpus.build(study.texts, study.tier, packages)
+
+    with writing(f"--out {study.folder}"):
+        facts = package_corpus.build(study.texts, study.tier, packages, mark)
     console.print(
         f"text    {facts.packages} packages, {facts.bytes:,} bytes to train on; held out: "
         f"{', '.join(facts.held_out)}, {facts.held_out_bytes:,} bytes; {facts.dropped} of "

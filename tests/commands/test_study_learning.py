@@ -65,6 +65,9 @@ def test_a_dry_run_counts_a_damaged_cell_as_not_finished(tmp_path):
         ("--seeds=-1", "--seeds -1: expected whole numbers; allowed: 0, 1"),
         ("--seeds 0,0.5", "--seeds 0,0.5: expected whole numbers; allowed: 0, 1"),
         (f"--seeds {'9' * 20}", f"--seeds {'9' * 20}: expected whole numbers; allowed: 0, 1"),
+        ("--only=", "--only '': names no cell; allowed: base, dense, vertical_slash-0.6, "),
+        ("--only ,", "--only ',': names no cell; allowed: base, dense, vertical_slash-0.6, "),
+        ("--seeds=", "--seeds '': expected whole numbers; allowed: 0, 1"),
         ("--budget-minutes -1", "--budget-minutes -1: must be from 0 to 1,000,000"),
         ("--packages nowhere", "--packages nowhere: no such folder"),
     ],
@@ -76,6 +79,15 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, arguments, said):
     assert result.stderr.startswith(f"mtrain: {said}")
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_packages_without_text_leave_nothing(tmp_path):
+    (tmp_path / "packages").mkdir()
+    result = run("--packages", tmp_path / "packages", "--out", tmp_path / "new" / "study")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert "too little Python text" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["packages"]
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []])
