@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -65,8 +66,9 @@ def learning(
         out: Folder of the study; by default measurements/learning-TIER.
         only: Names of cells, as --dry-run lists them; by default all.
         seeds: Some of the tier's seeds.
-        budget_minutes: Begin no further cell after this time, or if it would probably take longer
-            than is left; 0 = no limit.
+        budget_minutes: Begin no cell after this time, or if it would probably take longer than is
+            left; 0 = no limit. If it is too short for the next cell, an error gives the time of
+            that cell, and nothing begins.
         base_steps: Steps of a base, if those of the tier do not pass its gate.
         below_gate: Continue with a base that misses its gate. The report says so.
         packages: Folder of Python packages to train on; by default those of this Python.
@@ -101,6 +103,8 @@ def learning(
 
         show_plan(console, study, cells)
         return
+    if budget_minutes:
+        _refuse_small_budget(study, cells, budget_minutes)
     study = _prepare(study, packages, console)
     try:
         _compute(study, cells, budget_minutes, console, below_gate=below_gate)
@@ -191,6 +195,36 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
         soft_wrap=True,
     )
     return replace(study, sha256=facts.sha256)
+
+
+def _refuse_small_budget(study: Study, cells: list[Cell], budget: float) -> None:
+    """Refuse a budget in which nothing could begin: the study would never go on.
+
+    Raises:
+        ConfigError: the first cell would probably take longer.
+    """
+    from mtrain_cli.learning.cells import unfinished
+
+    for cell in unfinished(study, cells)[:1]:
+        if (seconds := _seconds_left(study, cell)) > 60 * budget:
+            minutes = math.ceil(seconds / 6) / 10
+            raise ConfigError(
+                f"--budget-minutes {budget:g}: {cell.key} is next and would take about "
+                f"{minutes:g} minutes or more, so nothing would begin. Give more minutes, or "
+                "leave it out"
+            )
+
+
+def _seconds_left(study: Study, cell: Cell) -> float:
+    """Return the seconds of a cell after its checkpoint, at the speed that its tier assumes."""
+    from mtrain_cli.launch.run_dir import RunDir
+    from mtrain_cli.learning.cells import RUN, estimated_flop, estimated_seconds
+
+    steps = study.tier.base_steps if cell.variant is None else study.tier.steps
+    done = min(1.0, (RunDir(study.path(cell) / RUN).last_step() or 0) / steps)
+    training, measuring = estimated_flop(study.tier, cell)
+    share = 1 - done * training / (training + measuring)
+    return estimated_seconds(study.tier, cell) * share
 
 
 def _compute(
