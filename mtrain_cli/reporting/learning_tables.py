@@ -13,6 +13,7 @@ from mtrain_cli.evaluation.cost import format_flop
 from mtrain_cli.learning.cells import (
     DamagedCellError,
     Study,
+    damage_of_base,
     estimated_flop,
     estimated_seconds,
     weights_of_base,
@@ -49,6 +50,9 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
     heads = ("cell", "attention in training", "left", "steps", "FLOP", "minutes")
     table = new_table(heads, words=3)
     wanted = [cell for cell in cells if not _is_done(study, cell, damage)]
+    damage += filter(
+        None, (damage_of_base(study, Cell(seed)) for seed in sorted({c.seed for c in wanted}))
+    )
     begin = (Cell(cell.seed) for cell in wanted if cell.variant is not None)
     wanted += [base for base in dict.fromkeys(begin) if not weights_of_base(study, base)]
     for name in dict.fromkeys(cell.name for cell in cells):

@@ -20,6 +20,8 @@ from mtrain_cli.learning import cells
 from mtrain_cli.learning.cells import Done, Study
 from mtrain_cli.learning.tiers import TIERS, cells_of, digest
 
+NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a whole safetensors file
+
 
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["study", "learning", *map(str, arguments)])
@@ -154,7 +156,7 @@ def computed(tmp_path, monkeypatch):
         now[0] += 60
         done = Done(digest(study.tier, cell), "texts", 1, 60.0, 60.0, 1.0)
         (study.path(cell) / cells.HF).mkdir(parents=True, exist_ok=True)
-        (study.path(cell) / cells.HF / "model.safetensors").touch()
+        (study.path(cell) / cells.HF / "model.safetensors").write_bytes(NO_TENSORS)
         (study.path(cell) / cells.DONE).write_text(json.dumps(vars(done)))
 
     monkeypatch.setattr(cells, "compute", compute)
@@ -190,6 +192,18 @@ def test_a_base_that_is_trained_again_is_announced(computed):
         "base/seed-0 is trained again: its weights are gone",
         "cell    2 of 2: dense/seed-0",
     ]
+
+
+def test_a_dry_run_names_damaged_weights(computed):
+    study, _ = computed
+    study_learning._compute(study, cells_of(study.tier, ["base"], [0]), 0.0, Console())
+    file = study.folder / "base/seed-0/hf/model.safetensors"
+    words = ("--out", study.folder, "--only", "dense", "--seeds", "0", "--dry-run")
+    assert str(file) not in run(*words).stdout
+    file.write_bytes(NO_TENSORS[:-1])
+    planned = run(*words)
+    assert planned.exit_code == 0
+    assert f"{file}: truncated or damaged (" in planned.stdout.replace("\n", " ")
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
