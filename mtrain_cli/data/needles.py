@@ -148,8 +148,7 @@ class _Builder:
         placed, space = self._places(pairs)
         body = self._fill(placed, space, lines)
         text = self._pad(body)
-        length = self._count(text) + self._end
-        return NeedleDocument(text, length, tuple(_locate(text, pairs)))
+        return NeedleDocument(text, self._settings.length, tuple(_locate(text, pairs)))
 
     def _pairs(self) -> list[_Pair]:
         settings, random = self._settings, self._random
@@ -236,17 +235,15 @@ class _Builder:
         """Return the text with a first line that fills the document up to its length."""
         target = self._settings.length - self._end
         text = "".join(body)
-        while self._count(text) > target:
+        while (count := self._count(text)) > target:
             # Tokens at the ends of lines can differ in the whole text: drop a line of the corpus.
             line = next((line for line in body if not line.startswith(_OWN_LINES)), None)
             if line is None:
-                break
+                raise self._no_length()
             body.remove(line)
             text = "".join(body)
-        if self._count(text) == target:
+        if count == target:
             return text
-        if self._count(text) > target:
-            raise self._no_length()
         for head in ("", "#", "##"):
             letters = 0
             for _ in range(8):

@@ -172,6 +172,7 @@ class _Hub:
         self._selector.register(self._server, selectors.EVENT_READ)
         self._expected = set(range(world_size))
         self._peers: list[_Peer] = []
+        self._greeted: set[int] = set()
         self._failures: list[Failure] = []
         host, self.port = self._server.getsockname()[:2]
         self.host = "localhost" if ipaddress.ip_address(host).is_unspecified else host
@@ -190,16 +191,20 @@ class _Hub:
             if time.monotonic() - beaten >= HEARTBEAT_S:
                 self._duties.beat()
                 beaten = time.monotonic()
-            for key, _ in self._selector.select(timeout=0.2):
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._read(key.data)
+            self._receive(timeout=0.2)
             if self._failures:
                 deadline = deadline or time.monotonic() + CAUSE_GRACE_S
                 only_consequences = all(failure.is_consequence for failure in self._failures)
                 if not only_consequences or time.monotonic() > deadline:
                     self._end_job()
+
+    def _receive(self, timeout: float) -> None:
+        """Accept the connections and read the messages that arrive within ``timeout`` seconds."""
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                self._accept()
+            else:
+                self._read(key.data)
 
     def _accept(self) -> None:
         try:
@@ -235,6 +240,7 @@ class _Hub:
             if peer.rank is None:
                 self._drop(peer)
                 return
+            self._greeted.add(peer.rank)
         for line in lines:
             self._handle_message(peer.rank, line)
 
@@ -280,15 +286,12 @@ class _Hub:
         the connection, and a rank might not get its code.
         """
         deadline = time.monotonic() + FAREWELL_S
-        # This includes workers that have connected but not yet sent a greeting.
+        # The failure may arrive before the greetings of some ranks. Wait for them: each rank must
+        # get the code. Rank 0 must not get it, and only its greeting shows which connection is its.
+        awaited = set(range(self._world_size))
+        while awaited - self._greeted and (left := deadline - time.monotonic()) > 0:
+            self._receive(left)
         others = [peer.socket for peer in self._peers if peer.rank != 0]
-        # A mistake may be found before all workers have connected. Wait for the missing ones: they
-        # must get the code, too.
-        expected = self._world_size - 1 if code == 2 else 0
-        while len(others) < expected and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(OSError):
-                self._server.settimeout(left)
-                others.append(self._server.accept()[0])
         for connection in others:
             with contextlib.suppress(OSError):
                 connection.sendall(bytes([code]))

@@ -25,6 +25,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
+from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.study_folder import COMMAND, RUN, STUDY
 from mtrain_cli.learning import package_corpus
@@ -174,6 +175,8 @@ def training_words(study: Study, cell: Cell) -> list[str]:
     is_base = variant is None
     seed = cell.seed + (OTHER_ORDER if variant is not None and variant.other_order else 0)
     steps = _steps(study, cell)
+    batch = tier.base_batch if is_base else tier.batch
+    replicas, workers = _replicas(tier, batch)
     words = [
         *tier.machine,
         "data=text",
@@ -184,8 +187,8 @@ def training_words(study: Study, cell: Cell) -> list[str]:
         f"seq={tier.base_seq if is_base else tier.long_seq}",
         f"seed={seed}",
         f"train.steps={steps}",
-        f"train.global_batch={tier.base_batch if is_base else tier.batch}",
-        f"train.micro_batch={tier.base_batch if is_base else tier.batch}",
+        f"train.global_batch={batch}",
+        f"train.micro_batch={batch // replicas}",
         f"train.checkpoint_every={max(1, steps // _CHECKPOINTS)}",
         "train.keep_checkpoints=1",
         f"optim.lr={tier.base_lr if is_base else tier.lr}",
@@ -193,6 +196,8 @@ def training_words(study: Study, cell: Cell) -> list[str]:
         f"run.dir={(study.path(cell) / RUN).absolute()}",
         f"run.name={tier.name}-{cell.name}-{cell.seed}",
     ]
+    if replicas > 1:
+        words.append(f"topology.context_parallel={workers // replicas}")
     if variant is None:
         return [*words, *tier.model, f"model.rope.original_max_position={tier.base_seq}"]
     return [
@@ -203,6 +208,12 @@ def training_words(study: Study, cell: Cell) -> list[str]:
         *variant.words,
         *_density_words(study, cell),
     ]
+
+
+def _replicas(tier: Tier, batch: int) -> tuple[int, int]:
+    """Return the number of context groups that share the sequences of a step, and all workers."""
+    workers = resolve_environment(compose(list(tier.machine))).dims.workers
+    return math.gcd(workers, batch), workers
 
 
 def _mix(*, is_base: bool) -> str:
@@ -498,7 +509,6 @@ def _evaluate(
     )
     from mtrain_cli.evaluation.runner import Runner
     from mtrain_cli.evaluation.worker import evaluate
-    from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.training.checkpoint_source import checkpoints_of
 
     tier, out = study.tier, folder / EVALUATION

@@ -131,6 +131,42 @@ def _fails(mine: FailureChannel, kind: str) -> None:
         mine.fail(Failure(1, 1, kind, "seq=1: too short", "", 0.0))
 
 
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)], ids=["1 last", "0 last"])
+@pytest.mark.parametrize(("kind", "code"), [("config", 2), ("error", 1)])
+def test_all_ranks_but_0_get_the_code_in_whatever_order_a_slow_hub_accepts_them(
+    monkeypatch, order, kind, code
+):
+    """Rank 2 fails before the hub accepts the first connection, as on a machine that is busy."""
+    events, may_accept = [], threading.Event()
+
+    def exit_now(given):
+        events.append(("exit", given))
+        hub._expected.clear()  # ends the thread of the hub
+
+    monkeypatch.setattr(failure_channel, "exit_now", exit_now)
+    monkeypatch.setattr(failure_channel, "print_cause", lambda *_: None)
+    duties = RankZeroDuties(lambda: events.append("discard"), beat=lambda: may_accept.wait(10))
+    hub = _Hub(3, duties)
+    with contextlib.ExitStack() as connections:
+        connections.callback(hub._thread.join, 15)
+        ranks = {}
+        for rank in order:
+            ranks[rank] = connections.enter_context(connected(hub))
+            ranks[rank].sendall(f"{hub.token} {rank}\n".encode())
+        record = Failure(2, 1, kind, "seq=1: too short").record
+        ranks[2].sendall(json.dumps({"failure": record}).encode() + b"\n")
+        may_accept.set()
+        for rank in (1, 2):
+            assert ranks[rank].recv(2) == bytes([code]), f"rank {rank}"
+            assert events == [], "rank 0 stays until the others have ended"
+            ranks[rank].close()
+        hub._thread.join(15)
+        assert events == ["discard"] * (code == 2) + [("exit", code)]
+        ranks[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            ranks[0].recv(1)
+
+
 def test_the_user_can_set_the_hubs_port(monkeypatch):
     port = free_port()
     monkeypatch.setenv(PORT, str(port))

@@ -16,6 +16,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import PERCENT, Result, ResultsFolder
+from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.learning import cells
 from mtrain_cli.learning.cells import DONE, Done, Study, estimated_flop, training_words
 from mtrain_cli.learning.tiers import (
@@ -104,9 +105,21 @@ def test_the_untrained_cell_writes_lost_stretched_weights_again(tmp_path, monkey
     assert written == [Cell(0)]
 
 
-def test_all_sequences_of_a_step_are_one_micro_batch(tmp_path):
-    base = training_words(Study(tmp_path, TINY), Cell(0))
-    assert {f"train.{name}_batch={TINY.base_batch}" for name in ("global", "micro")} < set(base)
+@pytest.mark.parametrize(
+    ("workers", "micro", "shared"),  # of a batch of 4; shared: workers of a sequence
+    [(1, 4, None), (2, 2, 1), (4, 1, 1), (3, 4, None), (6, 2, 3), (8, 1, 2)],
+)
+def test_workers_share_the_sequences_of_a_step(tmp_path, workers, micro, shared):
+    tier = replace(TINY, machine=("topology.device=cpu", f"topology.workers={workers}"))
+    study = Study(tmp_path, tier)
+    words = training_words(study, Cell(0))
+    assert {"train.global_batch=4", f"train.micro_batch={micro}"} < set(words)
+    context = [word for word in words if "context_parallel" in word]
+    assert context == ([] if shared is None else [f"topology.context_parallel={shared}"])
+    sizes = [word for word in words if word.startswith(("topology.", "train."))]
+    resolve_environment(compose(sizes))  # the sizes divide
+    (batch,) = (w for w in training_words(study, cell(DENSE)) if w.startswith("train.micro_batch"))
+    assert batch == "train.micro_batch=1"
 
 
 def test_a_control_has_at_least_one_column(tmp_path):
