@@ -31,6 +31,7 @@ from mtrain_cli.learning.outcomes import (
     Compared,
     Summary,
     control_loses,
+    unknown_bases,
 )
 from mtrain_cli.learning.t_interval import Interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
@@ -133,6 +134,13 @@ def tables(summary: Summary) -> list[EvaluationTable]:
 def remarks(summary: Summary) -> list[str]:
     """Return what a reader must know before reading the numbers."""
     tier, lines = summary.tier, [*summary.damage]
+    for names, seeds_of in unknown_bases(summary.done).items():
+        where = f"seed{'s' * (len(seeds_of) > 1)} {', '.join(map(str, seeds_of))}"
+        lines.append(
+            f"{', '.join(names)} of {where}: an earlier version of mtrain did not note with which "
+            "weights cells began. They count, although these may be other weights than those of "
+            f"{DENSE}."
+        )
     if tier.gate is None:
         lines.append(TOY)
     gates = {seed: gate for seed, gate in summary.gates.items() if gate is not None}
