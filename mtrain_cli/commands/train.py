@@ -70,6 +70,10 @@ def train(
         _print_configuration(config)
         return
     if dry_run:
+        if run_path is None:
+            from mtrain_cli.launch.run_dir import require_folder
+
+            require_folder(config)
         _print_plan(config, words, config_dir)
         return
     raise typer.Exit(_launch(config, words, run_path, config_dir))
