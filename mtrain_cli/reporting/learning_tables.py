@@ -35,6 +35,7 @@ from mtrain_cli.learning.outcomes import (
 )
 from mtrain_cli.learning.t_interval import Interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
+from mtrain_cli.printable import one_line
 from mtrain_cli.reporting.evaluation_tables import EvaluationTable
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 
@@ -133,7 +134,7 @@ def tables(summary: Summary) -> list[EvaluationTable]:
 
 def remarks(summary: Summary) -> list[str]:
     """Return what a reader must know before reading the numbers."""
-    tier, lines = summary.tier, [*summary.damage]
+    tier, lines = summary.tier, list(map(one_line, summary.damage))
     for names, seeds_of in unknown_bases(summary.done).items():
         where = f"seed{'s' * (len(seeds_of) > 1)} {', '.join(map(str, seeds_of))}"
         lines.append(
