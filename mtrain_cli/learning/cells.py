@@ -301,7 +301,9 @@ def damage_of_base(study: Study, base: Cell) -> str:
     """Return a line on a truncated or damaged file of weights, with what to do; "" for none."""
     from safetensors import SafetensorError, safe_open
 
-    for folder in (study.path(base) / HF, study.path(base) / STRETCHED):
+    # Without weights, a base is trained again (`unfinished`), and then stretched again.
+    names = (HF, STRETCHED) if weights_of_base(study, base) else ()
+    for folder in (study.path(base) / name for name in names):
         for file in sorted(folder.glob("*.safetensors")):
             try:
                 with safe_open(file, "numpy"):

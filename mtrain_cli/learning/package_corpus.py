@@ -74,12 +74,19 @@ def build(
         before_writing: called once the texts are known to suffice.
 
     Raises:
-        ConfigError: there is too little text. Nothing was written.
+        ConfigError: there is too little text, and nothing was written; or `ABOUT` is damaged.
     """
     about = folder / ABOUT
     if about.is_file():
+        try:
+            facts = documents.checked(CorpusFacts, documents.read_json(about))
+        except documents.UnreadableError as error:
+            raise ConfigError(
+                f"{about}: damaged ({error}). Delete {folder} and run the same command again, "
+                "which writes the same texts, if the packages are the same"
+            ) from None
         before_writing()
-        return documents.checked(CorpusFacts, documents.read_json(about))
+        return facts
     root = packages or Path(sysconfig.get_path("purelib"))
     training, held_out = _split(root, tier)
     blocks = block_hashes(text for _, files in training for text in files)

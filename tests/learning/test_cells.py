@@ -349,5 +349,10 @@ def test_damaged_weights_of_a_base_are_named_with_what_to_do(tmp_path):
         f"). Delete {stretched.parent} and run the same command again, which writes the weights "
         "again"
     )
+    (study.path(dense) / DONE).unlink()
+    hf.unlink()
+    assert cells.unfinished(study, [base, dense]) == [base, dense], "all are written again"
+    write_weights(study, 0)
+    finish(study, dense)
     finish(study, sparse)
     assert cells.unfinished(study, [base, dense, sparse]) == [], "nothing reads the weights"
