@@ -1,8 +1,8 @@
 """Write the tables of studies.md, and all figures: `python docs/study_tables.py [FOLDER]`.
 
-They come from profiles/learning/tier-a.json, which `mtrain report STUDY --json` prints. A table
-stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. With a FOLDER of a study, the file is
-written first.
+They come from profiles/learning/tier-a.json and tier-b.json, as `mtrain report STUDY --json` prints
+them. A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. With a FOLDER of a
+study, the file of its tier is written first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/studies.md"
-RESULTS = ROOT / "profiles/learning/tier-a.json"
+RESULTS = ROOT / "profiles/learning"
 LOSS, KEYS, NEEDLES = "long_loss", "key_loss", "needles"
 PLACES = {"inside": "probed rows", "tail": "tail", "elsewhere": "elsewhere"}
 MEASURES = {LOSS: "loss", KEYS: "loss of key tokens", NEEDLES: "needles", **PLACES}
@@ -25,8 +25,8 @@ SPARSE = "vertical_slash-0.6"
 Row = dict[str, Any]
 
 
-def read() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text())
+def read(tier: str = "a") -> dict[str, Any]:
+    return json.loads((RESULTS / f"tier-{tier}.json").read_text())
 
 
 def rows_of(data: dict[str, Any], *, own: bool) -> list[Row]:
@@ -83,14 +83,16 @@ def summary(data: dict[str, Any]) -> str:
     """Return what has run, in sentences."""
     done = finished(data)
     total = len(data["seeds"])
+    many = len(done) > 1
     gates = listed([f"{data['gates'][str(seed)]:.1f} %" for seed in done])
-    text = f"Of {total} seeds, {len(done)} {'has' if len(done) == 1 else 'have'} run "
-    text += f"({listed(done)}). Their bases find {gates} of the needles at their own length. "
+    text = f"Of {total} seed{'s' * (total > 1)}, {len(done)} {'have' if many else 'has'} run "
+    text += f"({listed(done)}). {'Their bases find' if many else 'Its base finds'} {gates} of the "
+    text += f"needles at {'their' if many else 'its'} own length. "
     states = [each["state"] for each in data["predictions"]]
     words = {"failed": "failed", "held": "held", "not measured": "not judged yet"}
     counts = [f"{states.count(key)} {word}" for key, word in words.items() if key in states]
     text += f"Of {len(states)} predictions: {listed(counts)}."
-    if len(done) == 1:
+    if not many:
         text += " One seed decides nothing: there are no intervals yet, and no verdicts."
     return textwrap.fill(text, 100)
 
@@ -196,11 +198,19 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "keys": keys,
     "predictions": predictions,
 }
+TABLES_OF_B = ("summary", "prices", "places")  # one seed has no intervals and no verdicts
 
 
-def fill(page: str, data: dict[str, Any]) -> str:
+def fill(page: str) -> str:
     """Return the page with its tables written again."""
-    for each, make in TABLES.items():
+    page = _filled(page, read("a"), TABLES)
+    return _filled(page, read("b"), {f"{name} of b": TABLES[name] for name in TABLES_OF_B})
+
+
+def _filled(
+    page: str, data: dict[str, Any], tables: dict[str, Callable[[dict[str, Any]], str]]
+) -> str:
+    for each, make in tables.items():
         begin, end = f"<!-- begin {each} -->", f"<!-- end {each} -->"
         whole = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         if not whole.search(page):
@@ -219,8 +229,8 @@ def main(words: Sequence[str]) -> None:
         if (study := Study.open(Path(words[0]))) is None:
             raise SystemExit(f"{words[0]}: is no folder of a study")
         text = json.dumps(document(summarize(study)), indent=1)
-        RESULTS.write_text(text + "\n", encoding="utf-8")
-    PAGE.write_text(fill(PAGE.read_text(), read()), encoding="utf-8")
+        (RESULTS / f"tier-{study.tier.name}.json").write_text(text + "\n", encoding="utf-8")
+    PAGE.write_text(fill(PAGE.read_text()), encoding="utf-8")
     import figures  # beside this file
 
     figures.write(Path(__file__).parent / "figures")

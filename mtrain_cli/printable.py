@@ -15,6 +15,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def one_line(text: str) -> str:
+    r"""Return `text` with line breaks escaped, too, for example as `\n`."""
+    return printable(text).replace("\n", "\\n")
+
+
 def printable_json(text: str) -> str:
     r"""Return JSON on one line with control characters escaped, for example as `\u009b`.
 

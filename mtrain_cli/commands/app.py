@@ -51,7 +51,7 @@ from mtrain_cli.commands.options import describe, described_parameters
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
-from mtrain_cli.printable import printable
+from mtrain_cli.printable import one_line, printable
 
 ORDER = (
     "train",
@@ -176,7 +176,7 @@ def _print_problems(problems: Iterable[str]) -> None:
     if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")) != "0":
         return
     for problem in problems:
-        print(f"mtrain: {f'rank {rank}: ' if rank else ''}{printable(problem)}", file=sys.stderr)
+        print(f"mtrain: {f'rank {rank}: ' if rank else ''}{one_line(problem)}", file=sys.stderr)
 
 
 _EXPECTED = {

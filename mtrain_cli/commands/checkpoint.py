@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED, argument, bounded, option
-from mtrain_cli.printable import printable
+from mtrain_cli.printable import one_line, printable
 
 app = typer.Typer(
     help="Import weights from Hugging Face folders, export them, and verify them.",
@@ -173,7 +173,7 @@ def _report(line: str) -> None:
 
 
 def _warn(line: str) -> None:
-    _report(f"warning: {line}")
+    _report(f"warning: {one_line(line)}")
 
 
 def _print_result(line: str) -> None:

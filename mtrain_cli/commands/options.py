@@ -18,6 +18,7 @@ import typer
 from mtrain_cli import docstrings
 from mtrain_cli.commands.completion import complete_overrides
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
@@ -277,7 +278,7 @@ def warn(lines: Sequence[str]) -> None:
     from mtrain_cli.launch.job import job_rank
 
     for line in () if job_rank() else lines:
-        print(f"mtrain: warning: {line}", file=sys.stderr)
+        print(f"mtrain: warning: {one_line(line)}", file=sys.stderr)
 
 
 def print_summary(run: RunDir, as_json: bool) -> None:

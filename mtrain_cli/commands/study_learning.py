@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -30,8 +31,8 @@ _MOST_MINUTES = 10**6
 def learning(
     tier: Annotated[str, option("tiny|a|b", complete=complete_tiers)] = "tiny",
     out: Annotated[Path | None, option("DIR")] = None,
-    only: Annotated[str, option("NAME,...")] = "",
-    seeds: Annotated[str, option("N,...")] = "",
+    only: Annotated[str | None, option("NAME,...")] = None,
+    seeds: Annotated[str | None, option("N,...")] = None,
     budget_minutes: Annotated[float, option("N")] = 0.0,
     base_steps: Annotated[int, bounded(0, MOST_STEPS)] = 0,
     below_gate: Annotated[bool, flag("--below-gate")] = False,
@@ -65,8 +66,9 @@ def learning(
         out: Folder of the study; by default measurements/learning-TIER.
         only: Names of cells, as --dry-run lists them; by default all.
         seeds: Some of the tier's seeds.
-        budget_minutes: Begin no further cell after this time, or if it would probably take longer
-            than is left; 0 = no limit.
+        budget_minutes: Begin no cell after this time, or if it would probably take longer than is
+            left; 0 = no limit. If it is too short for the next cell, an error gives the time of
+            that cell, and nothing begins.
         base_steps: Steps of a base, if those of the tier do not pass its gate.
         below_gate: Continue with a base that misses its gate. The report says so.
         packages: Folder of Python packages to train on; by default those of this Python.
@@ -90,8 +92,8 @@ def learning(
         )
     if packages is not None and not packages.is_dir():
         raise ConfigError(f"--packages {packages}: no such folder")
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    cells = cells_of(chosen, names, _seeds(seeds, chosen) if seeds else [])
+    names = [] if only is None else _names(only, chosen)
+    cells = cells_of(chosen, names, [] if seeds is None else _seeds(seeds, chosen))
     study = Study(folder, chosen)
     from mtrain_cli.reporting.terminal import make_console
 
@@ -101,6 +103,8 @@ def learning(
 
         show_plan(console, study, cells)
         return
+    if budget_minutes:
+        _refuse_small_budget(study, cells, budget_minutes)
     study = _prepare(study, packages, console)
     try:
         _compute(study, cells, budget_minutes, console, below_gate=below_gate)
@@ -123,7 +127,6 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
         ConfigError: it holds something else, or is a file.
     """
     from mtrain_cli.learning.cells import Study
-    from mtrain_cli.learning.tiers import BASE
 
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
@@ -140,8 +143,7 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
             f"--out {folder}: holds a study of tier {found.tier.name}; give --tier "
             f"{found.tier.name}, or another folder"
         )
-    names = {BASE, *(variant.name for variant in tier.variants)}
-    if found is None and not any(any((folder / name).glob("seed-*")) for name in names):
+    if found is None and not any(any((folder / name).glob("seed-*")) for name in tier.names):
         raise ConfigError(f"--out {folder}: is not empty and holds no study; give a new folder")
     return None if found is None else found.tier
 
@@ -154,6 +156,13 @@ def _tier(name: str, base_steps: int) -> Tier:
     return replace(TIERS[name], base_steps=base_steps) if base_steps else TIERS[name]
 
 
+def _names(text: str, tier: Tier) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--only {text!r}: names no cell; allowed: {', '.join(tier.names)}")
+    return names
+
+
 def _seeds(text: str, tier: Tier) -> list[int]:
     from mtrain_cli.commands.options import parse_whole_number
 
@@ -161,7 +170,8 @@ def _seeds(text: str, tier: Tier) -> list[int]:
         return [parse_whole_number(item.strip()) for item in text.split(",")]
     except ValueError:
         allowed = ", ".join(map(str, tier.seeds))
-        raise ConfigError(f"--seeds {text}: expected whole numbers; allowed: {allowed}") from None
+        shown = text if text.strip() else repr(text)
+        raise ConfigError(f"--seeds {shown}: expected whole numbers; allowed: {allowed}") from None
 
 
 def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
@@ -169,13 +179,15 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     from mtrain_cli.learning import package_corpus
     from mtrain_cli.learning.outcomes import predictions_file
 
-    with writing(f"--out {study.folder}"):
+    def mark() -> None:
         study.folder.mkdir(parents=True, exist_ok=True)
         study.save(_command())
         written = study.folder / predictions_file().name
         if not written.exists():
             written.write_text(predictions_file().read_text())
-        facts = package_corpus.build(study.texts, study.tier, packages)
+
+    with writing(f"--out {study.folder}"):
+        facts = package_corpus.build(study.texts, study.tier, packages, mark)
     console.print(
         f"text    {facts.packages} packages, {facts.bytes:,} bytes to train on; held out: "
         f"{', '.join(facts.held_out)}, {facts.held_out_bytes:,} bytes; {facts.dropped} of "
@@ -183,6 +195,36 @@ def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
         soft_wrap=True,
     )
     return replace(study, sha256=facts.sha256)
+
+
+def _refuse_small_budget(study: Study, cells: list[Cell], budget: float) -> None:
+    """Refuse a budget in which nothing could begin: the study would never go on.
+
+    Raises:
+        ConfigError: the first cell would probably take longer.
+    """
+    from mtrain_cli.learning.cells import unfinished
+
+    for cell in unfinished(study, cells)[:1]:
+        if (seconds := _seconds_left(study, cell)) > 60 * budget:
+            minutes = math.ceil(seconds / 6) / 10
+            raise ConfigError(
+                f"--budget-minutes {budget:g}: {cell.key} is next and would take about "
+                f"{minutes:g} minutes or more, so nothing would begin. Give more minutes, or "
+                "leave it out"
+            )
+
+
+def _seconds_left(study: Study, cell: Cell) -> float:
+    """Return the seconds of a cell after its checkpoint, at the speed that its tier assumes."""
+    from mtrain_cli.launch.run_dir import RunDir
+    from mtrain_cli.learning.cells import RUN, estimated_flop, estimated_seconds
+
+    steps = study.tier.base_steps if cell.variant is None else study.tier.steps
+    done = min(1.0, (RunDir(study.path(cell) / RUN).last_step() or 0) / steps)
+    training, measuring = estimated_flop(study.tier, cell)
+    share = 1 - done * training / (training + measuring)
+    return estimated_seconds(study.tier, cell) * share
 
 
 def _compute(

@@ -11,6 +11,7 @@ import typer
 from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.commands.options import ConfigDir, Overrides, flag, option, warn_of_unused_settings
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.printable import one_line
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
@@ -70,6 +71,10 @@ def train(
         _print_configuration(config)
         return
     if dry_run:
+        if run_path is None:
+            from mtrain_cli.launch.run_dir import require_folder
+
+            require_folder(config)
         _print_plan(config, words, config_dir)
         return
     raise typer.Exit(_launch(config, words, run_path, config_dir))
@@ -354,5 +359,5 @@ def train_new_run(config: Config) -> Path:
     finally:
         run.release()
     if code:
-        raise RunError(f"{run.path}: training ended with exit code {code}")
+        raise RunError(one_line(f"{run.path}: training ended with exit code {code}"))
     return run.path

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mtrain_cli.printable import one_line
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -99,7 +101,7 @@ class Names:
 
 
 class Problem(str):
-    """One line about a mistake, in the words of the command line.
+    """One line about a mistake, in the words of the command line. Line breaks in it are escaped.
 
     parts: the line as words and data. A line without data is one part.
     """
@@ -109,7 +111,7 @@ class Problem(str):
     def __new__(cls, *parts: Part) -> Problem:
         """parts: of the line. The parts of a `Problem` among them count one by one."""
         flat = [one for part in parts for one in getattr(part, "parts", (part,))]
-        problem = super().__new__(cls, "".join(map(str, flat)))
+        problem = super().__new__(cls, one_line("".join(map(str, flat))))
         problem.parts = tuple(flat)
         return problem
 
@@ -139,5 +141,5 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
         self.problems = tuple(map(Problem, problems))
+        super().__init__("\n".join(self.problems))

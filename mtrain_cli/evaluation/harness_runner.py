@@ -51,6 +51,7 @@ from mtrain_cli.inference.sampling import Sampling
 from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.collectives import share
+from mtrain_cli.printable import one_line
 
 ANSWERS = "answers.jsonl"
 _MARGIN = 8  # tokens before an ending string that are decoded again
@@ -425,4 +426,4 @@ def _groups(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 def _warn(line: str, *, first: bool) -> None:
     if first:
-        report([f"mtrain: warning: {line}"])
+        report([f"mtrain: warning: {one_line(line)}"])

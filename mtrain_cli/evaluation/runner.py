@@ -33,6 +33,7 @@ from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import not_written
 from mtrain_cli.parallel.collectives import share
+from mtrain_cli.printable import one_line
 from mtrain_cli.training.resolution import compute_dtype
 
 OTHERS_DONE = "all other results are complete"  # the last line after those on what failed
@@ -446,7 +447,7 @@ class Runner:
 
     def _warn(self, line: str) -> None:
         if self._first:
-            report([f"mtrain: warning: {line}"])
+            report([f"mtrain: warning: {one_line(line)}"])
 
 
 def tokenizer_text(request: EvaluationRequest, source: ModelSource) -> str:

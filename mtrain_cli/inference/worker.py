@@ -21,6 +21,7 @@ from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.collectives import share
+from mtrain_cli.printable import one_line
 
 TARGET = "mtrain_cli.inference.worker:run"
 _TOKENS_PER_CHECK = 8  # between checks whether the user asked to stop
@@ -123,7 +124,7 @@ def answer(
 
 
 def _warn(line: str) -> None:
-    report([f"mtrain: warning: {line}"])
+    report([f"mtrain: warning: {one_line(line)}"])
 
 
 class _StoppedError(Exception):

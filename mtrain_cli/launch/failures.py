@@ -21,6 +21,7 @@ from typing import Any
 
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.printable import one_line
 
 # Error messages of gloo, NCCL and the store when a peer is gone, or when the wait for a peer
 # exceeds topology.timeout_s.
@@ -81,7 +82,7 @@ def write_failure(error: OSError, text: str) -> RunError | ConfigError:
     Return a RunError if the disk is full or failed. Otherwise return a ConfigError: the user chose
     a path to which mtrain cannot write.
     """
-    return RunError(text) if error.errno in _DISK_FAILURES else ConfigError(text)
+    return RunError(one_line(text)) if error.errno in _DISK_FAILURES else ConfigError(text)
 
 
 def read_failure(error: OSError, text: str) -> RunError | ConfigError:
@@ -90,7 +91,7 @@ def read_failure(error: OSError, text: str) -> RunError | ConfigError:
     Return a RunError if the disk or its network failed. Otherwise return a ConfigError: the user
     named a file that mtrain cannot read.
     """
-    return RunError(text) if error.errno in READ_FAILURES else ConfigError(text)
+    return RunError(one_line(text)) if error.errno in READ_FAILURES else ConfigError(text)
 
 
 @dataclass(frozen=True)

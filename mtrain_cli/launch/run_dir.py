@@ -294,7 +294,25 @@ def _recorded_job(folder: Path) -> str | None:
         return None
 
 
+def require_folder(config: Config) -> None:
+    """Check that no file is in the place of a new run's folder, or of a folder above it.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    key, folder = f"run.dir={config.run.dir}", Path(config.run.dir).expanduser()
+    if config.run.dir == "auto":
+        name = config.run.name
+        key, folder = f"run.name={name}", RUNS if name == "auto" else RUNS / name
+    with _as_config_error(folder):
+        for place in (folder, *folder.parents):
+            if place.exists() and not place.is_dir():
+                what = "is" if key == f"run.dir={place}" else f"{place} is"
+                raise ConfigError(f"{key}: {what} a file. Choose another run.dir.")
+
+
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
+    require_folder(config)
     name, picks_folder = config.run.name, config.run.dir == "auto"
     if name == "auto":
         # A model that was loaded from a folder has the folder's name, with any characters.

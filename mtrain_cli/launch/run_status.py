@@ -16,6 +16,7 @@ from mtrain_cli.launch.manifest import committed_steps, manifest_file
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir, list_runs
 from mtrain_cli.launch.run_state import RunState
+from mtrain_cli.printable import one_line
 
 # A run is stalled if its current step takes longer than STALLED_S seconds, and longer than
 # STALLED_STEPS typical steps.
@@ -95,7 +96,7 @@ def read_status(run: RunDir) -> RunStatus:
         since_step=since,
         checkpoint=_checkpoint(run, now),
         restarts=tuple(restart.read_restarts(run)),
-        damaged=tuple(_damaged(run)),
+        damaged=tuple(map(one_line, _damaged(run))),
         losses=tuple(loss for _, loss in recent if loss is not None and math.isfinite(loss)),
         where=tuple(_activities(written, now)) if what == "stalled" else (),
         written=written,

@@ -271,16 +271,17 @@ def unfinished(study: Study, cells: Sequence[Cell]) -> list[Cell]:
     finished cell did.
 
     Raises:
-        ConfigError: finished cells of a seed began with weights that are gone.
+        ConfigError: finished cells of a seed began with weights that are gone, or weights are
+            damaged.
     """
     missing = [cell for cell in cells if study.done(cell) is None]
     again = []
-    for base in dict.fromkeys(Cell(cell.seed) for cell in missing if cell.variant is not None):
+    for base in dict.fromkeys(Cell(cell.seed) for cell in missing):
+        if damage := damage_of_base(study, base):
+            raise ConfigError(damage)
         if base in missing or weights_of_base(study, base):
             continue
-        of_seed = (Cell(base.seed, variant) for variant in study.tier.variants)
-        begun = [cell.key for cell in of_seed if study.done(cell) is not None]
-        if begun:
+        if begun := _begun(study, base):
             # Weights that are trained again differ, by more than what the study measures.
             raise ConfigError(
                 f"{study.path(base) / HF}: has no weights, and {begun[0]} began with them. Put "
@@ -288,6 +289,38 @@ def unfinished(study: Study, cells: Sequence[Cell]) -> list[Cell]:
             )
         again.append(base)
     return [*again, *missing]
+
+
+def _begun(study: Study, base: Cell) -> list[str]:
+    """Return the keys of the finished cells that began with a base."""
+    of_seed = (Cell(base.seed, variant) for variant in study.tier.variants)
+    return [cell.key for cell in of_seed if (study.path(cell) / DONE).is_file()]
+
+
+def damage_of_base(study: Study, base: Cell) -> str:
+    """Return a line on a truncated or damaged file of weights, with what to do; "" for none."""
+    from safetensors import SafetensorError, safe_open
+
+    # Without weights, a base is trained again (`unfinished`), and then stretched again.
+    names = (HF, STRETCHED) if weights_of_base(study, base) else ()
+    for folder in (study.path(base) / name for name in names):
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(file, "numpy"):
+                    continue
+            except (OSError, SafetensorError) as error:
+                damage = f"{file}: truncated or damaged ({documents.reason(error)})"
+            begun = _begun(study, base)
+            if folder.name == HF and begun:
+                return (
+                    f"{damage}, and {begun[0]} began with these weights. Put the file back, or "
+                    f"delete {study.folder}/*/seed-{base.seed} and run the same command again, "
+                    "which computes the seed again"
+                )
+            is_trained = folder.name == HF and (study.path(base) / DONE).is_file()
+            again = f"trains {base.key} again" if is_trained else "writes the weights again"
+            return f"{damage}. Delete {folder} and run the same command again, which {again}"
+    return ""
 
 
 def weights_of_base(study: Study, cell: Cell) -> list[Path]:
@@ -435,6 +468,8 @@ def measure(study: Study, cell: Cell) -> None:
     variant = cell.variant
     assert variant is not None
     folder = study.path(cell)
+    if not variant.is_trained:
+        export_base(study, Cell(cell.seed))  # unless it has all weights
     model = folder / RUN if variant.is_trained else study.base(cell) / STRETCHED
     source = _source(study, model)
     configs = {DENSE: source.config}

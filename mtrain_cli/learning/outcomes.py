@@ -26,7 +26,7 @@ from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
 from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results, read_sample_rows
 from mtrain_cli.learning.cells import EVALUATION, DamagedCellError, Done, Study
 from mtrain_cli.learning.t_interval import Interval, interval
-from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
+from mtrain_cli.learning.tiers import AGAIN, BASE, DENSE, FIXED, Cell, Tier, Variant
 
 LOSS, LONG_LOSS, KEY_LOSS = "loss", "long_loss", "key_loss"
 WORST_BUCKET = "worst_long_bucket"
@@ -232,6 +232,23 @@ def other_bases(done: Mapping[str, Done]) -> dict[str, list[str]]:
         dense = done.get(f"{DENSE}/{seed}")
         if dense is not None and dense.base and cell.base not in ("", dense.base):
             found.setdefault(seed, []).append(key)
+    return found
+
+
+def unknown_bases(done: Mapping[str, Done]) -> dict[tuple[str, ...], list[int]]:
+    """Return names of cells that may have begun with other weights than dense, with their seeds.
+
+    Versions that did not note the weights wrote these cells, or the dense cell of their seed.
+    """
+    names: dict[int, list[str]] = {}
+    for key, cell in done.items():
+        name, seed = key.split("/seed-")
+        dense = done.get(f"{DENSE}/seed-{seed}")
+        if name not in (BASE, DENSE) and dense is not None and "" in (cell.base, dense.base):
+            names.setdefault(int(seed), []).append(name)
+    found: dict[tuple[str, ...], list[int]] = {}
+    for number, of_seed in names.items():
+        found.setdefault(tuple(of_seed), []).append(number)
     return found
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -61,18 +61,32 @@ class CorpusFacts:
     sha256: str
 
 
-def build(folder: Path, tier: Tier, packages: Path | None = None) -> CorpusFacts:
+def build(
+    folder: Path,
+    tier: Tier,
+    packages: Path | None = None,
+    before_writing: Callable[[], None] = lambda: None,
+) -> CorpusFacts:
     """Write the texts of a tier, unless the folder has them.
 
     Args:
         packages: folder of the packages; None for those of this Python.
+        before_writing: called once the texts are known to suffice.
 
     Raises:
-        ConfigError: there is too little text.
+        ConfigError: there is too little text, and nothing was written; or `ABOUT` is damaged.
     """
     about = folder / ABOUT
     if about.is_file():
-        return documents.checked(CorpusFacts, documents.read_json(about))
+        try:
+            facts = documents.checked(CorpusFacts, documents.read_json(about))
+        except documents.UnreadableError as error:
+            raise ConfigError(
+                f"{about}: damaged ({error}). Delete {folder} and run the same command again, "
+                "which writes the same texts, if the packages are the same"
+            ) from None
+        before_writing()
+        return facts
     root = packages or Path(sysconfig.get_path("purelib"))
     training, held_out = _split(root, tier)
     blocks = block_hashes(text for _, files in training for text in files)
@@ -88,6 +102,7 @@ def build(folder: Path, tier: Tier, packages: Path | None = None) -> CorpusFacts
             f"--packages {root}: too little Python text: no held-out package has "
             f"{tier.long_seq:,} bytes of its own. Give a folder with more packages"
         )
+    before_writing()
     (folder / CODE).mkdir(parents=True, exist_ok=True)
     _write(folder / CODE / f"{CODE}.jsonl", training)
     _write(folder / HELD_OUT, kept)

@@ -101,6 +101,11 @@ class Tier:
     flops: float
     variants: tuple[Variant, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the base and of the variants."""
+        return (BASE, *(variant.name for variant in self.variants))
+
     def variant(self, name: str) -> Variant:
         return next(each for each in self.variants if each.name == name)
 
@@ -291,7 +296,7 @@ def cells_of(tier: Tier, only: Sequence[str] = (), seeds: Sequence[int] = ()) ->
     Raises:
         ConfigError: there is no such variant or seed, or a seed appears twice.
     """
-    known = [BASE, *(variant.name for variant in tier.variants)]
+    known = tier.names
     for name in only:
         if name not in known:
             raise ConfigError(f"--only {name}: no such cell; allowed: {', '.join(known)}")

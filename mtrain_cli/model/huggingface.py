@@ -31,6 +31,7 @@ from mtrain_cli.model.experts import reset_biases
 from mtrain_cli.model.stored_tensors import Region, overlaps, stored_parts, whole
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
 from mtrain_cli.parallel.parameter_shards import own_region
+from mtrain_cli.printable import one_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -298,7 +299,7 @@ def write_folder(
             error, f"{path}: could not be written ({error.strerror or error})"
         ) from None
     except SafetensorError as error:  # the folder could be made, so the disk is the problem
-        raise RunError(f"{path}: could not be written ({error})") from None
+        raise RunError(one_line(f"{path}: could not be written ({error})")) from None
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
 

@@ -21,6 +21,7 @@ import torch
 
 from mtrain_cli.launch.failures import RunError, not_written
 from mtrain_cli.parallel import profiler_labels
+from mtrain_cli.printable import one_line
 from mtrain_cli.profiling.load_collector import expert_workers, own_rows
 from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
 from mtrain_cli.records import record_files
@@ -189,7 +190,7 @@ def _read(
             draft.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(
-            f"{folder}: rank {rank} cannot write its trace ({error.strerror or error})"
+            one_line(f"{folder}: rank {rank} cannot write its trace ({error.strerror or error})")
         ) from error
     gpu = bench.device.type == "cuda"
     # A rank compares the durations of its messages with those on the other ranks.
@@ -346,7 +347,7 @@ def _write_results(
         join_loads(folder)
         record_files.write_summary(folder, document)
     except OSError as error:
-        raise RunError(not_written(error, folder)) from error
+        raise RunError(one_line(not_written(error, folder))) from error
 
 
 def _show(folder: Path, document: dict[str, Any], plan: StepProfilePlan) -> None:

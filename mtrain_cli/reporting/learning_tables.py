@@ -13,6 +13,7 @@ from mtrain_cli.evaluation.cost import format_flop
 from mtrain_cli.learning.cells import (
     DamagedCellError,
     Study,
+    damage_of_base,
     estimated_flop,
     estimated_seconds,
     weights_of_base,
@@ -30,9 +31,11 @@ from mtrain_cli.learning.outcomes import (
     Compared,
     Summary,
     control_loses,
+    unknown_bases,
 )
 from mtrain_cli.learning.t_interval import Interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
+from mtrain_cli.printable import one_line
 from mtrain_cli.reporting.evaluation_tables import EvaluationTable
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 
@@ -49,6 +52,9 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
     heads = ("cell", "attention in training", "left", "steps", "FLOP", "minutes")
     table = new_table(heads, words=3)
     wanted = [cell for cell in cells if not _is_done(study, cell, damage)]
+    damage += filter(
+        None, (damage_of_base(study, Cell(seed)) for seed in sorted({c.seed for c in wanted}))
+    )
     begin = (Cell(cell.seed) for cell in wanted if cell.variant is not None)
     wanted += [base for base in dict.fromkeys(begin) if not weights_of_base(study, base)]
     for name in dict.fromkeys(cell.name for cell in cells):
@@ -128,7 +134,14 @@ def tables(summary: Summary) -> list[EvaluationTable]:
 
 def remarks(summary: Summary) -> list[str]:
     """Return what a reader must know before reading the numbers."""
-    tier, lines = summary.tier, [*summary.damage]
+    tier, lines = summary.tier, list(map(one_line, summary.damage))
+    for names, seeds_of in unknown_bases(summary.done).items():
+        where = f"seed{'s' * (len(seeds_of) > 1)} {', '.join(map(str, seeds_of))}"
+        lines.append(
+            f"{', '.join(names)} of {where}: an earlier version of mtrain did not note with which "
+            "weights cells began. They count, although these may be other weights than those of "
+            f"{DENSE}."
+        )
     if tier.gate is None:
         lines.append(TOY)
     gates = {seed: gate for seed, gate in summary.gates.items() if gate is not None}

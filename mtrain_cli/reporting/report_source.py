@@ -16,6 +16,7 @@ from mtrain_cli.config.suggest import no_such
 from mtrain_cli.evaluation import results as evaluation_results
 from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.launch.restart import Restart
+from mtrain_cli.printable import one_line
 from mtrain_cli.records.analysis import CaseAnalysis, analyse
 from mtrain_cli.records.attention_files import AttentionFiles, read_attention_files
 from mtrain_cli.records.expert_loads import ExpertAnalysis, analyse_experts
@@ -185,7 +186,7 @@ class ReportSource:
         remarks += self.damage
         if self._stopped:
             remarks.append(f"step {self.metrics[-1].step} of {self.steps_wanted}")
-        return remarks
+        return list(map(one_line, remarks))
 
     def _progress(self) -> str:
         """Return the number of recorded iterations, and the cases that have fewer."""

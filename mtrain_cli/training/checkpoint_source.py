@@ -9,12 +9,16 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.manifest import committed_steps
+from mtrain_cli.printable import one_line
 
 RESOLVED = "resolved.yaml"
 
 
 class CheckpointError(RunError):
     """A checkpoint could not be saved or loaded. Training may continue after a failed save."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(map(one_line, problems)))
 
 
 class NoCheckpointError(ConfigError, CheckpointError):

@@ -146,7 +146,7 @@ class Checkpointer:
         self._saving.start()
         own = None if asynchronous else self._finish()
         if earlier or own:
-            raise CheckpointError("\n".join(str(error) for error in (earlier, own) if error))
+            raise CheckpointError(*(str(error) for error in (earlier, own) if error))
 
     def wait(self) -> None:
         """Wait for the save in progress. Call this before you destroy the process group.

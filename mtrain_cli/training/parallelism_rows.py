@@ -14,6 +14,7 @@ from mtrain_cli.training import resolution
 from mtrain_cli.training.expert_price import ExpertPrice, cheapest, expert_degree, price, prices
 from mtrain_cli.training.flops import ASSUMED_DENSITY
 from mtrain_cli.training.run_plan import RunPlan, size
+from mtrain_cli.training.stage_choice import named_on
 
 
 def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
@@ -82,7 +83,7 @@ def _context_alone(plan: RunPlan) -> RunPlan | None:
         needs = resolution.exchange_needs(
             config, environment, chosen.layout, dtype, kernel, plan.capacity
         )
-        exchange = resolution.run_exchange(chosen, config, needs)
+        exchange = resolution.run_exchange(chosen, config, needs, environment.device)
     except ConfigError:
         return None
     return replace(
@@ -144,7 +145,7 @@ def _hardware(plan: RunPlan) -> str:
     """Return for which hardware the times of degrees are predicted."""
     cluster = plan.config.topology.cluster
     name = "H200s (topology.cluster=auto)" if cluster == "auto" else cluster
-    return name if plan.environment.device == "cuda" else f"{name}, not for CPU processes"
+    return named_on(plan.environment.device, name)
 
 
 def _cost(price: ExpertPrice) -> str:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from mtrain_cli.console import Console
 from mtrain_cli.launch.run_state import StateReporter
+from mtrain_cli.printable import one_line
 from mtrain_cli.records.metrics import (
     WARM_UP_STEPS,
     StepMetrics,
@@ -169,7 +170,7 @@ class TrainingProgress:
         """Show one line, for example a warning, above the display and in the log."""
         if not self.enabled:
             return
-        line = f"warning: {text}" if warning else text
+        line = f"warning: {one_line(text)}" if warning else text
         if warning and self._reporter is not None:
             self._reporter.warn(text)
         self._write_log(line)

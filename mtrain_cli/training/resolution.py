@@ -60,16 +60,18 @@ def compiles(config: Config, device: str) -> bool:
     return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
 
 
-def run_exchange(chosen: LayoutChoice, config: Config, needs: ExchangeNeeds) -> ExchangeChoice:
-    """Choose the exchange of a run, after its layout.
+def run_exchange(
+    chosen: LayoutChoice, config: Config, needs: ExchangeNeeds, device: str
+) -> ExchangeChoice:
+    """Choose the exchange of a run on cuda or cpu, after its layout.
 
     Raises:
         ConfigError: the settings do not fit the model, the nodes or the pattern.
     """
     if chosen.exchange is None:
-        return choose_staged_exchange(config, chosen.layout, needs)
+        return choose_staged_exchange(config, chosen.layout, needs, device)
     reason = "moves the rows that a balanced layout leaves with other workers"
-    return choose_staged_exchange(config, chosen.layout, needs, (chosen.exchange, reason))
+    return choose_staged_exchange(config, chosen.layout, needs, device, (chosen.exchange, reason))
 
 
 def context_layout(config: Config, environment: Environment) -> LayoutChoice:
@@ -162,7 +164,7 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
         config, kernel_request(config, environment.device, dtype, capability), pattern
     )
     needs = exchange_needs(config, environment, layout, dtype, kernel, memory)
-    exchange = run_exchange(chosen, config, needs)
+    exchange = run_exchange(chosen, config, needs, environment.device)
     return ResolvedRun(
         layout=layout,
         layout_reason=chosen.reason,

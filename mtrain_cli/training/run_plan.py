@@ -505,7 +505,7 @@ def _plan_gpus(
     needs = resolution.exchange_needs(
         config, environment, chosen.layout, dtype, make_kernel(choice[0]), memory
     )
-    exchange = resolution.run_exchange(chosen, config, needs)
+    exchange = resolution.run_exchange(chosen, config, needs, environment.device)
     dense_kernel = None
     if config.sparsity.dense_steps or config.sparsity.dense_layers:
         asked = resolution.dense_kernel_asked(kernel or config.train.kernel)

@@ -24,6 +24,7 @@ def choose_staged_exchange(
     config: Config,
     layout: Layout,
     needs: ExchangeNeeds,
+    device: str,
     chosen: tuple[str, str] | None = None,
 ) -> ExchangeChoice:
     """Choose the exchange of a run, with the stages of a group cast.
@@ -32,6 +33,7 @@ def choose_staged_exchange(
     stages (`mtrain_cli.parallel.stage_prices`), for sequences that are one document.
 
     layout: the layout of sequences that are one document.
+    device: of the run, cuda or cpu.
     chosen: the exchange that the choice of the layout made, and its reason; None if it made none.
 
     Raises:
@@ -76,9 +78,15 @@ def choose_staged_exchange(
     )
     prices = (
         f"with {with_count(best, 'stage')}, attention of a layer takes "
-        f"{_milliseconds(times[best])}, {others} (topology.stages=auto, predicted for {where})"
+        f"{_milliseconds(times[best])}, {others} (topology.stages=auto, predicted for "
+        f"{named_on(device, where)})"
     )
     return replace(choices[best], reason=f"{one.reason}; {prices}")
+
+
+def named_on(device: str, hardware: str) -> str:
+    """Return a name of hardware with a word that it is not that of a run on a CPU."""
+    return hardware if device == "cuda" else f"{hardware}, not for CPU processes"
 
 
 @lru_cache(maxsize=64)  # a search for the longest sequence tries about 20, twice

@@ -1,5 +1,6 @@
 """The command line: help, version, mistakes, exit codes."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -212,10 +213,15 @@ def test_in_a_job_one_process_per_machine_prints_the_error():
 
 
 @pytest.mark.parametrize(
-    ("raised", "code"),
-    [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2), (RunError("no room"), 1)],
+    ("raised", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (ConfigError("a: b", "c: d"), 2, "mtrain: a: b\nmtrain: c: d\n"),
+        (RunError("no room"), 1, "error: no room\n"),
+        (FileNotFoundError(errno.ENOENT, "No file", "a\nb"), 2, "mtrain: a\\nb: No file\n"),
+    ],
 )
-def test_exceptions_become_exit_codes(monkeypatch, raised, code):
+def test_exceptions_become_exit_codes(monkeypatch, raised, code, said):
     from mtrain_cli.composition import compose
 
     def fail(*_: object, **__: object) -> None:
@@ -223,7 +229,4 @@ def test_exceptions_become_exit_codes(monkeypatch, raised, code):
 
     monkeypatch.setattr(compose, "compose", fail)
     result = run("train", "--cfg")
-    assert result.exit_code == code
-    assert (
-        result.stderr == {130: "", 2: "mtrain: a: b\nmtrain: c: d\n", 1: "error: no room\n"}[code]
-    )
+    assert (result.exit_code, result.stderr) == (code, said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import dataclass
 from typing import Annotated, get_args
 
@@ -19,6 +20,7 @@ from mtrain_cli.commands.options import (
     parse_names,
     parse_share_option,
     parse_whole_number,
+    warn,
     with_options,
     writing,
 )
@@ -116,6 +118,14 @@ def test_whole_numbers_have_plain_digits_only(text):
     assert parse_whole_number("0017") == 17
     with pytest.raises(ValueError):  # noqa: PT011 - the caller reports it
         parse_whole_number(text)
+
+
+def test_errors_and_warnings_about_a_name_with_a_line_break_are_one_line(capsys):
+    warn(["a\nb: unused"])
+    assert capsys.readouterr().err == "mtrain: warning: a\\nb: unused\n"
+    for number in (errno.ENOSPC, errno.EACCES):
+        with pytest.raises((RunError, ConfigError), match=r"a\\nb"), writing("--out a\nb"):
+            raise OSError(number, os.strerror(number))
 
 
 def test_an_error_of_the_disk_names_the_file_or_else_the_place(tmp_path):

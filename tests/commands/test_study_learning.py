@@ -15,9 +15,12 @@ from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands import study_learning
 from mtrain_cli.commands.app import app
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import cells
 from mtrain_cli.learning.cells import Done, Study
 from mtrain_cli.learning.tiers import TIERS, cells_of, digest
+
+NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a whole safetensors file
 
 
 def run(*arguments: str | Path) -> Result:
@@ -65,6 +68,9 @@ def test_a_dry_run_counts_a_damaged_cell_as_not_finished(tmp_path):
         ("--seeds=-1", "--seeds -1: expected whole numbers; allowed: 0, 1"),
         ("--seeds 0,0.5", "--seeds 0,0.5: expected whole numbers; allowed: 0, 1"),
         (f"--seeds {'9' * 20}", f"--seeds {'9' * 20}: expected whole numbers; allowed: 0, 1"),
+        ("--only=", "--only '': names no cell; allowed: base, dense, vertical_slash-0.6, "),
+        ("--only ,", "--only ',': names no cell; allowed: base, dense, vertical_slash-0.6, "),
+        ("--seeds=", "--seeds '': expected whole numbers; allowed: 0, 1"),
         ("--budget-minutes -1", "--budget-minutes -1: must be from 0 to 1,000,000"),
         ("--packages nowhere", "--packages nowhere: no such folder"),
     ],
@@ -76,6 +82,15 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, arguments, said):
     assert result.stderr.startswith(f"mtrain: {said}")
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_packages_without_text_leave_nothing(tmp_path):
+    (tmp_path / "packages").mkdir()
+    result = run("--packages", tmp_path / "packages", "--out", tmp_path / "new" / "study")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert "too little Python text" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["packages"]
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []])
@@ -141,7 +156,7 @@ def computed(tmp_path, monkeypatch):
         now[0] += 60
         done = Done(digest(study.tier, cell), "texts", 1, 60.0, 60.0, 1.0)
         (study.path(cell) / cells.HF).mkdir(parents=True, exist_ok=True)
-        (study.path(cell) / cells.HF / "model.safetensors").touch()
+        (study.path(cell) / cells.HF / "model.safetensors").write_bytes(NO_TENSORS)
         (study.path(cell) / cells.DONE).write_text(json.dumps(vars(done)))
 
     monkeypatch.setattr(cells, "compute", compute)
@@ -177,6 +192,18 @@ def test_a_base_that_is_trained_again_is_announced(computed):
         "base/seed-0 is trained again: its weights are gone",
         "cell    2 of 2: dense/seed-0",
     ]
+
+
+def test_a_dry_run_names_damaged_weights(computed):
+    study, _ = computed
+    study_learning._compute(study, cells_of(study.tier, ["base"], [0]), 0.0, Console())
+    file = study.folder / "base/seed-0/hf/model.safetensors"
+    words = ("--out", study.folder, "--only", "dense", "--seeds", "0", "--dry-run")
+    assert str(file) not in run(*words).stdout
+    file.write_bytes(NO_TENSORS[:-1])
+    planned = run(*words)
+    assert planned.exit_code == 0
+    assert f"{file}: truncated or damaged (" in planned.stdout.replace("\n", " ")
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -217,14 +244,26 @@ def test_a_sitting_says_what_is_left(computed):
     assert console.lines[-1].startswith("budget  2.0 minutes used; 2 cells are left.")
 
 
+def test_a_budget_in_which_nothing_could_begin_is_refused(tmp_path, monkeypatch):
+    result = run("--out", tmp_path / "new", "--budget-minutes", "0.3")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert " ".join(result.stderr.split()) == (
+        "mtrain: --budget-minutes 0.3: base/seed-0 is next and would take about 0.5 minutes or "
+        "more, so nothing would begin. Give more minutes, or leave it out"
+    )
+    assert list(tmp_path.iterdir()) == []
+    study, base = Study(tmp_path, TIERS["tiny"]), cells_of(TIERS["tiny"], ["base"], [0])
+    study_learning._refuse_small_budget(study, base, 0.5)
+    monkeypatch.setattr(RunDir, "last_step", lambda _: 54)
+    study_learning._refuse_small_budget(study, base, 0.3)  # few of the 60 steps are left
+
+
 @pytest.mark.slow
 def test_a_study_continues_and_ends_with_a_page(tmp_path):
     first = mtrain(
-        tmp_path, "study", "learning", "--only", "vertical_slash-0.6", "--seeds", "0",
-        "--budget-minutes", "0.01",
-    )  # fmt: skip
+        tmp_path, "study", "learning", "--only", "base", "--seeds", "0", "--budget-minutes", "9"
+    )
     assert first.returncode == 0, first.stderr
-    assert "2 cells are left. The same command continues." in first.stdout
     folder = tmp_path / "measurements" / "learning-tiny"
     done = folder / "base" / "seed-0" / "done.json"
     before = done.stat().st_mtime_ns

@@ -80,6 +80,25 @@ def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("dry_run", [("--dry-run",), ()])
+@pytest.mark.parametrize(
+    ("word", "file", "said"),
+    [
+        ("run.dir=a", "a", "run.dir={0}/a: is a file"),
+        ("run.dir=a/b", "a", "run.dir={0}/a/b: {0}/a is a file"),
+        ("run.name=b", "runs", "run.name=b: runs is a file"),
+    ],
+)
+def test_a_file_in_the_place_of_a_folder_is_refused_also_by_a_dry_run(
+    launched, tmp_path, word, file, said, dry_run
+):
+    (tmp_path / file).write_text("mine")
+    result = run(word, *dry_run)
+    assert (result.exit_code, result.stdout, launched) == (2, "", [])
+    assert result.stderr == f"mtrain: {said.format(tmp_path)}. Choose another run.dir.\n"
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
 def test_a_dry_run_warns_of_a_chunk_that_the_layout_of_auto_does_not_read(tmp_path, monkeypatch):
     # The longest sequence that fits has tests of its own, and takes seconds to find.
     monkeypatch.setattr("mtrain_cli.training.dry_run.longest_seq", lambda _: None)

@@ -36,6 +36,13 @@ def test_a_line_is_in_the_words_of_the_command_line_and_has_its_data():
     assert (plain, plain.key, plain.value, plain.allowed) == ("no data", None, None, None)
 
 
+def test_a_line_break_in_a_name_makes_no_second_line():
+    error = ConfigError(Problem(Setting("run.name", "a\nb"), ": no"), "c\u2028d: no", "e: no")
+    lines = ["run.name=a\\nb: no", "c\\u2028d: no", "e: no"]
+    assert (list(error.problems), str(error).splitlines()) == (lines, lines)
+    assert error.problems[0].value == "a\nb"
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [(1.0, "1"), (1.0000001, "1.0000001"), (2e-05, "2e-05"), (float("nan"), "nan"), (8, "8")],

@@ -25,7 +25,7 @@ def tables() -> ModuleType:
 
 def test_the_page_has_the_tables_of_the_file(tables):
     page = tables.PAGE.read_text()
-    assert tables.fill(page, tables.read()) == page, "python docs/study_tables.py"
+    assert tables.fill(page) == page, "python docs/study_tables.py"
 
 
 def test_tables_have_the_mean_of_the_seeds_half_of_the_interval_and_the_verdict(tables):
@@ -52,7 +52,7 @@ def test_the_summary_counts_seeds_and_predictions(tables):
         "compared": [{"variant": "dense", "seeds": [0]}],  # only bases of the others are trained
     }  # fmt: skip
     text = tables.summary(one)
-    assert text.startswith("Of 3 seeds, 1 has run (0). Their bases find 99.4 %")
+    assert text.startswith("Of 3 seeds, 1 has run (0). Its base finds 99.4 % of")
     assert "Of 4 predictions: 1 failed, 2 held and 1 not judged yet." in text.replace("\n", " ")
     assert "One seed decides nothing" in text
     three = tables.summary({**one, "compared": [{"variant": "dense", "seeds": [0, 1, 2]}]})

@@ -89,6 +89,10 @@ TRAININGS = [
     ("model.moe.expert_size=20", "model.hidden_size=132"),  # no multiples of 16 bytes
 ]
 DTYPES = {"bfloat16": (), "float32": FLOAT32}
+# torch's grouped products refuse the last one in bfloat16.
+TRAINED = [("bfloat16", words) for words in TRAININGS[:-1]]
+TRAINED += [("float32", words) for words in TRAININGS]
+OF_PROCESS = 8  # trainings; each leaves communicators, which take GPU memory until the process ends
 
 
 def run(folder: Path, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -153,17 +157,22 @@ def trained(rank: int, world: int, *words: str) -> list[tuple[float, float]]:
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
     """Return, by dtype, words and degree, what `trained` returns on both ranks."""
-    keys = [(dtype, words, degree) for dtype in DTYPES for words in TRAININGS for degree in (1, 2)]
+    keys = [(dtype, words, degree) for dtype, words in TRAINED for degree in (1, 2)]
     cases = [
         (*words, *DTYPES[dtype], f"topology.expert_parallel={degree}")
         for dtype, words, degree in keys
     ]
-    return dict(zip(keys, run(tmp_path_factory.mktemp("trainings"), trained, cases), strict=True))
+    found: list[Any] = []
+    for begin in range(0, len(cases), OF_PROCESS):
+        folder = tmp_path_factory.mktemp("trainings")
+        found += run(folder, trained, cases[begin : begin + OF_PROCESS])
+    return dict(zip(keys, found, strict=True))
 
 
 @two_gpus
-@pytest.mark.parametrize("words", TRAININGS, ids=lambda words: words[-1])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "words"), TRAINED, ids=lambda value: value if isinstance(value, str) else value[-1]
+)
 def test_losses_of_two_degrees_are_equal(trainings, words, dtype):
     # The first step: equal but for rounding. Later, a token may get another expert.
     first, later = (1e-5, 1e-3) if dtype == "float32" else (2e-3, 1e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -302,12 +303,14 @@ def test_a_rewrite_that_fails_halfway_restores_the_old_files():
     assert run.resolved.read_bytes() == before
 
 
-def test_a_folder_that_cannot_be_written_is_one_line():
-    Path("file").write_text("")
-    with pytest.raises(
-        ConfigError, match=r"run\.dir=.*file/mine: cannot write there \(Not a directory\)"
-    ):
-        run_dir.create(config_for("run.dir=file/mine"), [])
+def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    said = r"run\.dir=.*/mine: cannot write there \(Read-only file system\)"
+    with pytest.raises(ConfigError, match=said):
+        run_dir.create(config_for("run.dir=mine"), [])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")

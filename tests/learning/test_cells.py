@@ -7,8 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
@@ -17,7 +19,16 @@ from mtrain_cli.evaluation.results import PERCENT, Result, ResultsFolder
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.learning import cells
 from mtrain_cli.learning.cells import DONE, Done, Study, estimated_flop, training_words
-from mtrain_cli.learning.tiers import AGAIN, DENSE, EQUAL_TIME, FIXED, TIERS, Cell, digest
+from mtrain_cli.learning.tiers import (
+    AGAIN,
+    DENSE,
+    EQUAL_TIME,
+    FIXED,
+    TIERS,
+    UNTRAINED,
+    Cell,
+    digest,
+)
 from mtrain_cli.sparsity.fixed import make_pattern
 
 TINY = TIERS["tiny"]
@@ -82,6 +93,16 @@ def test_all_cells_but_dense_are_measured_on_the_key_tokens_of_dense(tmp_path, m
     assert [each for each in found if each is not None] == keys
     assert (text, needles) == ("perplexity", "niah")
     assert list(attentions) == ([DENSE] if name == DENSE else [DENSE, "vertical_slash"])
+
+
+def test_the_untrained_cell_writes_lost_stretched_weights_again(tmp_path, monkeypatch):
+    study, written = Study(tmp_path, TINY), []
+    source = SimpleNamespace(config=compose([]), path=tmp_path)
+    monkeypatch.setattr(cells, "_source", lambda *_: source)
+    monkeypatch.setattr(cells, "_evaluate", lambda *_: None)
+    monkeypatch.setattr(cells, "export_base", lambda _, base: written.append(base))
+    cells.measure(study, cell(UNTRAINED))
+    assert written == [Cell(0)]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +295,7 @@ def test_a_base_without_weights_is_trained_again_if_a_cell_needs_it(tmp_path, mo
 
     def export(study: Study, cell: Cell) -> None:
         (study.path(cell) / cells.HF).mkdir(parents=True)
-        (study.path(cell) / cells.HF / "model.safetensors").write_bytes(bytes([len(trained)]))
+        write_weights(study, len(trained))
 
     monkeypatch.setattr(cells, "_trained", lambda *_: (24.0, 2.0, 1.0))
     monkeypatch.setattr(cells, "export_base", export)
@@ -284,6 +305,54 @@ def test_a_base_without_weights_is_trained_again_if_a_cell_needs_it(tmp_path, mo
     assert cells.unfinished(study, [base, dense, sparse]) == [sparse]
     first = cells.compute(study, sparse, train).base
     assert len(first) == 64
-    (study.path(base) / cells.HF / "model.safetensors").write_bytes(b"other")
+    write_weights(study, 99)
     (study.path(sparse) / DONE).unlink()
     assert cells.compute(study, sparse, train).base != first
+
+
+def write_weights(study: Study, value: int, folder: str = cells.HF) -> Path:
+    file = study.path(Cell(0)) / folder / "model.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"weight": np.array([value])}, file)
+    return file
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_damaged_weights_of_a_base_are_named_with_what_to_do(tmp_path):
+    study, base, dense, sparse = Study(tmp_path, TINY), Cell(0), cell(DENSE), cell(SPARSE)
+
+    def said() -> str:
+        with pytest.raises(ConfigError) as refused:
+            cells.unfinished(study, [base, dense, sparse])
+        (line,) = refused.value.problems
+        return line
+
+    hf, stretched = (write_weights(study, 0, name) for name in (cells.HF, cells.STRETCHED))
+    assert cells.unfinished(study, [base, dense, sparse]) == [base, dense, sparse]
+    truncate(hf)
+    assert said().startswith(f"{hf}: truncated or damaged (")
+    again = f"). Delete {hf.parent} and run the same command again, which"
+    assert said().endswith(f"{again} writes the weights again")
+    finish(study, base)
+    assert said().endswith(f"{again} trains base/seed-0 again")
+    finish(study, dense)
+    assert said().endswith(
+        f"), and dense/seed-0 began with these weights. Put the file back, or delete {tmp_path}/*/"
+        "seed-0 and run the same command again, which computes the seed again"
+    )
+    write_weights(study, 0)
+    truncate(stretched)
+    assert said().endswith(
+        f"). Delete {stretched.parent} and run the same command again, which writes the weights "
+        "again"
+    )
+    (study.path(dense) / DONE).unlink()
+    hf.unlink()
+    assert cells.unfinished(study, [base, dense]) == [base, dense], "all are written again"
+    write_weights(study, 0)
+    finish(study, dense)
+    finish(study, sparse)
+    assert cells.unfinished(study, [base, dense, sparse]) == [], "nothing reads the weights"

@@ -35,6 +35,7 @@ from mtrain_cli.learning.outcomes import (
     read_cell,
     spread_of,
     summarize,
+    unknown_bases,
 )
 from mtrain_cli.learning.t_interval import Interval, interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
@@ -544,6 +545,9 @@ def test_cells_with_another_base_than_dense_are_named():
         "moba/seed-3": done("z"),
     }  # fmt: skip
     assert other_bases(finished) == {"seed-1": ["moba/seed-1", "fixed/seed-1"]}
+    assert unknown_bases(finished) == {("moba",): [2]}
+    more = {"fixed/seed-0": done(""), "fixed/seed-2": done("")}
+    assert unknown_bases(finished | more) == {("moba", "fixed"): [2], ("fixed",): [0]}
 
 
 def test_a_cell_with_another_base_than_dense_does_not_count(tmp_path):

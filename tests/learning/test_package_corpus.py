@@ -71,6 +71,17 @@ def test_whole_packages_are_held_out_without_copies(tmp_path):
     assert package_corpus.build(out, TINY, root) == facts  # kept, not built again
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"packages": "many"}'])
+def test_a_damaged_description_of_the_texts_is_one_line(tmp_path, content):
+    file = tmp_path / "corpus.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        package_corpus.build(tmp_path, TINY)
+    (line,) = refused.value.problems
+    assert line.startswith(f"{file}: damaged (")
+    assert f"). Delete {tmp_path} and run the same command again" in line
+
+
 def test_too_little_text_is_one_line(tmp_path):
     (tmp_path / "packages").mkdir()
     with pytest.raises(ConfigError, match="too little Python text"):

@@ -66,3 +66,11 @@ def test_errors_escape_control_characters(tmp_path):
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "no\\x1b]0;title\\x07[/red]thing: no such run" in result.stderr
+
+
+def test_remarks_on_a_folder_with_a_line_break_are_one_line(tmp_path):
+    run = tmp_path / "a\nb"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(f"{STEP.to_json()}\n")
+    remarks = open_source(run).remarks
+    assert f"{tmp_path}/a\\nb/resolved.yaml: missing; settings are not shown" in remarks

@@ -62,6 +62,20 @@ def test_remarks_say_what_is_missing():
     ]
 
 
+def test_a_remark_names_cells_whose_base_is_not_known():
+    def done(base: str = "") -> Done:
+        return Done("d", "c", 1, 1.0, 1.0, 1.0, base=base)
+
+    known = {"base/seed-0": done(), "dense/seed-0": done("x"), "moba/seed-0": done("x")}
+    found = summary([0.0, 0.0, 0.0])
+    assert not any("did not note" in line for line in remarks(replace(found, done=known)))
+    cells = ("base/seed-1", "dense/seed-1", "moba/seed-1", "dense/seed-2", "moba/seed-2")
+    unknown = replace(found, done=known | {key: done() for key in cells})
+    (line,) = (line for line in remarks(unknown) if "did not note" in line)
+    assert line.startswith("moba of seeds 1, 2: an earlier version of mtrain did not note ")
+    assert line in document(unknown)["remarks"]
+
+
 def test_a_study_that_has_just_begun_has_no_remark_on_seeds_or_on_the_control():
     begun = Summary(A, (), (), {}, (), {})
     assert remarks(begun) == ["0 of 39 cells are finished."]

@@ -11,6 +11,7 @@ import pytest
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.manifest import Manifest
 from mtrain_cli.training.checkpoint_source import (
+    CheckpointError,
     NoCheckpointError,
     checkpoints_of,
     find_source,
@@ -39,6 +40,11 @@ def test_a_run_and_its_checkpoints_folder_name_all_checkpoints_newest_first(run)
 def test_any_other_folder_names_itself(run):
     for folder in (run / "checkpoints/step-9", run / "checkpoints/step-11"):
         assert checkpoints_of(folder) == [folder]
+
+
+def test_each_problem_of_a_checkpoint_is_one_line():
+    assert str(CheckpointError("a\nb: full", "c: full")) == "a\\nb: full\nc: full"
+    assert str(NoCheckpointError("a\nb: gone", "c: gone")) == "a\\nb: gone\nc: gone"
 
 
 def test_a_run_without_a_checkpoint_is_refused(tmp_path):

@@ -230,8 +230,10 @@ def test_messages_scroll_above_the_live_display(tmp_path):
     with progress:
         progress.step(STEP)
         progress.message("the disk is nearly full", warning=True)
+        progress.message("a\nb: nearly full", warning=True)
     assert "warning: the disk is nearly full" in out.getvalue()
-    assert "warning: the disk is nearly full\n" in (tmp_path / "log.txt").read_text()
+    log = (tmp_path / "log.txt").read_text()
+    assert "warning: the disk is nearly full\nwarning: a\\nb: nearly full\n" in log
 
 
 def test_the_summary_shows_first_and_last_loss_and_never_breaks_a_command():

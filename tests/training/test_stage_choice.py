@@ -63,6 +63,14 @@ def test_the_reason_states_all_times_and_the_smallest_wins(slow):
     assert best < min(others)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_times_on_a_cpu_are_those_of_gpus(device):
+    words = ("topology.exchange=group_cast", "seq=8k", "topology.workers=2")
+    reason = make_plan(compose([*words, f"topology.device={device}"], plan=True)).exchange.reason
+    end = "predicted for H200s, not for CPU processes)" if device == "cpu" else "for H200s)"
+    assert reason.endswith(end)
+
+
 @pytest.mark.parametrize(("seconds", "stages"), [(0.979, 2), (0.981, 1), (1.5, 1)])
 def test_stages_must_win_by_two_percent(monkeypatch, seconds, stages):
     times = {1: 1.0, 2: seconds, 3: 2.0}
