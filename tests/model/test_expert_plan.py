@@ -70,6 +70,15 @@ def test_every_pair_is_computed_once_by_the_worker_of_its_expert(tiles, parts, r
             assert tile.ends_L(part).dtype == torch.int32
 
 
+@pytest.mark.parametrize("bounds", [[0, 4], [0, 2, 4]])
+def test_parts_depend_on_the_tokens_the_own_experts_and_the_tiles(monkeypatch, bounds):
+    given = []
+    monkeypatch.setattr(expert_plan, "expert_parts", lambda *sizes: given.append(sizes) or 1)
+    group: Any = Alone(0, 2)
+    start_plan(decide_alone(torch.tensor([[0], [3], [1], [5]]), 6), group, bounds, 4)()
+    assert set(given) == {(4, 3, len(bounds) - 1)}
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_dropped_pairs_and_padding_do_not_travel(fused):
     decision = decide_alone(torch.tensor([[0, 1], [1, 0]]), 2)

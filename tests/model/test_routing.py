@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 from moe_models import moe_model
 
+from mtrain_cli.model import routing as routing_module
 from mtrain_cli.model.routing import (
     PADDING,
     RouterOptions,
     Routing,
+    SharingGroup,
     _grouped,
     decide_alone,
     part_of,
@@ -84,6 +89,7 @@ def test_losses_do_not_depend_on_what_is_counted(z_loss):
         given = routing({}, balance_loss=0.3, z_loss=z_loss)
         decision = given.decide(logits().topk(2).indices, scored(logits(), {}), 1)
         found.append(given.loss(logits(), scored(logits(), {}), decision, 1, count=count))
+        assert bool(given.loads[1, E:].any()) == count
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
 
 
@@ -108,12 +114,12 @@ def test_padding_is_not_computed_and_pairs_are_ordered_by_expert():
 
 @pytest.mark.parametrize("equal_scores", [False, True])
 def test_an_expert_computes_the_best_tokens_of_each_sequence(equal_scores):
-    given = routing({}, capacity=0.7)
+    given = routing({}, capacity=0.9)  # 3 pairs of the first sequence, 2 of the second
     scores = torch.full((2 * SEQ, E), 0.5) if equal_scores else logits().softmax(-1)
     chosen = logits().topk(2).indices
-    decision = given.decide(chosen, scores, 0)
+    decision = given.decide(chosen, scores, 2)
     kept = set(decision.order_S[: int(decision.ends_E[-1])].tolist())
-    wanted = set()
+    wanted, beyond = set(), [0] * E
     for number, length in enumerate(LENGTHS):
         for expert in range(E):
             pairs = [
@@ -122,12 +128,73 @@ def test_an_expert_computes_the_best_tokens_of_each_sequence(equal_scores):
                 for k in range(2)
                 if chosen[row, k] == expert
             ]
-            most = math.ceil(0.7 * 2 * length / E)
+            most = math.ceil(0.9 * 2 * length / E)
             wanted |= {pair for _, _, pair in sorted(pairs)[:most]}
+            beyond[expert] += len(pairs[most:])
     assert kept == wanted
     dropped = 2 * sum(LENGTHS) - len(wanted)
     assert dropped > 0
-    assert given.loads[0, -1] == dropped
+    assert given.loads[2, -1] == dropped
+    assert given.beyond.tolist() == [[0] * E, [0] * E, beyond]
+    assert given.decided == {2}
+
+
+class Meeting:
+    """Threads that play the workers of a group exchange values in rank order."""
+
+    def __init__(self, size: int) -> None:
+        self.values, self.barrier = [torch.empty(0)] * size, threading.Barrier(size, timeout=20)
+
+    def exchange(self, rank: int, value: torch.Tensor) -> torch.Tensor:
+        self.values[rank] = value.clone()
+        self.barrier.wait()
+        values = torch.stack(self.values)
+        self.barrier.wait()
+        return values
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(2, 3), (3, 2), (1, 4)])
+def test_workers_of_two_groups_drop_the_pairs_that_one_worker_drops(monkeypatch, inner, outer):
+    """As with tensor parallelism inside context parallelism. Tokens are dealt one by one."""
+    monkeypatch.setattr(routing_module, "all_gather", lambda own, _, place: place[0](place[1], own))
+    monkeypatch.setattr(
+        routing_module.dist,
+        "all_reduce",
+        lambda own, group: own.copy_(group[0](group[1], own).sum(0)),
+    )
+    workers, moe = inner * outer, moe_model().moe
+    seq, options = 12 * workers, RouterOptions(sequences=1, capacity=0.8)
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(seq, moe.experts, generator=generator).softmax(-1)
+    chosen = scores.topk(moe.top_k).indices
+    scores = scores.mul(8).round()  # of equal scores, the first positions are kept
+
+    def decided(slots, groups=()):
+        given = Routing(slots[None], [seq], seq, moe, 1, options, groups)
+        decision = given.decide(chosen[slots], scores[slots], 0)
+        pairs = decision.order_S[: int(decision.ends_E[-1])]
+        token, expert = slots[pairs // moe.top_k], chosen[slots].flatten()[pairs]
+        kept = set(zip(token.tolist(), expert.tolist(), strict=True))
+        return kept, decision.load_BE, int(given.loads[0, -1])
+
+    within = [Meeting(inner).exchange for _ in range(outer)]
+    across = [Meeting(outer).exchange for _ in range(inner)]
+
+    def of_worker(number):
+        o, i = divmod(number, inner)
+        groups = [
+            SharingGroup(i, inner, (within[o], i), nullcontext),
+            SharingGroup(o, outer, (across[i], o), nullcontext),
+        ]
+        return decided(torch.arange(number, seq, workers), groups)
+
+    with ThreadPoolExecutor(workers) as pool:
+        found = list(pool.map(of_worker, range(workers)))
+    alone, load, dropped = decided(torch.arange(seq))
+    assert 0 < dropped == sum(each for _, _, each in found) < seq
+    for number, (kept, shared_load, _) in enumerate(found):
+        assert kept == {(token, expert) for token, expert in alone if token % workers == number}
+        torch.testing.assert_close(shared_load, load)
 
 
 def test_a_part_of_a_decision_has_the_pairs_of_its_tokens():

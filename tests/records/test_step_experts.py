@@ -28,6 +28,7 @@ def test_kernels_of_a_gpu_belong_to_the_layer_that_launches_them():
         *kernel("gemm", 20, 40, at=6),  # hides 10 of the 16 of the message
         *nccl(40, 45, at=8),
         *kernel("gemm of attention", 50, 60, at=9.5),
+        *nccl(60, 65, at=9.6),  # of no layer
         within("mtrain.experts/3/backward", 70, 80, BACKWARD),
         *kernel("gemm", 75, 90, at=72, tid=BACKWARD),
     ]
@@ -49,6 +50,8 @@ def test_on_a_cpu_waits_inside_the_experts_are_no_computation():
         within("mtrain.message", 30, 45),
         within("mtrain.message", 60, 65),  # of no layer
         within("mtrain.experts/1/forward", 70, 71),
+        event("cpu_op", "mtrain.experts/1/forward", 80, 90),  # no annotation
+        within("mtrain.experts/1/forward", 110, 120),  # after the step
     ]
     found = find_parts(events, gpu=False)
     assert us(found) == [(0, "forward", 8, 15, 2 + 15), (1, "forward", 0, 1, 0)]

@@ -74,6 +74,23 @@ def test_with_tensor_parallelism_and_one_degree_gradients_are_summed_once_a_step
     assert (shared.weights, shared.rows > 0) == (0, True)
 
 
+def test_all_dimensions_and_sizes_of_a_batch_by_hand():
+    words = ["topology.tensor_parallel=2", "train.global_batch=8", "train.micro_batch=2"]
+    config = compose([*QWEN, "seq=64k", *words, "train.reduce_dtype=bfloat16"])
+    dims = ParallelDims(dp=2, cp=2, tp=2)
+    layout = make_layout("striped", 2, config.seq, 128)
+    alone, half, whole = (expert_traffic(config, dims, layout, 2, n) for n in (1, 2, 8))
+    # Two micro-batches of two sequences, of which a worker has a quarter each.
+    tokens, weights = 2 * 2 * 65_536 // 4, 3 * 128 * 768 * 2048
+    assert whole.rows == tokens * 8 * (5 * 2048 * 2 + 2 * 16) * 7 // 8
+    assert half.rows == tokens * 8 * (5 * 2048 * 2 + 2 * 16) // 2
+    # Four gathers and two reductions, all in bfloat16.
+    assert half.weights == weights // 2 * (4 * 2 + 2 * 2) * 3 // 4
+    # The two workers of a tensor group add up their quarter in float32.
+    assert alone.weights == weights * (4 * 2 + 2 * 2) * 3 // 4 + weights // 4 * 4
+    assert allowed_degrees(compose(["model=tiny_moe"]), dims) == [1, 2, 4, 8]
+
+
 @pytest.mark.parametrize(
     ("words", "workers", "device", "message"),
     [
@@ -98,6 +115,10 @@ def test_with_tensor_parallelism_and_one_degree_gradients_are_summed_once_a_step
             ["model.moe.expert_size=50"], 8, "cuda",
             "model.moe.expert_size=50: grouped products need a multiple of 8",
         ),
+        (
+            ["model.hidden_size=124"], 8, "cuda",
+            "model.hidden_size=124: grouped products need a multiple of 8",
+        ),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused(words, workers, device, message):
@@ -110,6 +131,13 @@ def test_sizes_that_do_not_fit_are_refused(words, workers, device, message):
 def test_a_gpu_takes_sizes_of_whole_16_bytes():
     config = compose(["model=tiny_moe", "model.moe.expert_size=56"])
     require_experts_fit(config, ParallelDims.of(8, cp=8), 2, "cuda")
+
+
+def test_a_cpu_takes_all_sizes_and_a_dense_model_has_no_experts_to_fit():
+    dims = ParallelDims.of(8, cp=8)
+    sizes = "model.moe.expert_size=50", "topology.expert_parallel=auto"
+    require_experts_fit(compose(["model=tiny_moe", *sizes]), dims, 2, "cpu")
+    require_experts_fit(compose(["model=tiny", "model.hidden_size=124"]), dims, 2, "cuda")
 
 
 def test_degrees_in_a_node_divide_its_workers():
