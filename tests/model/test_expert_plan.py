@@ -94,6 +94,39 @@ def test_dropped_pairs_and_padding_do_not_travel(fused):
     assert (part.send, part.receive) == ([0, 1], [0, 1])
 
 
+class Uneven(Alone):
+    """The other of two workers has its own counts."""
+
+    def gather_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        other = torch.tensor([[3, 1, 2, 5]])
+        return torch.stack([counts, other] if self.rank == 0 else [other, counts])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("rank", "order", "ends", "send", "receive"),
+    [
+        # Rows of the other worker: 3 of expert 0, 1 of expert 1. Own rows: 1 and 2 of them.
+        (0, [0, 1, 2, 4, 3, 5, 6], [4, 7], [0, 1], [0, 4]),
+        # Rows of the other worker: 2 of expert 2, 5 of expert 3. Own rows: none and 1 of them.
+        (1, [0, 1, 2, 3, 4, 5, 6, 7], [2, 8], [3, 0], [7, 0]),
+    ],
+)
+def test_rows_of_own_tokens_come_behind_those_that_arrive(
+    monkeypatch, fused, rank, order, ends, send, receive
+):
+    if fused:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(expert_plan, "fused", lambda _: fused)
+    group: Any = Uneven(rank, 2)
+    (tile,) = start_plan(decide_alone(torch.tensor([[1], [0], [3], [1]]), 4), group, [0, 4], 4)()
+    (part,) = tile.parts
+    assert tile.order_R(part).tolist() == order
+    assert tile.place_R(part)[tile.order_R(part)].tolist() == list(range(len(order)))
+    assert tile.ends_L(part).tolist() == ends
+    assert (part.send, part.receive) == (send, receive)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_kernels_order_more_pairs_than_one_of_their_steps(rank):
     """Experts have 1,100 to 2,900 pairs: a step of a kernel moves 1,024."""
