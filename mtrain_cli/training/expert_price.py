@@ -185,8 +185,7 @@ def _weights(run: _Run, degree: int, forward: float, backward: float) -> float:
     weights, r = _weights_of(run, degree), BYTES[train.reduce_dtype]
     sharing = run.workers // degree
     micro_batches = run.micro_batches
-    often = train.shard == "full" or micro_batches == 1
-    gathers = (1, int(train.shard == "full")) if often else (1 / micro_batches, 0)
+    gathers = (1, 1) if train.shard == "full" else (1 / micro_batches, 0)
     reductions = 1 if train.shard != "optimizer" else 1 / micro_batches
     copies = weights * (2 * run.e * sum(gathers) + (run.e + r) * reductions) / rates.memory
     if sharing == 1:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import gloo
 import numpy as np
 import torch
+import torch.distributed as dist
 from parallel.ways import Way
 
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -256,7 +257,7 @@ def outcomes(
 
 def early_share(exchange, option: Option, sparse: bool) -> float:
     """Return the share of allowed pairs whose queries are recomputed, over all workers."""
-    layout = getattr(exchange, "inner", exchange).layout
+    layout = exchange.inside  # ranks that share heads hold one shard together
     early = early_queries(layout.tokens_per_worker, option.keep, BLOCK if sparse else None)
     every, again = 0, 0
     for number in range(4):
@@ -272,14 +273,18 @@ def early_share(exchange, option: Option, sparse: bool) -> float:
 def compared(plain: Outcome, one: Outcome) -> dict:
     """Compare two outcomes.
 
-    gradient: largest difference, relative to the largest element of the same parameter.
+    gradient: largest difference, relative to the largest element of the parameter on all workers.
     pairs: of the masks, in a forward pass; repeated: those computed more than once.
     estimates: index estimates in addition to those without the option.
     """
+    largest = torch.stack(
+        [g.abs().max() if g.numel() else torch.zeros(()) for g in plain.gradients.values()]
+    )
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # each worker has a shard
     differences = [
-        (one.gradients[name] - gradient).abs().max().item() / gradient.abs().max().item()
-        for name, gradient in plain.gradients.items()
-        if gradient.numel() and gradient.abs().max() > 1e-6
+        (one.gradients[name] - gradient).abs().max().item() / most
+        for (name, gradient), most in zip(plain.gradients.items(), largest.tolist(), strict=True)
+        if gradient.numel() and most > 1e-6
     ]
     assert len(differences) > 10
     return {

@@ -31,7 +31,7 @@ def test_one_worker():
 
 
 def test_two_workers_that_exchange_keys_or_heads():
-    check(gloo.run(2, outcomes, QUICK, (Way("ring"), Way("all_gather", heads=2))))
+    check(gloo.run(2, outcomes, QUICK, (Way("ring"), Way("all_gather", heads=2)), "zigzag"))
 
 
 @pytest.mark.slow

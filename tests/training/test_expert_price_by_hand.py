@@ -1,0 +1,265 @@
+"""Prices of expert-parallel degrees equal a calculation by hand, with round rates."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.rates import Rates
+from mtrain_cli.training import expert_price
+from mtrain_cli.training.expert_price import expert_degree, price, row_seconds
+from mtrain_cli.training.expert_rows import ROWS, ROWS_BACK, SCORED, SCORED_BACK
+
+HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
+WEIGHTS = 3 * EXPERTS * WIDTH * HIDDEN
+HOST = 4e-3
+ROUND = Rates(
+    flops=1e12, inner=1e9, outer=1e8, memory=1e10, inner_latency=1e-3, outer_latency=2e-3,
+    inner_share=0.25, outer_share=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def rates(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that sets rates. Before its first call they are round."""
+
+    def set_rates(**changes: float) -> None:
+        found = ROUND._replace(**changes)
+        monkeypatch.setattr(expert_price, "Rates", SimpleNamespace(on=lambda _: found))
+
+    set_rates()
+    return set_rates
+
+
+def run(seq: str, per_node: int, *words: str, degree: int = 2, **dims: int):
+    """Return the arguments of `row_seconds` for the workers of ``dims``, 2 by default."""
+    dims = dims or {"cp": 2}
+    given = ["model=qwen3_30b_a3b", "model.num_layers=8", f"seq={seq}", *words]
+    config = compose([*given, f"topology.expert_parallel={degree}"])
+    layout = make_layout("contiguous", dims.get("cp", 1), config.seq, 128)
+    return config, ParallelDims(**dims), layout, 2, per_node
+
+
+def seconds_of_messages(tokens: int, latency: float, bandwidth: float) -> tuple[float, float]:
+    """Return the seconds of rows and of scored rows in degree 2, where half of them leave."""
+    leave = tokens * TOP_K / 2
+    # A score takes 16 bytes.
+    sizes = HIDDEN * 2, HIDDEN * 2 + 16
+    rows, scored = (latency + leave * size / bandwidth for size in sizes)
+    return rows, scored
+
+
+INSIDE, BETWEEN = (1e-3, 1e9, 0.25), (2e-3, 1e8, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "dims", "tokens", "micro_batches"),
+    [
+        ((), {"cp": 2}, 1024, 1),
+        (("train.global_batch=3",), {"cp": 2}, 1024, 3),
+        (("train.global_batch=4", "train.micro_batch=2"), {"cp": 2}, 2048, 2),
+        (("train.global_batch=4",), {"dp": 2, "cp": 2}, 1024, 2),
+        (("topology.tensor_parallel=2", "topology.layout=contiguous"), {"tp": 2}, 1024, 1),
+    ],
+    ids=["one", "three micro-batches", "two sequences", "replicas", "tensor parallel"],
+)
+@pytest.mark.parametrize(("per_node", "link"), [(2, INSIDE), (1, BETWEEN)])
+def test_products_hide_all_messages_but_those_at_the_ends(
+    rates, words, dims, tokens, micro_batches, per_node, link
+):
+    rates(flops=1e10)
+    latency, bandwidth, share = link
+    rows, scored = seconds_of_messages(tokens, latency, bandwidth)
+    # Forward, a message there and one back. In backward, the first rows; the others travel
+    # during products, from which they take a share of the GPU.
+    waits = HOST + (scored + rows) + rows + share * (rows + scored)
+    # Half of the rows leave and return: two copies in forward and in each of the two messages of
+    # backward. A copy reads and writes. All rows are written where others return, in both passes.
+    copied = (2 * 0.5 + 2) + (2 * 0.5 * 2 + 2)
+    copies = copied * tokens * TOP_K * HIDDEN * 2 / 1e10
+    found = row_seconds(*run("2k", per_node, *words, **dims))
+    assert found == pytest.approx(micro_batches * (waits + copies))
+
+
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_short_products_hide_little(rates, kind):
+    rates(flops=1e15)
+    rows, scored = seconds_of_messages(1024, 1e-3, 1e9)
+    product = 2 * 1024 * TOP_K * HIDDEN * WIDTH / 1e15
+    # With checkpointing the rows travel twice, and two more of eight products run. Between the
+    # last rows and the message back lie three products, and three run during that message.
+    exposed = 2 * rows + scored - 5 * product if kind == "full" else rows + scored - 3 * product
+    hidden = (2 if kind == "full" else 1) * rows + scored - exposed
+    waits = HOST + scored + rows + exposed + 0.25 * hidden
+    copied = 7 if kind == "full" else 6
+    copies = copied * 1024 * TOP_K * HIDDEN * 2 / 1e10
+    found = row_seconds(*run("2k", 2, f"train.activation_checkpoint={kind}"))
+    assert found == pytest.approx(waits + copies)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "units", "sums"),
+    [
+        ("auto", 4, 2 * 2),  # four parts, whose gradients move to one tensor in bfloat16
+        (2, 4, 2 * (3 + 2)),  # two parts of each chunk; one addition of two chunks
+        (3, 3, 3 * (8 + 2 * 2) + 4 + 2),  # no parts; three chunks are added up in float32
+    ],
+)
+def test_each_part_of_each_chunk_has_its_messages(monkeypatch, chunks, units, sums):
+    """A worker has 16K tokens, and messages of 4K tokens or more."""
+    passes = []
+
+    def clocks(_, units, messages, computing):
+        passes.append((units, {word: cost.us for word, cost in messages.items()}, computing))
+        return SimpleNamespace(exposed=3e6, hidden=8e6, span=5e6)
+
+    monkeypatch.setattr(expert_price, "GroupClocks", clocks)
+    given = run("32k", 2, f"topology.expert_chunks={chunks}", "train.tile_mib=0")
+    rows, scored = seconds_of_messages(16_384 // units if units == 4 else 16_384 / 3, 1e-3, 1e9)
+    us = {ROWS: rows, ROWS_BACK: rows, SCORED: scored, SCORED_BACK: scored}
+    found = row_seconds(*given)
+    product = 2e6 * 16_384 * TOP_K * HIDDEN * WIDTH / 1e12
+    for (parts, messages, computing), products in zip(passes, (3, 8), strict=True):
+        assert parts == units
+        assert messages == pytest.approx({word: 1e6 * each for word, each in us.items()})
+        assert computing == pytest.approx(np.full(2, products * product))
+    copies = (7 * 16_384 * TOP_K * HIDDEN * 2 + sums * WEIGHTS / 2) / 1e10
+    assert found == pytest.approx(HOST + 2 * (3 + 0.25 * 8) + copies)
+
+
+def test_a_group_that_does_not_divide_a_node_sends_rows_between_nodes():
+    inside, across, apart = (
+        row_seconds(*run("6k", per_node, degree=4, cp=12)) for per_node in (4, 6, 1)
+    )
+    assert across == apart > 2 * inside
+
+
+def hidden_and_exposed(seconds: float, overlapping: float, share: float) -> float:
+    """Return the seconds that a message costs which travels during a computation."""
+    if seconds > overlapping:
+        return seconds - overlapping + share * overlapping
+    return share * seconds
+
+
+FULL, GRADIENTS, OPTIMIZER = (f"train.shard={kind}" for kind in ("full", "gradients", "optimizer"))
+
+
+@pytest.mark.parametrize("per_node", [16, 8])
+@pytest.mark.parametrize(
+    ("words", "micro_batches", "gathers", "reductions"),
+    [
+        ((FULL,), 1, (1, 1), 1),
+        ((FULL, "train.global_batch=4"), 4, (1, 1), 1),
+        ((GRADIENTS,), 1, (1, 0), 1),
+        ((GRADIENTS, "train.global_batch=4"), 4, (1 / 4, 0), 1),
+        ((OPTIMIZER, "train.global_batch=4"), 4, (1 / 4, 0), 1 / 4),
+        ((OPTIMIZER, "train.global_batch=4", "train.micro_batch=2"), 2, (1 / 2, 0), 1 / 2),
+    ],
+    ids=["full", "full, 4", "gradients", "gradients, 4", "optimizer, 4", "optimizer, 2 of 2"],
+)
+@pytest.mark.parametrize("degree", [1, 2])
+def test_weights_wait_where_computation_is_shorter(
+    monkeypatch, rates, degree, words, micro_batches, gathers, reductions, per_node
+):
+    """A layer computes for 4 s. Experts run for 0.5 s in forward, and rows cost 0.2 s."""
+    rates(inner=2e9, outer=1e9)
+    monkeypatch.setattr(expert_price._Run, "computing", lambda _: 4.0)
+    if degree > 1:
+        monkeypatch.setattr(expert_price, "_rows", lambda *_: (0.2, 0.5))
+    latency, bandwidth, share = (1e-3, 2e9, 0.25) if per_node == 16 else (2e-3, 1e9, 0.5)
+    own = WEIGHTS / degree
+    others = own * (1 - degree / 16)
+    # A gather reads and writes bfloat16. A reduction reads bfloat16 and writes float32.
+    copies = own * ((2 + 2) * sum(gathers) + (2 + 4) * reductions) / 1e10
+    forward = gathers[0] * (latency + 2 * others / bandwidth)
+    backward = gathers[1] * (latency + 2 * others / bandwidth)
+    backward += reductions * (latency + 4 * others / bandwidth)
+    # A quarter of the computation is the forward pass. With rows, only experts hide weights there.
+    waits = hidden_and_exposed(forward, 1.0 if degree == 1 else 0.5, share)
+    waits += hidden_and_exposed(backward, 3.0, share)
+    rows = 0.2 * (degree > 1)
+    found = price(*run("2k", per_node, *words, degree=degree, cp=16), degree).seconds
+    assert found == pytest.approx(micro_batches * (4.0 + rows + copies + waits))
+
+
+@pytest.mark.parametrize(
+    "dims", [{"cp": 4}, {"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}], ids=lambda dims: "-".join(dims)
+)
+def test_all_workers_of_a_stage_share_the_weights(monkeypatch, dims):
+    """Four workers of a node, of which each waits for three quarters of the weights."""
+    monkeypatch.setattr(expert_price._Run, "computing", lambda _: 0.0)
+    words = [f"topology.tensor_parallel={dims.get('tp', 1)}", "topology.layout=contiguous"]
+    found = price(*run("2k", 4, *words, "train.global_batch=2", degree=1, **dims), 1).seconds
+    # Two gathers in bfloat16 and a reduction in float32, of the others' weights.
+    waits = 3e-3 + (2 + 2 + 4) * WEIGHTS * 3 / 4 / 1e9
+    copies = ((2 + 2) * 2 + (2 + 4)) * WEIGHTS / 1e10
+    assert found == pytest.approx(2 // dims.get("dp", 1) * (waits + copies))
+
+
+def test_one_worker_of_an_expert_waits_for_no_weights(monkeypatch):
+    monkeypatch.setattr(expert_price._Run, "computing", lambda _: 0.0)
+    monkeypatch.setattr(expert_price, "_rows", lambda *_: (0.2, 0.5))
+    copies = WEIGHTS / 2 * (2 * 2 * 2 + 2 + 4) / 1e10
+    assert price(*run("2k", 2), 2).seconds == pytest.approx(0.2 + copies)
+
+
+def test_experts_run_as_long_as_their_products_and_messages(monkeypatch):
+    """In forward of one part: two messages around three products."""
+    hidden = []
+    monkeypatch.setattr(
+        expert_price, "_weights", lambda _run, _degree, forward, _: hidden.append(forward) or 0.0
+    )
+    price(*run("2k", 2), 2)
+    rows, scored = seconds_of_messages(1024, 1e-3, 1e9)
+    products = 3 * 2 * 1024 * TOP_K * HIDDEN * WIDTH / 1e12
+    assert hidden == [pytest.approx(rows + scored + products)]
+
+
+def computing(seq: str, *words: str, **dims: int) -> float:
+    return expert_price._Run(*run(seq, 2, *words, **dims)).computing()
+
+
+def test_workers_share_the_computation_of_a_micro_batch():
+    words = "train.global_batch=4", "train.activation_checkpoint=none"
+    once = computing("64k", *words, cp=2)
+    assert computing("64k", *words, "train.micro_batch=2", cp=2) == pytest.approx(2 * once)
+    assert computing("64k", *words, cp=4) == pytest.approx(once / 2)
+    assert computing("64k", *words, dp=2, cp=2) == pytest.approx(once)
+    assert computing("64k", *words, cp=2, tp=2) == pytest.approx(once / 2)
+
+
+def test_products_that_are_repeated_cost_time_and_pairs_that_are_skipped_do_not():
+    plain, again = (
+        computing("8k", f"train.activation_checkpoint={kind}") for kind in ("none", "full")
+    )
+    assert 1.1 * plain < again < 4 / 3 * plain
+    assert computing("256k", "sparsity=vertical_slash") < 0.4 * computing("256k")
+
+
+def test_tiles_bound_the_chunks_whose_gradients_are_summed():
+    """In backward, a pair has two rows and seven tensors of the expert's width, in bfloat16."""
+    token = 2 * TOP_K * (2 * HIDDEN + 7 * WIDTH)
+    mib = 1024 * token / 2**20
+    assert mib == pytest.approx(148)
+    config, dims, layout, *_ = run("2k", 2, "train.tile_mib=50")
+    found = expert_price._Run(config, dims, layout, 2, 2).chunks_and_parts(2)
+    assert found == (3, 1)
+
+
+def test_experts_that_do_not_divide_into_parts_travel_in_chunks():
+    """Of 34 experts on 2 workers, each holds 17. One worker has 34 experts, in two parts."""
+    given = run("32k", 2, "model.moe.experts=34", "train.tile_mib=0")
+    assert expert_price._Run(*given).chunks_and_parts(2) == (4, 1)
+    assert expert_price._Run(*given).chunks_and_parts(1) == (1, 2)
+
+
+def test_a_given_degree_is_taken_and_rows_of_an_open_one_have_no_price():
+    for degree in (1, 2):
+        assert expert_degree(*run("2k", 2, degree=degree)) == degree
+    config, *others = run("2k", 2, "topology.expert_parallel=auto", degree="auto")
+    assert row_seconds(config, *others) == 0.0
