@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -357,14 +358,14 @@ def _panel(drawing: Drawing, top: float, name: str, label: str, recorded: dict) 
             drawing.add(f'<polyline points="{points}" class="c{place}"/>')
 
 
-STUDY = "learning/tier-a.json"  # of `mtrain report STUDY --json`
+STUDY = "learning/tier-{}.json"  # of `mtrain report STUDY --json`
 NAMED = {"-dense-layers": "dense layers", "-windows": "windows"}
 PANEL_HIGH, LEFT, WIDE, GAP = 190, 66, 380, 13  # GAP: least distance of two labels
 
 
-def frontier() -> str:
+def frontier(tier: str = "a") -> str:
     """Loss above dense against the density and the seconds of training, with intervals."""
-    data = json.loads((resource_dir("profiles") / STUDY).read_text())
+    data = json.loads((resource_dir("profiles") / STUDY.format(tier)).read_text())
     rows = [
         row
         for row in data["compared"]
@@ -401,7 +402,8 @@ def _points(d: Drawing, top: float, rows: list, fact: str, scale: float, unit: s
         if end is not None
     ]  # fmt: skip
     step = 0.02
-    low, high = step * np.floor(min(0, *ends) / step), step * np.ceil(max(ends) / step)
+    low = step * np.floor(min(0, *ends) / step - 0.5)  # room for names below 0
+    high = step * np.ceil(max(ends) / step)
     most = 1.12 * max(scale * row[fact] for row in rows)
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -413,7 +415,7 @@ def _points(d: Drawing, top: float, rows: list, fact: str, scale: float, unit: s
         d.text(LEFT - 6, y + 4, f"{value:.2f}".replace("-0.00", "0.00"), "small", "end")
         kind = "line" if abs(value) < step / 2 else "frame"
         d.add(f'<path d="M{LEFT} {y:.1f}h{WIDE}" class="{kind}" stroke-opacity="0.4"/>')
-    for value in range(0, int(most) + 1, 20):
+    for value in range(0, int(most) + 1, 20 if most < 150 else 50):
         d.text(at(value, 0)[0], top + PANEL_HIGH + 16, f"{value} {unit}", "small", "middle")
     taken: list[tuple[float, float, float]] = []
     points = [at(scale * row[fact], over["mean"]) for row, over in zip(rows, spans, strict=True)]
@@ -456,6 +458,7 @@ def _name(
 
 FIGURES = {
     "frontier": frontier,
+    "frontier-b": partial(frontier, "b"),
     "layouts": layouts,
     "ring": ring,
     "timeline": timeline,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +20,7 @@ from mtrain_cli.commands.options import (
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     from mtrain_cli.data.corpora import Corpus
     from mtrain_cli.data.needles import NeedleDocument
@@ -68,9 +69,10 @@ def needles(
             sources. It repeats if it is too short.
         tokenizer: Tokenizer that counts tokens: that of the training run.
     """
+    from mtrain_cli.commands.data_output import progress_bar
     from mtrain_cli.config.sizes import format_size, with_count
     from mtrain_cli.console import Console
-    from mtrain_cli.data.needles import NeedleSettings, needle_documents
+    from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     settings = NeedleSettings(_tokens(length), pairs, parse_chains(chains), seed, questions)
@@ -82,7 +84,9 @@ def needles(
     first = next(made)  # a mistake leaves no folder behind
     with writing(f"OUT={out}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, first, made)
+        with progress_bar() as report:
+            whole = itertools.chain([first], made)
+            _write(path, reported(whole, documents, "writing", report))
     console = Console(soft_wrap=True, highlight=False)
     size = format_size(settings.length)
     console.print(
@@ -94,12 +98,11 @@ def needles(
     console.print(f"Next:\n  mtrain train data=text {words}")
 
 
-def _write(path: Path, first: NeedleDocument, others: Iterator[NeedleDocument]) -> None:
+def _write(path: Path, documents: Iterable[NeedleDocument]) -> None:
     from mtrain_cli.config.atomic_files import replacing
 
     with replacing(path) as draft, draft.open("w", encoding="utf-8") as file:
-        file.write(first.line())
-        file.writelines(document.line() for document in others)
+        file.writelines(document.line() for document in documents)
 
 
 def _corpus(haystack: str) -> Corpus:

@@ -18,12 +18,13 @@ many tokens before they retrieve a number. With several questions about few need
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from mtrain_cli.config.problem import ConfigError, IfHas, Problem, Setting, cli_option
 from mtrain_cli.data.corpora import Corpus, split_text
+from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.tokenizers import Tokenizer
 
 _ADJECTIVES = """
@@ -133,6 +134,26 @@ def needle_documents(
     lines = _lines(corpus)
     for number in range(count):
         yield _Builder(tokenizer, settings, Random(f"{settings.seed} {number}")).build(lines)
+
+
+def reported(
+    made: Iterable[NeedleDocument],
+    count: int,
+    stage: str,
+    report: Callable[[PreparationProgress], None],
+) -> Iterator[NeedleDocument]:
+    """Yield documents, and report each.
+
+    Args:
+        count: number of the documents, all of the same length.
+        stage: name of the documents for a progress bar.
+    """
+    read = 0
+    for number, document in enumerate(made, 1):
+        read += len(document.text)
+        size = read * count // number  # estimated: only tokens are equal
+        report(PreparationProgress(stage, read, size, number * document.length, number))
+        yield document
 
 
 class _Builder:

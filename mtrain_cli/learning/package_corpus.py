@@ -19,7 +19,9 @@ import numpy as np
 from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.needles import NeedleSettings, needle_documents
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
+from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import Tokenizer, open_tokenizer
 from mtrain_cli.learning.tiers import Tier
@@ -66,12 +68,14 @@ def build(
     tier: Tier,
     packages: Path | None = None,
     before_writing: Callable[[], None] = lambda: None,
+    report: Callable[[PreparationProgress], None] = lambda _: None,
 ) -> CorpusFacts:
     """Write the texts of a tier, unless the folder has them.
 
     Args:
         packages: folder of the packages; None for those of this Python.
         before_writing: called once the texts are known to suffice.
+        report: function that receives the progress of writing.
 
     Raises:
         ConfigError: there is too little text, and nothing was written; or `ABOUT` is damaged.
@@ -106,8 +110,8 @@ def build(
     (folder / CODE).mkdir(parents=True, exist_ok=True)
     _write(folder / CODE / f"{CODE}.jsonl", training)
     _write(folder / HELD_OUT, kept)
-    tokenizer = _tokenizer(folder, tier)
-    _write_needles(folder, tier, tokenizer)
+    tokenizer = _tokenizer(folder, tier, report)
+    _write_needles(folder, tier, tokenizer, report)
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.jsonl")):
         digest.update(file.read_bytes())
@@ -230,18 +234,20 @@ def _write(path: Path, packages: Iterable[tuple[str, list[bytes]]]) -> None:
     replace_text(path, "".join(lines))
 
 
-def _tokenizer(folder: Path, tier: Tier) -> Tokenizer:
+def _tokenizer(
+    folder: Path, tier: Tier, report: Callable[[PreparationProgress], None]
+) -> Tokenizer:
     """Return the tokenizer of a tier. A BPE is trained on the code."""
     if tier.vocabulary:
-        from mtrain_cli.data.prepare import prepare_store
-
         code = text_corpus(str(folder / CODE), "text")
-        prepare_store(code, folder / "store", "bpe", tier.vocabulary, lambda _: None)
+        prepare_store(code, folder / "store", "bpe", tier.vocabulary, report)
         (folder / TOKENIZER).write_bytes((folder / "store" / TOKENIZER).read_bytes())
     return open_tokenizer(tokenizer_path(folder, tier), "the tokenizer")
 
 
-def _write_needles(folder: Path, tier: Tier, tokenizer: Tokenizer) -> None:
+def _write_needles(
+    folder: Path, tier: Tier, tokenizer: Tokenizer, report: Callable[[PreparationProgress], None]
+) -> None:
     """Write needles between lines of the training code, for the base and for the cells."""
     haystack = text_corpus(str(folder / CODE), "text")
     base, cells = tier.base_steps * tier.base_batch, tier.steps * tier.batch
@@ -256,6 +262,8 @@ def _write_needles(folder: Path, tier: Tier, tokenizer: Tokenizer) -> None:
         sequences[name] = settings, min(_MOST_OF_LESSON, read)
     for name, (settings, read) in sequences.items():
         count = max(8, int(read) + 1)
-        made = needle_documents(haystack, tokenizer, settings, count)
+        stage = f"needles of {format_size(settings.length)}"
+        documents = needle_documents(haystack, tokenizer, settings, count)
+        made = reported(documents, count, stage, report)
         (folder / name).mkdir(parents=True, exist_ok=True)
         replace_text(folder / name / "needles.jsonl", "".join(document.line() for document in made))

@@ -14,8 +14,15 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
 from mtrain_cli.data.mixture import MixedDataset
-from mtrain_cli.data.needles import NAMES, NeedleDocument, NeedleSettings, needle_documents
+from mtrain_cli.data.needles import (
+    NAMES,
+    NeedleDocument,
+    NeedleSettings,
+    needle_documents,
+    reported,
+)
 from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.data.prepare import PreparationProgress
 from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 
 _TEXT = "".join(f"def f{n}(x):\n    return x + {n}  # {'long ' * (n % 12)}\n\n" for n in range(900))
@@ -221,3 +228,14 @@ def test_a_line_is_a_record_with_a_text(bpe: Tokenizer) -> None:
     record = json.loads(document.line())
     assert (record["text"], record["length"]) == (document.text, 2048)
     assert record["questions"][0].keys() == {"answer", "start", "needle", "links", "in_tail"}
+
+
+def test_progress_counts_documents_tokens_and_text():
+    two = NeedleSettings(512, 2, 0.0, 1)
+    seen: list[PreparationProgress] = []
+    documents = list(needle_documents(_corpus(_TEXT), ByteTokenizer(), two, 3))
+    assert list(reported(documents, 3, "writing", seen.append)) == documents
+    assert [(each.documents, each.tokens, each.read) for each in seen] == [
+        (1, 512, 511), (2, 1024, 1022), (3, 1536, 1533),
+    ]  # fmt: skip
+    assert {(each.stage, each.size) for each in seen} == {("writing", 1533)}
