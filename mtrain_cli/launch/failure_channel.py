@@ -36,6 +36,7 @@ from mtrain_cli.launch.run_state import HEARTBEAT_S
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
+LAST_FAREWELL_S = 2.0  # at least, after the last rank got the code
 # A machine that loses power does not close its connections. With these settings the operating
 # system closes a connection after 10 + 3 * 5 seconds without an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -286,22 +287,34 @@ class _Hub:
         the connection, and a rank might not get its code.
         """
         deadline = time.monotonic() + FAREWELL_S
+        told: list[_Peer] = []
         # The failure may arrive before the greetings of some ranks. Wait for them: each rank must
         # get the code. Rank 0 must not get it, and only its greeting shows which connection is its.
         awaited = set(range(self._world_size))
+        self._tell(code, told)
         while awaited - self._greeted and (left := deadline - time.monotonic()) > 0:
             self._receive(left)
-        others = [peer.socket for peer in self._peers if peer.rank != 0]
-        for connection in others:
-            with contextlib.suppress(OSError):
-                connection.sendall(bytes([code]))
-        for connection in others:
+            self._tell(code, told)
+        self._tell(code, told, strangers=True)
+        deadline = max(deadline, time.monotonic() + LAST_FAREWELL_S)
+        for connection in [peer.socket for peer in told if peer in self._peers]:
             with contextlib.suppress(OSError):
                 # The deadline also ends the connection of a stranger that sends without end.
                 while (left := deadline - time.monotonic()) > 0:
                     connection.settimeout(left)
                     if not connection.recv(65536):
                         break
+
+    def _tell(self, code: int, told: list[_Peer], *, strangers: bool = False) -> None:
+        """Send the exit code to all ranks but 0 that have not got it, and add them to ``told``.
+
+        strangers: also to connections that have not greeted.
+        """
+        for peer in self._peers:
+            if peer not in told and (strangers if peer.rank is None else peer.rank != 0):
+                told.append(peer)
+                with contextlib.suppress(OSError):
+                    peer.socket.sendall(bytes([code]))
 
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
         """Return the failure that explains the other failures.

@@ -196,10 +196,10 @@ def training_words(study: Study, cell: Cell) -> list[str]:
         f"run.dir={(study.path(cell) / RUN).absolute()}",
         f"run.name={tier.name}-{cell.name}-{cell.seed}",
     ]
-    if replicas > 1:
-        words.append(f"topology.context_parallel={workers // replicas}")
     if variant is None:
-        return [*words, *tier.model, f"model.rope.original_max_position={tier.base_seq}"]
+        # Always given: a base that resumes on other GPUs must not keep the number of before.
+        shared = f"topology.context_parallel={workers // replicas}"
+        return [*words, shared, *tier.model, f"model.rope.original_max_position={tier.base_seq}"]
     return [
         *words,
         f"train.init_from={(study.base(cell) / HF).absolute()}",
@@ -319,7 +319,9 @@ def damage_of_base(study: Study, base: Cell) -> str:
                 )
             is_trained = folder.name == HF and (study.path(base) / DONE).is_file()
             again = f"trains {base.key} again" if is_trained else "writes the weights again"
-            return f"{damage}. Delete {folder} and run the same command again, which {again}"
+            # The files of both folders are the same (hard links).
+            lost = f"{folder} and {study.path(base) / STRETCHED}" if folder.name == HF else folder
+            return f"{damage}. Delete {lost} and run the same command again, which {again}"
     return ""
 
 
@@ -538,10 +540,14 @@ def _evaluate(
 
 
 def estimated_seconds(tier: Tier, cell: Cell) -> float:
-    """Return the seconds of a cell at the speed that its tier assumes."""
-    return sum(estimated_flop(tier, cell)) / (
-        tier.base_flops if cell.variant is None else tier.flops
-    )
+    """Return the seconds of a cell at the speed that its tier assumes for one worker.
+
+    Workers that deal the sequences of a base's step share its time. A cell counts as on one worker.
+    """
+    training, measuring = estimated_flop(tier, cell)
+    if cell.variant is None:
+        return (training / _replicas(tier, tier.base_batch)[0] + measuring) / tier.base_flops
+    return (training + measuring) / tier.flops
 
 
 def estimated_flop(tier: Tier, cell: Cell) -> tuple[float, float]:

@@ -242,8 +242,8 @@ _A = Tier(
     texts=16,
     documents=32,
     gate=95.0,
-    base_flops=1.5e14,  # 0.165 s for eight sequences of 8K, 0.271 s for one of 64K (H200, dense)
-    flops=5e14,
+    base_flops=1.6e14,  # on an H100: 187 s
+    flops=2.2e14,  # on an H100, dense attention with sdpa: 106 s, and about 40 to measure
     variants=_variants(
         _vertical_slash(0.6),
         Variant(
@@ -276,6 +276,8 @@ _B = replace(
     vocabulary=16384,
     base_steps=6000,
     base_lr=6e-4,
+    base_flops=1.4e14,  # on two H100s: 718 s
+    flops=2.5e14,  # on an H100, dense attention with sdpa: 227 s, and 70 to measure
     variants=_variants(
         _vertical_slash(0.6),
         _A.variant("moba"),

@@ -72,9 +72,9 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
         console,
         "left: seeds to compute. FLOP and minutes are those of one seed. "
         f"{format_flop(total)} are left, {seconds / 60:.0f} minutes at an assumed "
-        f"{format_flop(tier.base_flops)}/s for a base and {format_flop(tier.flops)}/s for the "
-        "other cells, without the time to start processes. All count dense attention; sparse "
-        "cells compute less, on a GPU.",
+        f"{format_flop(tier.base_flops)}/s of each worker for a base and "
+        f"{format_flop(tier.flops)}/s of one worker for the other cells, without the time to start "
+        "processes. All count dense attention; sparse cells compute less, on a GPU.",
     )
     say(console, f"Sequences: {format_size(tier.base_seq)}, then {format_size(tier.long_seq)}.")
     for line in damage:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -165,6 +166,33 @@ def test_all_ranks_but_0_get_the_code_in_whatever_order_a_slow_hub_accepts_them(
         ranks[0].setblocking(False)
         with pytest.raises(BlockingIOError):
             ranks[0].recv(1)
+
+
+def test_ranks_get_the_code_at_once_if_another_one_never_connects(monkeypatch):
+    events = []
+
+    def exit_now(given):
+        events.append(given)
+        hub._expected.clear()  # ends the thread of the hub
+
+    monkeypatch.setattr(failure_channel, "exit_now", exit_now)
+    monkeypatch.setattr(failure_channel, "print_cause", lambda *_: None)
+    monkeypatch.setattr(failure_channel, "FAREWELL_S", 1.0)
+    hub = _Hub(3, RankZeroDuties(lambda: None))
+    with connected(hub) as rank_0, connected(hub) as rank_2:
+        rank_0.sendall(f"{hub.token} 0\n".encode())
+        record = Failure(2, 1, "error", "lost").record
+        message = json.dumps({"failure": record})
+        rank_2.sendall(f"{hub.token} 2\n{message}\n".encode())
+        began = time.monotonic()
+        rank_2.settimeout(5)
+        assert rank_2.recv(2) == bytes([1])
+        assert time.monotonic() - began < 0.5
+        time.sleep(1.2)  # rank 1 could still have come
+        assert events == [], "rank 0 stays until rank 2 has ended"
+        rank_2.close()
+        hub._thread.join(5)
+        assert events == [1]
 
 
 def test_the_user_can_set_the_hubs_port(monkeypatch):

@@ -107,7 +107,7 @@ def test_the_untrained_cell_writes_lost_stretched_weights_again(tmp_path, monkey
 
 @pytest.mark.parametrize(
     ("workers", "micro", "shared"),  # of a batch of 4; shared: workers of a sequence
-    [(1, 4, None), (2, 2, 1), (4, 1, 1), (3, 4, None), (6, 2, 3), (8, 1, 2)],
+    [(1, 4, 1), (2, 2, 1), (4, 1, 1), (3, 4, 3), (6, 2, 3), (8, 1, 2)],
 )
 def test_workers_share_the_sequences_of_a_step(tmp_path, workers, micro, shared):
     tier = replace(TINY, machine=("topology.device=cpu", f"topology.workers={workers}"))
@@ -115,11 +115,23 @@ def test_workers_share_the_sequences_of_a_step(tmp_path, workers, micro, shared)
     words = training_words(study, Cell(0))
     assert {"train.global_batch=4", f"train.micro_batch={micro}"} < set(words)
     context = [word for word in words if "context_parallel" in word]
-    assert context == ([] if shared is None else [f"topology.context_parallel={shared}"])
+    assert context == [f"topology.context_parallel={shared}"]
     sizes = [word for word in words if word.startswith(("topology.", "train."))]
     resolve_environment(compose(sizes))  # the sizes divide
-    (batch,) = (w for w in training_words(study, cell(DENSE)) if w.startswith("train.micro_batch"))
-    assert batch == "train.micro_batch=1"
+    long = training_words(study, cell(DENSE))
+    assert "train.micro_batch=1" in long
+    assert "context_parallel" not in " ".join(long)
+
+
+def test_the_estimate_of_a_base_counts_the_workers_that_deal_its_sequences():
+    one, four = (
+        replace(TINY, machine=("topology.device=cpu", f"topology.workers={n}")) for n in (1, 4)
+    )
+    training, measuring = estimated_flop(one, Cell(0))
+    assert cells.estimated_seconds(one, Cell(0)) * one.base_flops == training + measuring
+    assert cells.estimated_seconds(four, Cell(0)) * one.base_flops == training / 4 + measuring
+    dense = cell(DENSE)
+    assert cells.estimated_seconds(four, dense) == cells.estimated_seconds(one, dense)
 
 
 def test_a_control_has_at_least_one_column(tmp_path):
@@ -334,7 +346,8 @@ def test_damaged_weights_of_a_base_are_named_with_what_to_do(tmp_path):
     assert cells.unfinished(study, [base, dense, sparse]) == [base, dense, sparse]
     truncate(hf)
     assert said().startswith(f"{hf}: truncated or damaged (")
-    again = f"). Delete {hf.parent} and run the same command again, which"
+    both = f"{hf.parent} and {stretched.parent}"  # they share their files
+    again = f"). Delete {both} and run the same command again, which"
     assert said().endswith(f"{again} writes the weights again")
     finish(study, base)
     assert said().endswith(f"{again} trains base/seed-0 again")
