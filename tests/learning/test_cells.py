@@ -346,6 +346,8 @@ def test_damaged_weights_of_a_base_are_named_with_what_to_do(tmp_path):
     assert cells.unfinished(study, [base, dense, sparse]) == [base, dense, sparse]
     truncate(hf)
     assert said().startswith(f"{hf}: truncated or damaged (")
+    with pytest.raises(ConfigError, match="truncated or damaged"):
+        cells.unfinished(study, [base])
     both = f"{hf.parent} and {stretched.parent}"  # they share their files
     again = f"). Delete {both} and run the same command again, which"
     assert said().endswith(f"{again} writes the weights again")

@@ -53,7 +53,9 @@ def packages(root, names, common=b""):
 def test_whole_packages_are_held_out_without_copies(tmp_path):
     root, out = tmp_path / "packages", tmp_path / "out"
     packages(root, [f"package{n}" for n in range(24)], common=letters(9, 3 * BLOCK))
-    facts = package_corpus.build(out, TINY, root)
+    states: list[bool] = []
+    facts = package_corpus.build(out, TINY, root, lambda: states.append(out.exists()))
+    assert states == [False], "called before anything is written"
     code = [json.loads(line) for line in (out / "code" / "code.jsonl").open()]
     held_out = [json.loads(line) for line in (out / "held_out.jsonl").open()]
     trained, kept = ({row["package"] for row in rows} for rows in (code, held_out))

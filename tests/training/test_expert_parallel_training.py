@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import test_pipeline as pipelines
 from training.test_router_batches import BIASED, CAPACITY, MOE, SHARED, SIGMOID, exchange, same
 from training.test_router_batches import steps as router_steps
+from training.test_tensor_parallel_training import SLASHES, differences, held_out, make, steps
 from training.test_tensor_parallel_training import SMALL as TENSOR_SMALL
-from training.test_tensor_parallel_training import differences, held_out, make, steps
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model import huggingface
@@ -49,6 +49,7 @@ slow = pytest.mark.slow
         (2, 1, 1, MOE, dealt(2, "train.micro_batch=2")),
         (1, 2, 1, MOE, dealt(2, "train.offload_activations=true", "topology.expert_chunks=2")),
         (1, 2, 2, NARROW, dealt(2)),
+        (1, 2, 1, (*MOE, *SLASHES), dealt(2, exchange("ring"), FULL)),
         pytest.param(1, 2, 1, MOE, dealt(2, "train.compile=true"), marks=slow),
         (1, 2, 1, CAPACITY, (FULL, "topology.expert_chunks=3", "train.micro_batch=2")),
         pytest.param(2, 2, 2, (*MOE, "train.global_batch=4"), dealt(8), marks=slow),
