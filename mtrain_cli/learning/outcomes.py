@@ -501,6 +501,8 @@ def outcome(prediction: Prediction, measured: Sequence[Measured], tier: Tier) ->
     text += f" {values[0][1]}"
     if prediction.rule == "within_spread":
         text += f" (spread {spread:.3g})"
+    if prediction.rule == "below_cell":
+        text += f" ({prediction.cell} minus {prediction.beside})"
     seeds_with = f"{len(values)} seed{'s' * (len(values) != 1)}"
     return Outcome(prediction, HELD if holds else FAILED, f"{text}, {seeds_with}")
 

@@ -493,7 +493,7 @@ def test_a_prediction_may_compare_two_cells_of_a_seed():
     ]
     rule = predicted("below_cell", measure="needles", cell=windows, beside=SPARSE)
     each = outcome(rule, found, A)
-    assert (each.state, each.found) == (HELD, "-8 points, 1 seed")
+    assert (each.state, each.found) == (HELD, f"-8 points ({windows} minus {SPARSE}), 1 seed")
     assert outcome(predicted("below_cell", measure="needles", beside=windows), found, A).state == (
         FAILED
     )
