@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -105,13 +108,28 @@ def learning(
         return
     if budget_minutes:
         _refuse_small_budget(study, cells, budget_minutes)
-    study = _prepare(study, packages, console)
     try:
-        _compute(study, cells, budget_minutes, console, below_gate=below_gate)
+        with _on_stderr() if as_json else nullcontext():
+            study = _prepare(study, packages, console)
+            _compute(study, cells, budget_minutes, console, below_gate=below_gate)
     except KeyboardInterrupt:  # outside of a training, which handles it itself
         typer.echo(f"stopped; continue the study: {printable(shlex.join(_command()))}", err=True)
         raise
     show(study, as_json=as_json)
+
+
+@contextmanager
+def _on_stderr() -> Iterator[None]:
+    """Write what goes to standard output, also by processes that start here, to standard error."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _command() -> list[str]:

@@ -1,4 +1,4 @@
-"""The lock that keeps a second process out of a run's folder."""
+"""The lock that keeps a second process out of a folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ _ATTEMPTS = 4
 
 
 class RunLock:
-    """An exclusive lock on a run's folder.
+    """An exclusive lock on the folder of a run, or of a part of a study.
 
     The operating system releases the lock when the process ends.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "", advice: str = "") -> None:
         """Take the lock of ``folder``.
+
+        Args:
+            name: what the folder is, for the error; "" for ``run.dir``.
+            advice: what the user can do; "" for that of a run.
 
         Raises:
             ConfigError: another process holds the lock. The message has its process id and host.
@@ -34,8 +38,9 @@ class RunLock:
         except BlockingIOError:
             holder = path.read_text(errors="replace").strip() or "another process"
             self.release()
-            advice = "Wait for that run, stop it, or choose another run.dir."
-            raise ConfigError(f"run.dir={folder}: in use by {holder}. {advice}") from None
+            name = name or f"run.dir={folder}"
+            advice = advice or "Wait for that run, stop it, or choose another run.dir."
+            raise ConfigError(f"{name}: in use by {holder}. {advice}") from None
         except OSError:
             # Some network file systems have no locks. Then the user must avoid two runs in one
             # folder.

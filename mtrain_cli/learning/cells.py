@@ -27,6 +27,7 @@ from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_lock import LOCK, RunLock
 from mtrain_cli.launch.study_folder import COMMAND, RUN, STUDY
 from mtrain_cli.learning import package_corpus
 from mtrain_cli.learning.tiers import BASE, DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
@@ -279,7 +280,7 @@ def unfinished(study: Study, cells: Sequence[Cell]) -> list[Cell]:
     for base in dict.fromkeys(Cell(cell.seed) for cell in missing):
         if damage := damage_of_base(study, base):
             raise ConfigError(damage)
-        if base in missing or weights_of_base(study, base):
+        if weights_of_base(study, base):
             continue
         if begun := _begun(study, base):
             # Weights that are trained again differ, by more than what the study measures.
@@ -287,7 +288,8 @@ def unfinished(study: Study, cells: Sequence[Cell]) -> list[Cell]:
                 f"{study.path(base) / HF}: has no weights, and {begun[0]} began with them. Put "
                 f"them back, or delete {study.folder}/*/seed-{base.seed} to compute the seed again"
             )
-        again.append(base)
+        if base not in missing:
+            again.append(base)
     return [*again, *missing]
 
 
@@ -348,15 +350,34 @@ def compute(
         below_gate: whether a base may miss the gate.
 
     Raises:
-        ConfigError: a setting is wrong, or the base misses the gate.
+        ConfigError: a setting is wrong, the base misses the gate, or another process computes the
+            cell.
         RunError: training failed or was stopped.
     """
+    folder = study.path(cell)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(
+        folder, f"--out {study.folder}: {cell.key}",
+        "Wait until it has finished, stop it, or name other cells with --only",
+    )  # fmt: skip
+    try:
+        found = study.done(cell)
+        if found is not None and (cell.variant is not None or weights_of_base(study, cell)):
+            return found  # another process has computed it meanwhile
+        return _compute(study, cell, train, below_gate=below_gate)
+    finally:
+        lock.release()
+
+
+def _compute(
+    study: Study, cell: Cell, train: Callable[[list[str]], None], *, below_gate: bool
+) -> Done:
     folder = study.path(cell)
     run = folder / RUN
     steps, seconds, pace, density = 0, 0.0, 0.0, 1.0
     words: list[str] = []
     if cell.variant is None and study.done(cell) is not None:
-        shutil.rmtree(folder)  # it has lost its weights (`unfinished`)
+        _empty(folder)  # it has lost its weights (`unfinished`)
     if cell.variant is None or cell.variant.is_trained:
         words = training_words(study, cell)
         _drop_lost_run(run)
@@ -378,6 +399,15 @@ def compute(
     # The weights of a base are in its folder hf; those of a cell have been measured.
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
     return found
+
+
+def _empty(folder: Path) -> None:
+    """Delete all in the folder of a cell but its lock."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
 
 
 def _trained(run: Path, steps: int) -> tuple[float, float, float]:
@@ -404,8 +434,9 @@ def _trained(run: Path, steps: int) -> tuple[float, float, float]:
 def _drop_lost_run(run: Path) -> None:
     """Delete a run that cannot be resumed: one without checkpoint, or from another folder."""
     if not (file := run / "resolved.yaml").is_file():
+        shutil.rmtree(run, ignore_errors=True)  # what an interrupted deletion has left
         return
-    moved = Path(resolved_file.load(file).run.dir) != run.absolute()
+    moved = Path(resolved_file.load(file).run.dir).resolve() != run.resolve()
     if moved or RunDir(run).last_step() is None:
         shutil.rmtree(run)
 

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,6 +163,21 @@ def computed(tmp_path, monkeypatch):
     monkeypatch.setattr(cells, "compute", compute)
     monkeypatch.setattr(study_learning.time, "monotonic", lambda: now[0])
     return study, keys
+
+
+def test_json_is_all_on_standard_output(tmp_path, monkeypatch, capfd):
+    def prepare(study, _packages, console):
+        console.print("text    7 packages")
+        subprocess.run(["echo", "from another process"], check=True)
+        return study
+
+    monkeypatch.setattr(study_learning, "_prepare", prepare)
+    monkeypatch.setattr(study_learning, "_compute", lambda *_, **__: print("cell    1 of 2"))
+    study_learning.learning(out=tmp_path / "new", as_json=True)
+    said = capfd.readouterr()
+    assert json.loads(said.out)["tier"] == "tiny"
+    for line in ("text    7 packages", "from another process", "cell    1 of 2"):
+        assert line in said.err
 
 
 def test_sittings_never_repeat_a_cell(computed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import PERCENT, Result, ResultsFolder
 from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.run_lock import RunLock
 from mtrain_cli.learning import cells
 from mtrain_cli.learning.cells import DONE, Done, Study, estimated_flop, training_words
 from mtrain_cli.learning.tiers import (
@@ -272,12 +274,46 @@ def test_a_run_that_cannot_be_resumed_begins_again(tmp_path, monkeypatch):
     monkeypatch.setattr(cells.RunDir, "last_step", lambda _: 8)
     cells._drop_lost_run(run)
     assert run.exists()
+    (tmp_path / "beside").mkdir()
+    cells._drop_lost_run(tmp_path / "beside" / ".." / run.relative_to(tmp_path))
+    assert run.exists(), "the same folder in other words"
     cells._drop_lost_run(elsewhere)
     assert not elsewhere.exists()
     monkeypatch.setattr(cells.RunDir, "last_step", lambda _: None)
     cells._drop_lost_run(run)
     assert not run.exists()
     cells._drop_lost_run(run)
+    (run / "checkpoints").mkdir(parents=True)
+    cells._drop_lost_run(run)
+    assert not run.exists(), "what an interrupted deletion has left"
+
+
+def test_two_processes_do_not_compute_a_cell_at_the_same_time(tmp_path):
+    study, base = Study(tmp_path, TINY, "texts"), Cell(0)
+    study.path(base).mkdir(parents=True)
+    trained: list[list[str]] = []
+    lock = RunLock(study.path(base))
+    with pytest.raises(ConfigError) as refused:
+        cells.compute(study, base, trained.append)
+    lock.release()
+    (line,) = refused.value.problems
+    assert line.startswith(f"--out {tmp_path}: base/seed-0: in use by process {os.getpid()} on ")
+    assert line.endswith("Wait until it has finished, stop it, or name other cells with --only")
+    finish(study, base)
+    write_weights(study, 0)
+    assert cells.compute(study, base, trained.append) == study.done(base), "finished meanwhile"
+    assert trained == []
+    RunLock(study.path(base)).release()
+
+
+def test_a_base_that_is_gone_is_not_trained_again_if_cells_began_with_it(tmp_path):
+    study, base, dense = Study(tmp_path, TINY), Cell(0), cell(DENSE)
+    finish(study, dense)
+    for wanted in ([base], [base, dense, cell(SPARSE)]):
+        with pytest.raises(ConfigError, match="has no weights, and dense/seed-0 began with them"):
+            cells.unfinished(study, wanted)
+    write_weights(study, 0)
+    assert cells.unfinished(study, [base]) == [base], "only its measurement is gone"
 
 
 def test_a_base_without_weights_is_trained_again_if_a_cell_needs_it(tmp_path, monkeypatch):
