@@ -181,7 +181,7 @@ def training_words(study: Study, cell: Cell) -> list[str]:
     words = [
         *tier.machine,
         "data=text",
-        f"data.path={study.texts.absolute()}",
+        f"data.path={study.texts.resolve()}",
         f"data.mix={_mix(is_base=is_base)}",
         f"data.tokenizer={package_corpus.tokenizer_path(study.texts, tier)}",
         "data.document_mask=false",
@@ -194,7 +194,7 @@ def training_words(study: Study, cell: Cell) -> list[str]:
         "train.keep_checkpoints=1",
         f"optim.lr={tier.base_lr if is_base else tier.lr}",
         f"optim.warmup_steps={max(1, steps // 15)}",
-        f"run.dir={(study.path(cell) / RUN).absolute()}",
+        f"run.dir={(study.path(cell) / RUN).resolve()}",
         f"run.name={tier.name}-{cell.name}-{cell.seed}",
     ]
     if variant is None:
@@ -203,7 +203,7 @@ def training_words(study: Study, cell: Cell) -> list[str]:
         return [*words, shared, *tier.model, f"model.rope.original_max_position={tier.base_seq}"]
     return [
         *words,
-        f"train.init_from={(study.base(cell) / HF).absolute()}",
+        f"train.init_from={(study.base(cell) / HF).resolve()}",
         "model.rope.scaling=yarn",
         f"model.rope.original_max_position={tier.base_seq}",
         *variant.words,
@@ -436,7 +436,7 @@ def _drop_lost_run(run: Path) -> None:
     if not (file := run / "resolved.yaml").is_file():
         shutil.rmtree(run, ignore_errors=True)  # what an interrupted deletion has left
         return
-    moved = Path(resolved_file.load(file).run.dir).resolve() != run.resolve()
+    moved = Path(resolved_file.load(file).run.dir) != run.resolve()
     if moved or RunDir(run).last_step() is None:
         shutil.rmtree(run)
 
@@ -551,18 +551,18 @@ def _evaluate(
     weights = Weights.of_folder(model) if is_folder else Weights.of_checkpoint(
         checkpoints_of(model)[0]
     )  # fmt: skip
-    held_out = str((study.texts / package_corpus.HELD_OUT).absolute())
+    held_out = str((study.texts / package_corpus.HELD_OUT).resolve())
     pairs = tier.base_pairs if length == tier.base_seq else tier.long_pairs
     request = EvaluationRequest(
         kind=kind,
-        out=str(out.absolute()),
+        out=str(out.resolve()),
         model=f"{study.tier.name} {folder.parent.name}/{folder.name}",  # a study can move
         weights=(weights,),
         attentions=tuple(configs),
         lengths=(length,),
         samples=tier.texts if kind == PERPLEXITY else tier.documents,
         perplexity=PerplexityOptions(
-            held_out, short=tier.short, keys_from=None if keys is None else str(keys.absolute())
+            held_out, short=tier.short, keys_from=None if keys is None else str(keys.resolve())
         ),
         niah=NeedleOptions(PYTHON, held_out, pairs, package_corpus.CHAINS, _QUESTIONS_SEED),
     )

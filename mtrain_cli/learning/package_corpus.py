@@ -138,7 +138,7 @@ def mix(*, is_base: bool) -> dict[str, float]:
 
 def tokenizer_path(folder: Path, tier: Tier) -> str:
     """Return the value of data.tokenizer."""
-    return str((folder / TOKENIZER).absolute()) if tier.vocabulary else "bytes"
+    return str((folder / TOKENIZER).resolve()) if tier.vocabulary else "bytes"
 
 
 def block_hashes(texts: Iterable[bytes]) -> np.ndarray:
