@@ -102,8 +102,11 @@ def learning(
 
     console = make_console()
     if dry_run:
+        from mtrain_cli.learning import package_corpus
         from mtrain_cli.reporting.learning_tables import show_plan
 
+        if (facts := package_corpus.read(study.texts)) is not None:
+            study = replace(study, sha256=facts.sha256)
         show_plan(console, study, cells)
         return
     if budget_minutes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -17,7 +18,7 @@ from typer.testing import CliRunner, Result
 from mtrain_cli.commands import study_learning
 from mtrain_cli.commands.app import app
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.learning import cells
+from mtrain_cli.learning import cells, package_corpus
 from mtrain_cli.learning.cells import Done, Study
 from mtrain_cli.learning.tiers import TIERS, cells_of, digest
 
@@ -92,6 +93,22 @@ def test_packages_without_text_leave_nothing(tmp_path):
     assert result.stderr.count("\n") == 1
     assert "too little Python text" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["packages"]
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_texts_that_changed_are_refused(tmp_path, dry_run):
+    Study(tmp_path, TIERS["tiny"]).save()
+    facts = package_corpus.CorpusFacts(1, 1, ("a",), 1, 0, 1, hashlib.sha256(b"old").hexdigest())
+    text, about = tmp_path / "corpus/held_out.jsonl", tmp_path / "corpus/corpus.json"
+    text.parent.mkdir()
+    about.write_text(json.dumps(vars(facts)))
+    text.write_text("old")
+    assert run("--out", tmp_path, "--dry-run").exit_code == 0
+    text.write_text("new")
+    result = run("--out", tmp_path, *dry_run)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"mtrain: --out {tmp_path}: the texts in {text.parent} have ")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []])
