@@ -157,6 +157,11 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: no such file; a Hugging Face folder has config.json and safetensors"
         ) from None
+    except NotADirectoryError:
+        raise ConfigError(
+            f"{path.parent}: is a file; give a Hugging Face folder, with config.json and "
+            "safetensors"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({documents.reason(error)})") from None
     if not isinstance(raw, dict):
