@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 DEGREES = ("worker", "step", "total", "critical")
 _EXPERTS = "experts"
+_ONE_EXPERT_WORKER = (
+    "the run has one expert worker (topology.expert_parallel{}), so there is nothing to compare; "
+    "set topology.expert_parallel=2 or more, or give experts.step"
+)
 
 
 @app.command("imbalance")
@@ -204,11 +208,18 @@ def _require_experts(
                 f"{start}model={config.model.name} has no experts; leave this limit out, or choose "
                 "a model with experts, such as model=tiny_moe"
             )
+        if degree == "worker" and config.topology.expert_parallel == 1:
+            raise ConfigError(start + _ONE_EXPERT_WORKER.format("=1"))
 
 
 def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> None:
+    """Raise RunError if a degree is above its limit; ConfigError if a limit compares nothing."""
     from mtrain_cli.launch.failures import RunError
 
+    limit_of_workers = limits.get((_EXPERTS, "worker"))
+    if limit_of_workers and any(case[_EXPERTS]["parallel"] == 1 for case in summary["results"]):
+        given = f"--fail-above {_EXPERTS}.worker={limit_of_workers:g}: "
+        raise ConfigError(given + _ONE_EXPERT_WORKER.format("=auto took 1"))
     problems = [
         f"{quantity} {degree} imbalance {case[quantity][degree]['mean']:.3f} of {facts['label']} "
         f"is above --fail-above {quantity + '.' if quantity != 'time' else ''}{degree}={limit:g}"

@@ -75,6 +75,7 @@ def train(
             from mtrain_cli.launch.run_dir import require_folder
 
             require_folder(config)
+            require_weights(config)
         _print_plan(config, words, config_dir)
         return
     raise typer.Exit(_launch(config, words, run_path, config_dir))
@@ -187,6 +188,19 @@ def require_data(config: Config) -> None:
     require_columns(config)
     if config.data.kind == "text" and config.data.mix is None:
         open_corpus(config.data)
+
+
+def require_weights(config: Config) -> None:
+    """Raise ConfigError if the weights of ``train.init_from`` do not match its config.json.
+
+    A folder without weights passes: its config.json is enough to plan a run.
+    """
+    if config.train.init_from is not None:
+        from mtrain_cli.model.huggingface import HuggingFaceFolder, has_weights
+
+        folder = Path(config.train.init_from).expanduser()
+        if has_weights(folder):
+            HuggingFaceFolder(folder)
 
 
 def require_kernel(config: Config, device: str) -> None:

@@ -180,10 +180,17 @@ def _leaves_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
-    """Return the folder's tokenizer.json for text data. Return "bytes" if there is no such file."""
+    """Return the folder's tokenizer.json for text data. Return "bytes" if there is no such file.
+
+    Also return "bytes" for the file of mtrain's own export of a byte model: the ids are the same,
+    and need no tokenizers package.
+    """
     reads_text = leaves.get("data.kind") in ("text", "stdlib")
     if folder is not None and reads_text and (folder / "tokenizer.json").is_file():
-        return str(folder / "tokenizer.json")
+        from mtrain_cli.model.tokenizer_files import encodes_bytes
+
+        if not encodes_bytes(folder / "tokenizer.json"):
+            return str(folder / "tokenizer.json")
     return "bytes"
 
 

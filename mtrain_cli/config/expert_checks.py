@@ -36,9 +36,16 @@ def balance_loss(config: Config) -> float:
 
 def _dense(config: Config) -> Iterator[str]:
     hint = "has no router; leave this setting out, or choose experts, such as model=tiny_moe"
-    for key, default in DENSE_KEYS.items():
-        value = getattr(config.model.moe, key.rpartition(".")[2])
-        if value != default:
+    values = {key: getattr(config.model.moe, key.rpartition(".")[2]) for key in DENSE_KEYS}
+    others = {key: value for key, value in values.items() if value != DENSE_KEYS[key]}
+    if config.model.moe.top_k and config.model.moe.expert_size:  # a model with experts, but none
+        given = ", ".join(f"{key}={show(value)}" for key, value in others.items())
+        yield (
+            f"model.moe.experts=0: contradicts {given}; give a number of experts, or choose a "
+            "dense model, such as model=tiny"
+        )
+    else:
+        for key, value in others.items():
             yield f"{key}={show(value)}: a model with model.moe.experts=0 {hint}"
     for name, off in _OF_ROUTERS.items():
         value = getattr(config.train, name)

@@ -122,11 +122,8 @@ class ConfigKey:
             kind = "tokens or auto" if str in self.types else "tokens"
         if self.range is None:
             return kind
-        rule, limit = self.range.rule.removeprefix("must be "), self.range.limit
-        least = rule if rule.startswith(("auto", "true")) else f"{kind}, {rule}"
-        if limit is None or limit.value >= _UNSHOWN_LIMIT:
-            return least
-        return f"{least}, {self._limit_text(limit)}"
+        bounds = self._bounds(self.range)
+        return bounds if bounds.startswith(("auto", "true")) else f"{kind}, {bounds}"
 
     def out_of_range(self, value: object) -> str | None:
         """Return why a number is not allowed, as a text that continues ``key=value: ``.
@@ -139,6 +136,12 @@ class ConfigKey:
             return self.range.rule
         limit = self.range.limit
         return f"must be {self._limit_text(limit)}" if limit and value > limit.value else None
+
+    def _bounds(self, range: Range) -> str:
+        least, limit = range.rule.removeprefix("must be "), range.limit
+        if limit is None or limit.value >= _UNSHOWN_LIMIT:
+            return least
+        return f"{least}, {self._limit_text(limit)}"
 
     def _limit_text(self, limit: UpperLimit) -> str:
         most = sizes.format_size(int(limit.value)) if self.counts_tokens else f"{limit.value:,.0f}"
@@ -157,6 +160,8 @@ class ConfigKey:
             if converted is not _WRONG:
                 return converted
         close = did_you_mean(str(value), self.choices) if self.choices else ""
+        if not is_finite(value) and self.range is not None:
+            close = f"; allowed: {self._bounds(self.range)}"
         raise ValueError(f"expected {self.expected}{close}")
 
     def _convert_list(self, value: Sequence[Any]) -> Any:
@@ -248,6 +253,11 @@ def _path_problem(text: str) -> str | None:
     if any(ord(letter) < 32 for letter in text):
         return "holds a control character; give the path of a file or folder"
     return None
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether ``value`` is neither infinite nor NaN. Words and lists are finite."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mtrain_cli.config.earlier_versions import RENAMED
 from mtrain_cli.config.groups import Groups
-from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections, show
+from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, is_finite, sections, show
 from mtrain_cli.config.problem import Allowed, Problem, Setting
 from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
 
@@ -205,7 +205,14 @@ def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Over
         is_list = "a list" in key.expected and not _SWEEP.match(raw)
         reason = f"a list needs brackets: {key.name}=[{raw}]" if is_list else ONE_VALUE
         return OverrideProblem(f"{text}: {reason}", (key.name,))
-    parsed.values[key.name] = override.value()
+    value = override.value()
+    if not is_finite(value):  # reported here, where the text is known: 1e999 would show as inf
+        try:
+            key.convert(value)
+        except ValueError as error:
+            line = Problem(Setting(key.name, raw), ": ", Allowed(str(error)))
+            return OverrideProblem(line, (key.name,))
+    parsed.values[key.name] = value
     return None
 
 

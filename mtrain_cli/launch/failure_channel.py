@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failures, progress_record
-from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.guarded_streams import print_error
 from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
 from mtrain_cli.launch.progress_record import WorkerActivity
@@ -71,6 +71,7 @@ class FailureChannel:
 
         Raises:
             ConfigError: this machine cannot reach the port of rank 0.
+            RunError: rank 0 ended before this rank came.
         """
         store = job_store(job)
         self._hub = _Hub(job.world_size, duties, logs, _server(job)) if job.rank == 0 else None
@@ -79,7 +80,14 @@ class FailureChannel:
             # the secret, and the store does not get the token.
             token = "-" if shared_key(_STORE_KEY) else self._hub.token
             store.set(_STORE_KEY, f"{self._hub.port} {token}")
-        port, token = _port_and_token(store.get(_STORE_KEY))
+        try:
+            entry = store.get(_STORE_KEY)
+        except RuntimeError as error:  # torch's errors of the network and of waits
+            reason = str(error).partition("\n")[0]
+            raise RunError(
+                f"rank {job.rank} came too late: rank 0 has ended ({reason}). Rank 0 printed why."
+            ) from error
+        port, token = _port_and_token(entry)
         host = self._hub.host if self._hub else job.address
         try:
             timeout = STORE_TIMEOUT.total_seconds()
@@ -87,8 +95,8 @@ class FailureChannel:
         except OSError as error:
             raise ConfigError(
                 f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of "
-                f"rank 0 ({error.strerror or error}). Open all ports between the machines, or set "
-                f"{PORT} to an open port."
+                f"rank 0 ({error.strerror or error}). If rank 0 has ended, its output says why. "
+                f"Otherwise open all ports between the machines, or set {PORT} to an open port."
             ) from error
         self._socket.settimeout(None)
         self._rank, self._world_size, self._logs = job.rank, job.world_size, logs

@@ -39,6 +39,11 @@ MAX_FILE_BYTES = 5 * 10**9
 _SHOWN_PROBLEMS = 8
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has a file from which its weights are read."""
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+
+
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a decoder, by name. Allocate no parameter."""
     with torch.device("meta"):
@@ -188,7 +193,8 @@ class HuggingFaceFolder:
         }
         kept = self._file_of.keys() - ignored
         actual = {name: tuple(self._slice(name).get_shape()) for name in kept}
-        problems = parameter_problems(
+        problems = huggingface_config.wrong_sizes(self.path, self.model, actual)
+        problems = problems or parameter_problems(
             actual,
             expected,
             where=lambda name: self.path / self._file_of.get(name, ""),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mtrain_cli.config.rope_settings import RopeConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.model import huggingface_experts
+from mtrain_cli.model.stored_sizes import differing_sizes
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -154,6 +156,11 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such file; a Hugging Face folder has config.json and safetensors"
+        ) from None
+    except NotADirectoryError:
+        raise ConfigError(
+            f"{path.parent}: is a file; give a Hugging Face folder, with config.json and "
+            "safetensors"
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({documents.reason(error)})") from None
@@ -526,6 +533,28 @@ def config_json(
         "attention_dropout": 0.0,
         "torch_dtype": dtype,
     }
+
+
+def wrong_sizes(
+    folder: Path, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Return a line for each size of config.json that the tensors of the folder contradict.
+
+    The numbers of heads have no lines: the tensors give only their product with head_dim.
+
+    Args:
+        model: the model that config.json describes.
+        shapes: of the tensors, by name.
+    """
+    path = folder / "config.json"
+    raw = read_json(path)
+    lines = []
+    for setting, ours, theirs in differing_sizes(model, shapes):
+        names = [key for key, name in _KEYS.items() if name == f"model.{setting}"]
+        key = next((key for key in names if key in raw), names[0])
+        if "heads" not in setting:
+            lines.append(f"{path}: {key}={ours}: the tensors of this folder have {theirs}")
+    return lines
 
 
 def require_accepted(config: dict[str, Any]) -> None:

@@ -47,8 +47,8 @@ def read(fields: ConfigFields, family: str, layers: int) -> MoeConfig:
         normalize=family == "mixtral" or fields.flag("norm_topk_prob"),
         dense_layers=_dense_layers(fields, layers) if family == "qwen3_moe" else 0,
     )
+    fields.refuse("router_jitter_noise", 0.0)
     if family == "mixtral":
-        fields.refuse("router_jitter_noise", 0.0)
         fields.refuse("norm_topk_prob", True)
     if moe.top_k > moe.experts and not fields.problems:
         fields.problem(
@@ -79,20 +79,20 @@ def _dense_layers(fields: ConfigFields, layers: int) -> int:
     given = fields.raw.get("mlp_only_layers")
     if given is None:
         return 0
+    text = f"mlp_only_layers={str(given)[:60]}"
     if not isinstance(given, list) or any(type(layer) is not int for layer in given):
-        fields.problem("mlp_only_layers: must be a list of layer numbers")
-        return 0
-    found = sorted(set(given) & set(range(layers)))
-    if found != list(range(len(found))):
+        fields.problem(f"{text}: must be a list of layer numbers")
+    elif len(set(given)) < len(given) or not set(given) <= set(range(layers)):
+        fields.problem(f"{text}: must be different layer numbers from 0 to {layers - 1}")
+    elif sorted(given) != list(range(len(given))):
         fields.problem(
-            f"mlp_only_layers={str(given)[:60]} is not supported; only the first layers (0, 1, "
-            "...) may lack experts"
+            f"{text} is not supported; only the first layers (0, 1, ...) may lack experts"
         )
-        return 0
-    if len(found) == layers:
-        fields.problem("mlp_only_layers: names all layers; a qwen3_moe model needs experts")
-        return 0
-    return len(found)
+    elif len(given) == layers:
+        fields.problem(f"{text}: names all layers; a qwen3_moe model needs experts")
+    else:
+        return len(given)
+    return 0
 
 
 def window(fields: ConfigFields, default: int) -> int | None:

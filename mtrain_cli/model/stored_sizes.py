@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from mtrain_cli.config.problem import Problem, Setting
 from mtrain_cli.config.schema import ModelConfig
 
-# The size that the first dimension of a tensor gives, by the end of the tensor's name.
+_GATE_UP = ".experts.gate_up"  # of all experts: [experts, 2 * expert_size, hidden_size]
+# The size that the rows of a matrix give, by the end of its name. Checkpoints and Hugging Face
+# folders name the matrices of experts differently.
 _ROWS = {
     "embed_tokens.weight": "vocab_size",
     ".mlp.gate_proj.weight": "intermediate_size",
     ".self_attn.q_proj.weight": "num_heads",
     ".self_attn.k_proj.weight": "num_kv_heads",
+    ".mlp.gate.weight": "moe.experts",
+    ".block_sparse_moe.gate.weight": "moe.experts",
+    ".experts.0.gate_proj.weight": "moe.expert_size",
+    ".experts.0.w1.weight": "intermediate_size",
+    _GATE_UP: "moe.expert_size",
 }
 
 
@@ -30,21 +38,36 @@ def wrong_sizes(
     """
     return [
         Problem(
-            Setting(f"model.{name}", getattr(model, name)),
-            f": the weights in {stored} have {size}. Correct {given}",
+            Setting(f"model.{name}", ours),
+            f": the weights in {stored} have {theirs}. Correct {given}",
         )
-        for name, size in _sizes(model, shapes)
-        if size != getattr(model, name)
+        for name, ours, theirs in differing_sizes(model, shapes)
     ]
+
+
+def differing_sizes(
+    model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the key of each size that differs, its value in the model, and that of the tensors.
+
+    Args:
+        shapes: of the tensors of a checkpoint or of a Hugging Face folder, by name.
+    """
+    for key, size in _sizes(model, shapes):
+        if size != (ours := attrgetter(key)(model)):
+            yield key, ours, size
 
 
 def _sizes(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
     """Yield each size that the tensors give, by the name of its key."""
-    layers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    parts = (name.removeprefix("model.").split(".") for name in shapes)
+    layers = {part[1] for part in parts if part[0] == "layers"}
     if layers:
         yield "num_layers", len(layers)
     for end, key in _ROWS.items():
         shape = next((shape for name, shape in shapes.items() if name.endswith(end)), ())
+        if end == _GATE_UP and len(shape) == 3:
+            yield key, shape[1] // 2
         if len(shape) != 2:
             continue
         rows = shape[0]

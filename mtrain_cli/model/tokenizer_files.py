@@ -120,6 +120,14 @@ def exported_bytes() -> bytes:
     return of_bytes(ByteTokenizer.bos, ByteTokenizer.eos, ByteTokenizer.pad).files[TOKENIZER]
 
 
+def encodes_bytes(file: Path) -> bool:
+    """Return whether mtrain wrote this tokenizer.json for a model that it trained on bytes."""
+    try:
+        return file.read_bytes() == exported_bytes()
+    except OSError:
+        return False
+
+
 def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
     """Return the byte tokenizer with the given ids of special tokens.
 

@@ -44,9 +44,11 @@ def require_transformers() -> str:
     """
     try:
         import transformers
-    except ModuleNotFoundError:
+    except ImportError as error:  # missing, or refuses the version of a package that it needs
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+        reason = "is not installed" if is_missing else f"cannot be imported ({error})"
         raise ConfigError(
-            f"verify needs transformers, which is not installed. Run {install_command('hf')}"
+            f"verify needs transformers, which {reason}. Run {install_command('hf')}"
         ) from None
     return transformers.__version__
 

@@ -11,12 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import count, format_size, with_count
 from mtrain_cli.console import two_columns
 from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.launch.environment import host_memory
+from mtrain_cli.model.huggingface import SINGLE, has_weights
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
@@ -460,6 +462,9 @@ def weights_rows(config: Config) -> list[tuple[str, str]]:
     if config.train.init_from is None:
         return []
     notes = [("", line) for line in initial_weights.remarks(config)]
+    folder = folder_of(config.train.init_from)
+    if folder is not None and not has_weights(folder):
+        notes.append(("", f"the folder has no {SINGLE} yet, which the run needs"))
     return [("weights", f"from {config.train.init_from}"), *notes]
 
 

@@ -13,7 +13,7 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.model.huggingface_config import RAMP, read_config, read_mask
 from mtrain_cli.model.huggingface_config import remarks as config_remarks
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.model.tokenizer_files import TOKENIZER, exported_bytes
+from mtrain_cli.model.tokenizer_files import TOKENIZER, encodes_bytes
 
 
 def remarks(config: Config) -> list[str]:
@@ -105,7 +105,7 @@ def _tokenizer(config: Config, folder: Path) -> list[str]:
     if config.data.tokenizer == str(folder / TOKENIZER):
         return ["the folder's tokenizer.json encodes the text"]
     if config.data.tokenizer == "bytes":
-        if _encodes_bytes(folder / TOKENIZER):
+        if encodes_bytes(folder / TOKENIZER):
             return ["text is encoded as bytes, as by the folder's tokenizer.json"]
         has = "" if (folder / TOKENIZER).is_file() else ", since it has no tokenizer.json"
         return [
@@ -113,11 +113,3 @@ def _tokenizer(config: Config, folder: Path) -> list[str]:
             "tokenizer. Set data.tokenizer=FILE."
         ]
     return []
-
-
-def _encodes_bytes(file: Path) -> bool:
-    """Return whether mtrain wrote this tokenizer.json for a model that it trained on bytes."""
-    try:
-        return file.read_bytes() == exported_bytes()
-    except OSError:
-        return False

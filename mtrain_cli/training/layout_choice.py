@@ -72,7 +72,7 @@ def choose_layout(config: Config, cp: int, per_node: int) -> LayoutChoice:
     other = f"{layout.name} and {exchange if by_mask else 'whole shards'} {static_cost:.2f}"
     prices = f"a batch costs {balanced:.2f} of its mean pairs, with {other}"
     reason = f"auto: with balanced and {named}, {prices}"
-    if balanced > _WORTH_IT * static_cost:
+    if balanced >= _WORTH_IT * static_cost:
         return LayoutChoice(layout, reason)
     static = _static_layout(balancer, config.mask)
     return LayoutChoice(static, reason, balancer, None if by_mask else named)
@@ -122,7 +122,7 @@ def layout_advice(config: Config, cp: int, per_node: int, masks: LayerMasks) -> 
         return ""
     layout = make_layout(config.layout, cp, config.seq, topology.block_size)
     static_cost, balanced = _costs(balancer, balancer.dispatch(masks), masks, layout, by_mask=False)
-    if balanced > _WORTH_IT * static_cost:
+    if balanced >= _WORTH_IT * static_cost:
         return ""
     return (
         f"topology.layout=balanced may be faster: the first batch would cost {balanced:.2f} of "

@@ -32,6 +32,11 @@ def test_auto_picks_sdpa_on_a_cpu_and_names_the_skipped_kernels():
     assert "flash4: needs a CUDA GPU" in reason
 
 
+def test_the_reason_of_the_first_kernel_names_no_other(monkeypatch):
+    monkeypatch.setattr(kernel_registry, "survey", lambda _: [("sdpa", None), ("triton", "no")])
+    assert choose("auto", CPU)[1] == "the fastest that serves this run"
+
+
 def test_auto_picks_flash4_on_hopper_if_installed():
     assert choose("auto", cuda())[0].name == ("flash4" if INSTALLED else "sdpa")
     assert choose("auto", cuda(capability=(8, 0)))[0].name == "sdpa"

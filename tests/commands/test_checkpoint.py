@@ -151,12 +151,24 @@ def test_verify_without_transformers_says_how_to_install_it(hf_folder, monkeypat
     assert install_command("hf") in mtrain("checkpoint", "verify", hf_folder, code=2)
 
 
+def test_a_broken_transformers_is_one_line(hf_folder, tmp_path, monkeypatch):
+    (tmp_path / "transformers.py").write_text("raise ImportError('needs tokenizers>=9')")
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = mtrain("checkpoint", "verify", hf_folder, code=2)
+    assert "transformers, which cannot be imported (needs tokenizers>=9). Run pip" in message
+
+
 def test_mistakes_are_one_line_and_leave_no_files(hf_folder, tmp_path):
     run = tmp_path / "run"
     assert "nowhere/config.json: no such file" in mtrain(
         "checkpoint", "import", tmp_path / "nowhere", run, code=2
     )
     weights = hf_folder / "model.safetensors"
+    assert mtrain("checkpoint", "import", weights, run, code=2) == (
+        f"mtrain: {weights}: is a file; give a Hugging Face folder, with config.json and "
+        "safetensors"
+    )
     weights.write_bytes(weights.read_bytes()[:-10])
     assert "truncated or corrupt safetensors" in mtrain(
         "checkpoint", "import", hf_folder, run, code=2

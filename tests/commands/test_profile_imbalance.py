@@ -13,6 +13,8 @@ import pytest
 from command import mtrain
 from commands.typed_line import split
 
+from mtrain_cli.commands.profile_imbalance import _check
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.recording import COMPUTING
 from mtrain_cli.parallel.schedule import ScheduleOptions
@@ -273,6 +275,18 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
     assert [round(r["work"]["worker"]["mean"], 2) for r in summary["results"]] == [1.5, 1.06]
 
 
+def test_a_limit_on_expert_workers_is_refused_if_auto_took_one():
+    summary = {
+        "cases": [{"label": "one"}],
+        "results": [{"experts": {"parallel": 1, "worker": {"mean": 1.0}}}],
+    }
+    limits = {("experts", "worker"): 1.5}
+    with pytest.raises(ConfigError, match=r"expert_parallel=auto took 1\), so there is nothing"):
+        _check(summary, limits)
+    summary["results"][0]["experts"]["parallel"] = 2
+    _check(summary, limits)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -325,6 +339,11 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
         (
             ["--fail-above experts.step=2 model=tiny_moe --attention-only"],
             "--fail-above experts.step=2: --attention-only measures no experts",
+        ),
+        (
+            ["--fail-above experts.worker=1.5 model=tiny_moe topology.workers=2"],
+            "--fail-above experts.worker=1.5: the run has one expert worker "
+            "(topology.expert_parallel=1), so there is nothing to compare; set topology.expert_",
         ),
         (
             ["--fail-above worker=much"],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from masked_documents import masked_store
+from model.tiny_models import edit_config, export, tiny_model
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
@@ -97,6 +98,27 @@ def test_a_file_in_the_place_of_a_folder_is_refused_also_by_a_dry_run(
     assert (result.exit_code, result.stdout, launched) == (2, "", [])
     assert result.stderr == f"mtrain: {said.format(tmp_path)}. Choose another run.dir.\n"
     assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
+def test_a_dry_run_refuses_weights_of_another_size(launched):
+    export(Path("hf"), tiny_model("qwen3_moe", vocab_size=264))
+    words = ("train.init_from=hf", "seq=256", "topology.device=cpu", "--dry-run")
+    assert run(*words).exit_code == 0
+    edit_config(Path("hf"), num_experts=8)
+    result = run(*words)
+    assert (result.exit_code, result.stdout, launched) == (2, "", [])
+    config = Path("hf/config.json").resolve()
+    assert result.stderr == (
+        f"mtrain: {config}: num_experts=8: the tensors of this folder have 6\n"
+    )
+
+
+def test_a_dry_run_needs_no_weights_and_says_that_the_run_does():
+    export(Path("hf"), tiny_model("qwen3", vocab_size=264))
+    Path("hf/model.safetensors").unlink()
+    result = run("train.init_from=hf", "seq=256", "topology.device=cpu", "--dry-run")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "the folder has no model.safetensors yet, which the run needs" in result.stdout
 
 
 def test_a_dry_run_warns_of_a_chunk_that_the_layout_of_auto_does_not_read(tmp_path, monkeypatch):

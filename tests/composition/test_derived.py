@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.resolved_file import load, save
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.model.tokenizer_files import exported_bytes
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2,
@@ -150,6 +152,15 @@ def test_text_uses_the_folders_tokenizer_unless_another_is_given(
         == "bytes"
     )
     assert compose().data.tokenizer == "bytes"
+
+
+def test_the_export_of_a_byte_model_needs_no_tokenizers_package(
+    folder: Path, text: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tokenizer.json").write_bytes(exported_bytes())
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    config = compose([f"train.init_from={folder}", *text, "model.vocab_size=auto"])
+    assert config.data.tokenizer == "bytes"
 
 
 def test_auto_vocabulary_is_the_tokenizers(tmp_path: Path, text: list[str]) -> None:

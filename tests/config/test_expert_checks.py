@@ -23,6 +23,13 @@ from mtrain_cli.config.schema import ConfigError
         (["model=tiny_moe", "train.balance_loss=-1"], ["train.balance_loss=-1: must be auto or"]),
         (["model=tiny_moe", "train.keep_mlp=2"], ["train.keep_mlp=2: does not support experts"]),
         (["model.moe.score=tanh"], ["model.moe.score=tanh: expected one of softmax, sigmoid"]),
+        (
+            ["model=tiny_moe", "model.moe.experts=0"],
+            [
+                "model.moe.experts=0: contradicts model.moe.top_k=2, model.moe.expert_size=192; "
+                "give a number of experts, or choose a dense model, such as model=tiny\n"
+            ],
+        ),
         (["model.moe.top_k=2"], ["model.moe.top_k=2: a model with model.moe.experts=0 has no"]),
         (
             ["train.balance_loss=0.1", "train.router_z_loss=0.1", "train.balance_bias=0.1"],

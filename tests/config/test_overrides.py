@@ -49,6 +49,14 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("seq=[4k]", "expected a number of tokens"),
         ("optim.lr=abc", "expected a number"),
         ("optim.lr=nan", "expected a number"),
+        (
+            "optim.lr=1e999",
+            "optim.lr=1e999: expected a number or auto; allowed: above 0, at most 100 (",
+        ),
+        (
+            "train.expert_capacity=nan",
+            "train.expert_capacity=nan: expected a number; allowed: 0 or more",
+        ),
         ("optim.lr=true", "expected a number"),
         ("optim.lr={a:1}", "expected a number"),
         ("optim.lr=", "the value is empty; expected a number"),

@@ -55,9 +55,21 @@ def test_the_extreme_random_numbers_give_possible_tokens(uniform):
     assert (sampling.probabilities(LOGITS).gather(1, chosen[:, None]) > 0).all()
 
 
+def test_top_p_keeps_no_token_behind_those_that_reach_it():
+    four = torch.zeros(1, 4)
+    sampling = Sampling(temperature=1.0, top_p=0.5)
+    assert sampling.probabilities(four).tolist() == [[0.25, 0.25, 0.0, 0.0]]
+    # The kept probabilities add up to 0.5, so random numbers are shares of 0.5.
+    assert sampling.choose(four, torch.tensor([0.4]).double()).tolist() == [0]
+    assert sampling.choose(four, torch.tensor([0.6]).double()).tolist() == [1]
+
+
 def test_a_tiny_temperature_takes_the_largest_logit():
-    chosen = Sampling(temperature=5e-324).choose(LOGITS, torch.full((3,), 0.5).double())
+    tiny = Sampling(temperature=5e-324)
+    chosen = tiny.choose(LOGITS, torch.full((3,), 0.5).double())
     assert chosen.tolist() == LOGITS.argmax(-1).tolist()
+    # Unlike temperature 0, it samples among equally likely tokens.
+    assert tiny.choose(torch.zeros(1, 2), torch.tensor([0.9]).double()).tolist() == [1]
 
 
 def test_random_numbers_depend_on_seed_and_prompt():

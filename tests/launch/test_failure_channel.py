@@ -7,10 +7,12 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from test_job import free_port, job_at
+from torch.distributed import DistNetworkError
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failure_channel
@@ -21,7 +23,7 @@ from mtrain_cli.launch.failure_channel import (
     _port_and_token,
     _server,
 )
-from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.failures import Failure, RunError
 from mtrain_cli.launch.job import PORT, SECRET
 
 
@@ -130,6 +132,26 @@ def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code
 def _fails(mine: FailureChannel, kind: str) -> None:
     with contextlib.suppress(Left):
         mine.fail(Failure(1, 1, kind, "seq=1: too short", "", 0.0))
+
+
+def test_a_rank_that_comes_after_rank_0_has_ended_says_so_in_one_line(monkeypatch):
+    def lost(_):
+        raise DistNetworkError("Failed to recv, got 0 bytes.\nDid the remote server crash?")
+
+    job = replace(job_at("127.0.0.1", nodes=1), rank=1)
+    monkeypatch.setattr(failure_channel, "job_store", lambda _: SimpleNamespace(get=lost))
+    with pytest.raises(RunError) as caught:
+        FailureChannel(job, RankZeroDuties(lambda: None))
+    assert str(caught.value) == (
+        "rank 1 came too late: rank 0 has ended (Failed to recv, got 0 bytes.). Rank 0 printed why."
+    )
+    # torchrun's store outlives rank 0.
+    entry = f"{free_port()} token".encode()
+    monkeypatch.setattr(
+        failure_channel, "job_store", lambda _: SimpleNamespace(get=lambda _: entry)
+    )
+    with pytest.raises(ConfigError, match=r"rank 1 cannot .* If rank 0 has ended, its output says"):
+        FailureChannel(job, RankZeroDuties(lambda: None))
 
 
 @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)], ids=["1 last", "0 last"])

@@ -297,11 +297,33 @@ def test_files_outside_the_folder_are_refused(tmp_path, file):
 
 def test_many_problems_are_cut_short(tmp_path):
     export(tmp_path / "hf", tiny_model())
-    edit_config(tmp_path / "hf", hidden_size=48)
+    edit_config(tmp_path / "hf", head_dim=8)
     with pytest.raises(ConfigError) as caught:
         HuggingFaceFolder(tmp_path / "hf")
     assert len(caught.value.problems) == 9
     assert caught.value.problems[-1].startswith("... and ")
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "size"),
+    [
+        ("qwen2", "hidden_size", 40),
+        ("qwen2", "num_hidden_layers", 3),
+        ("qwen3_moe", "num_experts", 6),
+        ("qwen3_moe", "moe_intermediate_size", 24),
+        ("mixtral", "num_local_experts", 6),
+        ("mixtral", "intermediate_size", 56),
+    ],
+)
+def test_a_wrong_size_in_config_json_is_one_line(tmp_path, family, key, size):
+    export(tmp_path / "hf", tiny_model(family))
+    edit_config(tmp_path / "hf", **{key: 2 * size})
+    with pytest.raises(ConfigError) as caught:
+        HuggingFaceFolder(tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    assert list(caught.value.problems) == [
+        f"{config}: {key}={2 * size}: the tensors of this folder have {size}"
+    ]
 
 
 def test_a_stored_tied_head_and_stored_frequencies_are_ignored(tmp_path):

@@ -18,6 +18,7 @@ from mtrain_cli.model.routing import (
     Routing,
     SharingGroup,
     _grouped,
+    choose,
     decide_alone,
     part_of,
 )
@@ -31,6 +32,35 @@ def routing(settings: dict, **options) -> Routing:
     slots = torch.where(torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None], slots, PADDING)
     moe = moe_model(moe=settings).moe
     return Routing(slots, LENGTHS, SEQ, moe, 3, RouterOptions(sequences=4, **options))
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("scores", "bias", "triton", "by_kernel"),
+    [
+        (torch.float32, torch.float32, True, True),
+        (torch.float32, torch.float32, False, False),
+        (torch.float64, torch.float32, True, False),
+        (torch.float32, torch.float64, True, False),
+        (torch.float64, torch.float64, True, False),
+    ],
+)
+def test_a_kernel_chooses_only_float32_scores_on_a_gpu(
+    monkeypatch, scores, bias, triton, by_kernel
+):
+    pytest.importorskip("triton")
+    from mtrain_cli.kernels.triton import router
+
+    monkeypatch.setattr(router, "chosen_experts", lambda *_: "by the kernel")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: triton or None)
+    scores_TE = torch.tensor([[0.1, 0.3, 0.2]], dtype=scores).as_subclass(OnGpu)
+    found = choose(scores_TE, torch.tensor([0.5, 0.0, 0.0], dtype=bias), 1)
+    assert found == "by the kernel" if by_kernel else found.tolist() == [[0]]
 
 
 def logits(seed: int = 0) -> torch.Tensor:

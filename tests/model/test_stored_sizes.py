@@ -28,3 +28,11 @@ def test_a_wrong_size_is_one_line_with_both_values(name):
     (line,) = wrong_sizes(edited, parameter_shapes(model), "step-9", "file")
     assert line == f"model.{name}={2 * trained}: the weights in step-9 have {trained}. Correct file"
     assert (line.key, line.value) == (f"model.{name}", 2 * trained)
+
+
+@pytest.mark.parametrize(("name", "trained"), [("experts", 6), ("expert_size", 24)])
+def test_a_wrong_size_of_experts_is_one_line_with_both_values(name, trained):
+    model = moe_model()
+    edited = replace(model, moe=replace(model.moe, **{name: 2 * trained}))
+    (line,) = wrong_sizes(edited, parameter_shapes(model), "step-9", "file")
+    assert line.startswith(f"model.moe.{name}={2 * trained}: the weights in step-9 have {trained}.")

@@ -59,7 +59,7 @@ def test_the_price_falls_with_the_wait_of_the_host(monkeypatch):
     assert price(*shape("8k", 2, 2), 1).seconds > after.seconds
 
 
-@pytest.mark.parametrize(("second", "degree"), [(0.98, 1), (0.96, 2)])
+@pytest.mark.parametrize(("second", "degree"), [(0.971, 1), (0.97, 1), (0.969, 2)])
 def test_of_degrees_that_cost_nearly_as_much_the_smaller_is_taken(monkeypatch, second, degree):
     def priced(*arguments):
         return ExpertPrice({1: 1.0, 2: second}[arguments[-1]], ExpertTraffic(arguments[-1], 0, 0))

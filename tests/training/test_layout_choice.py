@@ -10,6 +10,7 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.parallel.dispatch import RowPrices
 from mtrain_cli.parallel.layout import Balanced, make_layout
+from mtrain_cli.training import layout_choice
 from mtrain_cli.training.layout_choice import choose_layout, layout_advice
 
 SEQ = 16384
@@ -64,6 +65,15 @@ def test_auto_keeps_its_layout_where_the_balanced_one_costs_as_much():
     found = chosen("mask=prefix_lm", "mask.prefix=64", "topology.exchange=group_cast", "seq=512k")
     assert found.layout.name == "zigzag"
     assert "zigzag and group_cast" in found.reason
+
+
+@pytest.mark.parametrize(("cost", "wins"), [(0.979, True), (0.98, False), (0.981, False)])
+def test_the_balanced_layout_must_win_by_two_percent(monkeypatch, cost, wins):
+    monkeypatch.setattr(layout_choice, "_static_costs", lambda *_, **__: (1.0, cost))
+    assert (chosen(*WINDOW).balancer is not None) == wins
+    monkeypatch.setattr(layout_choice, "_costs", lambda *_, **__: (1.0, cost))
+    masks = [[SequenceMask.causal(SEQ, SEQ)]]
+    assert bool(layout_advice(compose(["seq=16k", "model=tiny"], plan=True), 4, 4, masks)) == wins
 
 
 def test_auto_states_the_costs_of_both():
