@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands import study_learning
 from mtrain_cli.commands.app import app
+from mtrain_cli.evaluation.results import RESULTS
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import cells, package_corpus
 from mtrain_cli.learning.cells import Done, Study
@@ -176,6 +177,8 @@ def computed(tmp_path, monkeypatch):
         (study.path(cell) / cells.HF).mkdir(parents=True, exist_ok=True)
         (study.path(cell) / cells.HF / "model.safetensors").write_bytes(NO_TENSORS)
         (study.path(cell) / cells.DONE).write_text(json.dumps(vars(done)))
+        (study.path(cell) / cells.EVALUATION).mkdir(exist_ok=True)
+        (study.path(cell) / cells.EVALUATION / RESULTS).touch()
 
     monkeypatch.setattr(cells, "compute", compute)
     monkeypatch.setattr(study_learning.time, "monotonic", lambda: now[0])
