@@ -145,10 +145,18 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
     Returns: the tier with the steps of the study's base; None if that is not known.
 
     Raises:
-        ConfigError: it holds something else, or is a file.
+        ConfigError: it holds something else, is a file, or has a name that settings cannot hold.
     """
+    from mtrain_cli.config.keys import path_problem
     from mtrain_cli.learning.cells import Study
 
+    absolute = str(folder.absolute())
+    if problem := path_problem(absolute):
+        raise ConfigError(f"--out {folder}: {problem}")
+    if "${" in absolute:
+        raise ConfigError(
+            f"--out {folder}: holds ${{, which begins the name of a setting; give another folder"
+        )
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
             what = "is" if place == folder else f"{place} is"

@@ -113,6 +113,24 @@ def test_texts_that_changed_are_refused(tmp_path, dry_run):
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+@pytest.mark.parametrize(
+    ("name", "shown", "why"),
+    [
+        ("a\x1bb", "a\\x1bb", "holds a control character; give the path of a file or folder"),
+        ("a\nb", "a\\nb", "holds a control character; give the path of a file or folder"),
+        ("\udcff", "\\udcff", "is not UTF-8; rename it"),
+        ("${HOME}", "${HOME}", "holds ${, which begins the name of a setting; give another folder"),
+        ("a" * 256, "a" * 256, "is too long; a name has at most 255 bytes, a path 4095"),
+    ],
+)
+def test_a_folder_that_settings_cannot_name_is_refused(tmp_path, dry_run, name, shown, why):
+    result = run("--out", tmp_path / name, *dry_run)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"mtrain: --out {tmp_path}/{shown}: {why}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
 def test_a_folder_of_something_else_is_refused(tmp_path, dry_run):
     file, other, study = tmp_path / "file", tmp_path / "other", tmp_path / "study"
     file.write_text("mine")
