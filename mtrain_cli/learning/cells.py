@@ -370,8 +370,26 @@ def compute(
         if found is not None and (cell.variant is not None or weights_of_base(study, cell)):
             return found  # another process has computed it meanwhile
         return _compute(study, cell, train, below_gate=below_gate)
+    except ConfigError as error:
+        raise ConfigError(*_with_way_out(study, cell, error.problems)) from None
     finally:
         lock.release()
+
+
+def _with_way_out(study: Study, cell: Cell, problems: Sequence[str]) -> list[str]:
+    """Return lines on what went wrong. If a file of the run is damaged, the last says what to do.
+
+    The trainer and `mtrain eval`, which found the damage, do not know how a study goes on.
+    """
+    run = study.path(cell) / RUN
+    files = tuple(f"{lead}{path}" for lead in ("", "--resume ") for path in (run, run.resolve()))
+    lines = list(problems)
+    if any(line.startswith(files) for line in lines):
+        lines[-1] += (
+            f". Delete {run} and run the same command again, which trains {cell.key} from the "
+            "beginning"
+        )
+    return lines
 
 
 def _compute(
@@ -426,10 +444,7 @@ def _trained(run: Path, steps: int) -> tuple[float, float, float]:
     metrics, _ = read_readable_metrics(run / METRICS_FILE)
     whole = [row for row in metrics if None not in (row.seconds, row.density)]
     if not whole:
-        raise ConfigError(
-            f"{run / METRICS_FILE}: no step can be read. Delete {run}, and the study trains the "
-            "cell again"
-        )
+        raise ConfigError(f"{run / METRICS_FILE}: no step can be read")
     timed = [row.seconds for row in whole if row.step > WARM_UP_STEPS] or [whole[-1].seconds]
     pace = statistics.median(timed)
     seconds = sum(row.seconds for row in whole) + pace * (steps - len(whole))
