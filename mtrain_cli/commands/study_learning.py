@@ -102,8 +102,11 @@ def learning(
 
     console = make_console()
     if dry_run:
+        from mtrain_cli.learning import package_corpus
         from mtrain_cli.reporting.learning_tables import show_plan
 
+        if (facts := package_corpus.read(study.texts)) is not None:
+            study = replace(study, sha256=facts.sha256)
         show_plan(console, study, cells)
         return
     if budget_minutes:
@@ -142,10 +145,18 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
     Returns: the tier with the steps of the study's base; None if that is not known.
 
     Raises:
-        ConfigError: it holds something else, or is a file.
+        ConfigError: it holds something else, is a file, or has a name that settings cannot hold.
     """
+    from mtrain_cli.config.keys import path_problem
     from mtrain_cli.learning.cells import Study
 
+    absolute = str(folder.absolute())
+    if problem := path_problem(absolute):
+        raise ConfigError(f"--out {folder}: {problem}")
+    if "${" in absolute:
+        raise ConfigError(
+            f"--out {folder}: holds ${{, which begins the name of a setting; give another folder"
+        )
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
             what = "is" if place == folder else f"{place} is"

@@ -189,7 +189,7 @@ class ConfigKey:
             if not isinstance(value, Mapping) or not all(map(_is_number, value.values())):
                 return _WRONG
             for name in value if self.name in PATHS else ():
-                if problem := _path_problem(str(name)):
+                if problem := path_problem(str(name)):
                     raise ValueError(f"a name in it {problem}")
             return {str(name): float(item) for name, item in value.items()}
         assert origin is tuple, f"{self.name}: the schema uses a type without a conversion: {kind}"
@@ -213,7 +213,7 @@ class ConfigKey:
             return _WRONG
         if self.is_mapping and value.lstrip().startswith("{"):
             return _WRONG
-        if self.name in PATHS and (problem := _path_problem(value)):
+        if self.name in PATHS and (problem := path_problem(value)):
             raise ValueError(problem)
         if self.is_mapping:  # the path of a file
             return value
@@ -240,7 +240,7 @@ def _list_of(kind: Any) -> str:
 _NAME_MAX, _PATH_MAX = 255, 4095  # bytes, on Linux
 
 
-def _path_problem(text: str) -> str | None:
+def path_problem(text: str) -> str | None:
     """Return why this text cannot be a path; None if it can."""
     try:
         data = os.fspath(Path(text).expanduser()).encode()

@@ -25,6 +25,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
+from mtrain_cli.evaluation.results import RESULTS
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_lock import LOCK, RunLock
@@ -69,7 +70,7 @@ class Done:
 
 
 class DamagedCellError(ConfigError):
-    """The file `DONE` of a cell cannot be read."""
+    """The file `DONE` of a cell cannot be read, or the cell has lost its results."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Study:
         """Return what a finished cell left; None if it is not finished.
 
         Raises:
-            DamagedCellError: the file cannot be read.
+            DamagedCellError: the file cannot be read, or the results are missing.
             ConfigError: the folder has results of other settings.
         """
         file = self.path(cell) / DONE
@@ -144,10 +145,8 @@ class Study:
         try:
             found = documents.checked(Done, documents.read_json(file))
         except (OSError, ValueError) as error:
-            raise DamagedCellError(
-                f"{file}: damaged ({documents.reason(error)}), so {cell.key} does not count as "
-                f"finished. {self.repair(cell)}"
-            ) from None
+            state = f"damaged ({documents.reason(error)})"
+            raise DamagedCellError(self._unfinished(file, state, cell)) from None
         if found.digest != digest(self.tier, cell):
             raise ConfigError(
                 f"--out {self.folder}: holds {cell.key} of other settings of tier "
@@ -157,7 +156,13 @@ class Study:
             raise ConfigError(
                 f"--out {self.folder}: {cell.key} was trained on other texts; give another folder"
             )
+        results = self.path(cell) / EVALUATION / RESULTS
+        if not results.is_file():
+            raise DamagedCellError(self._unfinished(results, "missing", cell))
         return found
+
+    def _unfinished(self, file: Path, state: str, cell: Cell) -> str:
+        return f"{file}: {state}, so {cell.key} does not count as finished. {self.repair(cell)}"
 
     def repair(self, cell: Cell) -> str:
         """Return how to compute a damaged cell again."""

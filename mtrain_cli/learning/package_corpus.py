@@ -20,6 +20,7 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
 from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.text_files import text_corpus
@@ -78,17 +79,9 @@ def build(
         report: function that receives the progress of writing.
 
     Raises:
-        ConfigError: there is too little text, and nothing was written; or `ABOUT` is damaged.
+        ConfigError: there is too little text, and nothing was written; or as `read`.
     """
-    about = folder / ABOUT
-    if about.is_file():
-        try:
-            facts = documents.checked(CorpusFacts, documents.read_json(about))
-        except documents.UnreadableError as error:
-            raise ConfigError(
-                f"{about}: damaged ({error}). Delete {folder} and run the same command again, "
-                "which writes the same texts, if the packages are the same"
-            ) from None
+    if (facts := read(folder)) is not None:
         before_writing()
         return facts
     root = packages or Path(sysconfig.get_path("purelib"))
@@ -112,9 +105,6 @@ def build(
     _write(folder / HELD_OUT, kept)
     tokenizer = _tokenizer(folder, tier, report)
     _write_needles(folder, tier, tokenizer, report)
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.jsonl")):
-        digest.update(file.read_bytes())
     found = CorpusFacts(
         packages=len(training),
         bytes=sum(len(text) for _, files in training for text in files),
@@ -122,10 +112,44 @@ def build(
         held_out_bytes=sum(len(text) for _, files in kept for text in files),
         dropped=dropped,
         kept=whole,
-        sha256=digest.hexdigest(),
+        sha256=_digest(folder),
     )
-    replace_text(about, json.dumps(asdict(found), indent=1) + "\n")
+    replace_text(folder / ABOUT, json.dumps(asdict(found), indent=1) + "\n")
     return found
+
+
+def read(folder: Path) -> CorpusFacts | None:
+    """Return what the texts in a folder hold; None if they are not complete.
+
+    Raises:
+        ConfigError: `ABOUT` is damaged, or the texts are not those that it describes.
+    """
+    about = folder / ABOUT
+    if not about.is_file():
+        return None
+    again = (
+        f"or delete {folder} and run the same command again, which writes the same texts, if the "
+        "packages are the same"
+    )
+    try:
+        facts = documents.checked(CorpusFacts, documents.read_json(about))
+    except documents.UnreadableError as error:
+        raise ConfigError(f"{about}: damaged ({error}). Mend it, {again}") from None
+    with explain_read_errors(f"--out {folder.parent}:"):
+        if _digest(folder) != facts.sha256:
+            raise ConfigError(
+                f"--out {folder.parent}: the texts in {folder} have changed since the study began. "
+                f"Put them back, {again}"
+            )
+    return facts
+
+
+def _digest(folder: Path) -> str:
+    """Return the SHA-256 of the texts."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.jsonl")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def mix(*, is_base: bool) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -16,8 +17,9 @@ from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands import study_learning
 from mtrain_cli.commands.app import app
+from mtrain_cli.evaluation.results import RESULTS
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.learning import cells
+from mtrain_cli.learning import cells, package_corpus
 from mtrain_cli.learning.cells import Done, Study
 from mtrain_cli.learning.tiers import TIERS, cells_of, digest
 
@@ -95,6 +97,40 @@ def test_packages_without_text_leave_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_texts_that_changed_are_refused(tmp_path, dry_run):
+    Study(tmp_path, TIERS["tiny"]).save()
+    facts = package_corpus.CorpusFacts(1, 1, ("a",), 1, 0, 1, hashlib.sha256(b"old").hexdigest())
+    text, about = tmp_path / "corpus/held_out.jsonl", tmp_path / "corpus/corpus.json"
+    text.parent.mkdir()
+    about.write_text(json.dumps(vars(facts)))
+    text.write_text("old")
+    assert run("--out", tmp_path, "--dry-run").exit_code == 0
+    text.write_text("new")
+    result = run("--out", tmp_path, *dry_run)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"mtrain: --out {tmp_path}: the texts in {text.parent} have ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+@pytest.mark.parametrize(
+    ("name", "shown", "why"),
+    [
+        ("a\x1bb", "a\\x1bb", "holds a control character; give the path of a file or folder"),
+        ("a\nb", "a\\nb", "holds a control character; give the path of a file or folder"),
+        ("\udcff", "\\udcff", "is not UTF-8; rename it"),
+        ("${HOME}", "${HOME}", "holds ${, which begins the name of a setting; give another folder"),
+        ("a" * 256, "a" * 256, "is too long; a name has at most 255 bytes, a path 4095"),
+    ],
+)
+def test_a_folder_that_settings_cannot_name_is_refused(tmp_path, dry_run, name, shown, why):
+    result = run("--out", tmp_path / name, *dry_run)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"mtrain: --out {tmp_path}/{shown}: {why}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
 def test_a_folder_of_something_else_is_refused(tmp_path, dry_run):
     file, other, study = tmp_path / "file", tmp_path / "other", tmp_path / "study"
     file.write_text("mine")
@@ -159,6 +195,8 @@ def computed(tmp_path, monkeypatch):
         (study.path(cell) / cells.HF).mkdir(parents=True, exist_ok=True)
         (study.path(cell) / cells.HF / "model.safetensors").write_bytes(NO_TENSORS)
         (study.path(cell) / cells.DONE).write_text(json.dumps(vars(done)))
+        (study.path(cell) / cells.EVALUATION).mkdir(exist_ok=True)
+        (study.path(cell) / cells.EVALUATION / RESULTS).touch()
 
     monkeypatch.setattr(cells, "compute", compute)
     monkeypatch.setattr(study_learning.time, "monotonic", lambda: now[0])

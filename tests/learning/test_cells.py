@@ -16,11 +16,11 @@ from safetensors.numpy import save_file
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.results import PERCENT, Result, ResultsFolder
+from mtrain_cli.evaluation.results import PERCENT, RESULTS, Result, ResultsFolder
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_lock import RunLock
 from mtrain_cli.learning import cells
-from mtrain_cli.learning.cells import DONE, Done, Study, estimated_flop, training_words
+from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study, estimated_flop, training_words
 from mtrain_cli.learning.tiers import (
     AGAIN,
     DENSE,
@@ -44,6 +44,14 @@ def finish(study: Study, cell: Cell, **changes) -> None:
     }  # fmt: skip
     study.path(cell).mkdir(parents=True, exist_ok=True)
     (study.path(cell) / DONE).write_text(json.dumps(asdict(Done(**values))))
+    write_results(study, cell)
+
+
+def write_results(study: Study, cell: Cell) -> float:
+    file = study.path(cell) / EVALUATION / RESULTS
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    return 100.0
 
 
 def cell(name: str, seed: int = 0) -> Cell:
@@ -178,6 +186,20 @@ def test_a_damaged_cell_is_named_with_its_repair(tmp_path, content):
         (line,) = caught.value.problems
         assert line.startswith(f"{study.path(damaged) / DONE}: damaged (")
         assert line.endswith(f"Delete {study.path(damaged)}{lost} and run the study again")
+
+
+def test_a_finished_cell_without_results_is_named_with_its_repair(tmp_path):
+    study = Study(tmp_path, TINY)
+    for lost, to_delete in ((cell(DENSE), ""), (Cell(0), f"/{DONE}")):
+        finish(study, lost)
+        results = study.path(lost) / EVALUATION / RESULTS
+        results.unlink()
+        with pytest.raises(cells.DamagedCellError) as caught:
+            study.done(lost)
+        assert caught.value.problems == (
+            f"{results}: missing, so {lost.key} does not count as finished. Delete "
+            f"{study.path(lost)}{to_delete} and run the study again",
+        )
 
 
 @pytest.mark.parametrize(
@@ -332,8 +354,8 @@ def test_a_base_without_weights_is_trained_again_if_a_cell_needs_it(tmp_path, mo
         f"{tmp_path}/base/seed-0/hf: has no weights, and dense/seed-0 began with them. Put them "
         f"back, or delete {tmp_path}/*/seed-0 to compute the seed again"
     )
-    old = study.path(base) / "evaluation"
-    old.mkdir()
+    old = study.path(base) / EVALUATION / "old"
+    old.touch()
 
     def train(words: list[str]) -> None:
         assert not old.exists(), "results of the lost weights"
@@ -347,8 +369,8 @@ def test_a_base_without_weights_is_trained_again_if_a_cell_needs_it(tmp_path, mo
 
     monkeypatch.setattr(cells, "_trained", lambda *_: (24.0, 2.0, 1.0))
     monkeypatch.setattr(cells, "export_base", export)
-    monkeypatch.setattr(cells, "_measure_base", lambda *_, **__: 100.0)
-    monkeypatch.setattr(cells, "measure", lambda *_: None)
+    monkeypatch.setattr(cells, "_measure_base", lambda *given, **_: write_results(*given))
+    monkeypatch.setattr(cells, "measure", write_results)
     assert cells.compute(study, base, train).base == ""
     assert cells.unfinished(study, [base, dense, sparse]) == [sparse]
     first = cells.compute(study, sparse, train).base

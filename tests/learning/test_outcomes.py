@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result, ResultsFolder
+from mtrain_cli.evaluation.results import NATS, PERCENT, RESULTS, Part, Result, ResultsFolder
 from mtrain_cli.learning import outcomes
 from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study
 from mtrain_cli.learning.outcomes import (
@@ -263,12 +263,17 @@ def test_a_cell_without_one_of_its_tasks_is_not_measured(task):
 
 def test_a_summary_has_the_gates_of_the_bases(tmp_path):
     study, base = Study(tmp_path, A), Cell(1)
+    results = study.path(base) / EVALUATION / RESULTS
     done = Done(
         digest(A, base), "c", steps=2, seconds=1.0, step_seconds=0.5, density=1.0, gate=96.5
     )
-    study.path(base).mkdir(parents=True)
+    results.parent.mkdir(parents=True)
+    results.touch()
     (study.path(base) / DONE).write_text(json.dumps(asdict(done)))
     assert summarize(study).gates == {1: 96.5}
+    results.unlink()
+    (line,) = summarize(study).damage
+    assert line.startswith(f"{results}: missing, so base/seed-1 does not count as finished. ")
 
 
 def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(

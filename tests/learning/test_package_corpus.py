@@ -73,6 +73,26 @@ def test_whole_packages_are_held_out_without_copies(tmp_path):
     assert package_corpus.build(out, TINY, root) == facts  # kept, not built again
 
 
+def test_texts_that_changed_are_refused(tmp_path):
+    root, out = tmp_path / "packages", tmp_path / "out"
+    packages(root, [f"package{n}" for n in range(24)])
+    package_corpus.build(out, TINY, root)
+    text = out / "held_out.jsonl"
+    whole = text.read_bytes()
+    for changed in (whole.replace(b"name_7 ", b"name_8 ", 1), None):
+        text.write_bytes(changed) if changed else text.unlink()
+        with pytest.raises(ConfigError) as refused:
+            package_corpus.build(out, TINY, root)
+        (line,) = refused.value.problems
+        assert line == (
+            f"--out {tmp_path}: the texts in {out} have changed since the study began. Put them "
+            f"back, or delete {out} and run the same command again, which writes the same texts, "
+            "if the packages are the same"
+        )
+    text.write_bytes(whole)
+    package_corpus.build(out, TINY, root)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"packages": "many"}'])
 def test_a_damaged_description_of_the_texts_is_one_line(tmp_path, content):
     file = tmp_path / "corpus.json"
@@ -81,7 +101,7 @@ def test_a_damaged_description_of_the_texts_is_one_line(tmp_path, content):
         package_corpus.build(tmp_path, TINY)
     (line,) = refused.value.problems
     assert line.startswith(f"{file}: damaged (")
-    assert f"). Delete {tmp_path} and run the same command again" in line
+    assert f"). Mend it, or delete {tmp_path} and run the same command again" in line
 
 
 def test_too_little_text_is_one_line(tmp_path):

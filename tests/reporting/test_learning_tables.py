@@ -10,7 +10,15 @@ from learning.test_outcomes import A, measured, three
 from rich.console import Console
 
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_cli.learning.cells import DONE, Done, Study, estimated_flop, estimated_seconds
+from mtrain_cli.evaluation.results import RESULTS
+from mtrain_cli.learning.cells import (
+    DONE,
+    EVALUATION,
+    Done,
+    Study,
+    estimated_flop,
+    estimated_seconds,
+)
 from mtrain_cli.learning.outcomes import (
     FAILED,
     HELD,
@@ -95,7 +103,8 @@ def test_a_plan_counts_the_time_of_the_seeds_that_are_left(tmp_path, capsys):
     study = Study(tmp_path, A)
     cells = [Cell(seed, A.variant("dense")) for seed in A.seeds]
     for cell in cells[:2]:
-        study.path(cell).mkdir(parents=True)
+        (study.path(cell) / EVALUATION).mkdir(parents=True)
+        (study.path(cell) / EVALUATION / RESULTS).touch()
         done = Done(digest(A, cell), "", 200, 80.0, 0.4, 1.0)
         (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
     show_plan(Console(width=300), study, cells)
