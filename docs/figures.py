@@ -358,7 +358,7 @@ def _panel(drawing: Drawing, top: float, name: str, label: str, recorded: dict) 
             drawing.add(f'<polyline points="{points}" class="c{place}"/>')
 
 
-STUDY = "learning/tier-{}.json"  # of `mtrain report STUDY --json`
+STUDY = "learning/tier-{}.json"  # see docs/study_tables.py
 NAMED = {"-dense-layers": "dense layers", "-windows": "windows"}
 PANEL_HIGH, LEFT, WIDE, GAP = 190, 66, 380, 13  # GAP: least distance of two labels
 
@@ -372,16 +372,16 @@ def frontier(tier: str = "a") -> str:
         if row["difference"] and row["step_seconds"]
         and (row["attention"] != "dense" or row["variant"] == "dense-again")
     ]  # fmt: skip
-    count = max(len(row["seeds"]) for row in rows)
+    counts = sorted({len(row["seeds"]) for row in rows})
+    count = counts[-1]
     drawing = Drawing(
         "Loss against density and seconds of training",
         "Loss of tokens with at least 8K of context, above that of dense training, for each way of "
         "sparse training, against the density and against the seconds of training.",
     )
     drawing.text(20, 26, "nats above dense, tokens with 8K of context or more", "title")
-    many = f"mean of {count} seeds; bars: 95 % intervals" if count > 1 else "one seed"
-    if count > 1 and any(len(row["seeds"]) == 1 for row in rows):
-        many += "; one seed: no bar"
+    among = f"{counts[0]} to {count}" if len(counts) > 1 else f"{count}"
+    many = f"mean of {among} trainings; bars: 95 % intervals" if count > 1 else "one seed"
     drawing.text(20, 44, many, "small")
     top = 58.0
     for fact, title, scale, unit in (

@@ -1,8 +1,9 @@
 """Write the tables of studies.md, and all figures: `python docs/study_tables.py [FOLDER]`.
 
-They come from profiles/learning/tier-a.json and tier-b.json, as `mtrain report STUDY --json` prints
-them. A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. With a FOLDER of a
-study, the file of its tier is written first.
+They come from profiles/learning/tier-a.json and tier-b.json. A table stands between
+`<!-- begin NAME -->` and `<!-- end NAME -->`. With a FOLDER of a study, its results are written
+first, as `mtrain report FOLDER --json` prints them. For tier a, they are those of the second run,
+and tier-a.json pools both runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SPARSE = "vertical_slash-0.6"
 Row = dict[str, Any]
 
 
-def read(tier: str = "a") -> dict[str, Any]:
+def read(tier: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"tier-{tier}.json").read_text())
 
 
@@ -41,17 +42,17 @@ def rows_of(data: dict[str, Any], *, own: bool) -> list[Row]:
 
 
 def finished(data: dict[str, Any]) -> list[int]:
-    """Return the seeds whose dense cell is finished."""
+    """Return the seeds whose dense cell is finished, once for each run."""
     return next((row["seeds"] for row in data["compared"] if row["variant"] == "dense"), [])
 
 
 def name(row: Row, data: dict[str, Any]) -> str:
-    """Return a short name, with the number of seeds if some are missing.
+    """Return a short name, with the number of trainings if some are missing.
 
     `-windows` stands for `vertical_slash-0.6-windows`.
     """
     long, count = row["variant"], len(row["seeds"])
-    few = f" ({count} seed{'s' * (count > 1)})" if count < len(finished(data)) else ""
+    few = f" (n = {count})" if count < len(finished(data)) else ""
     return f"`{long.removeprefix(SPARSE) or long}`{few}"
 
 
@@ -81,13 +82,17 @@ def listed(items: Sequence[Any]) -> str:
 
 def summary(data: dict[str, Any]) -> str:
     """Return what has run, in sentences."""
-    done = finished(data)
+    done = sorted(set(finished(data)))
     total = len(data["seeds"])
     many = len(done) > 1
-    gates = listed([f"{data['gates'][str(seed)]:.1f} %" for seed in done])
     text = f"Of {total} seed{'s' * (total > 1)}, {len(done)} {'have' if many else 'has'} run "
-    text += f"({listed(done)}). {'Their bases find' if many else 'Its base finds'} {gates} of the "
-    text += f"needles at {'their' if many else 'its'} own length. "
+    text += f"({listed(done)}). {'Their bases find' if many else 'Its base finds'} "
+    text += f"{_found(data['gates'], done)} of the needles at {'their' if many else 'its'} own "
+    text += "length. "
+    if again := data.get("again"):
+        seeds = sorted(map(int, again["gates"]))
+        text += f"Seeds {listed(seeds)} ran a second time, with new bases, which find "
+        text += f"{_found(again['gates'], seeds)}. "
     states = [each["state"] for each in data["predictions"]]
     words = {"failed": "failed", "held": "held", "not measured": "not judged yet"}
     counts = [f"{states.count(key)} {word}" for key, word in words.items() if key in states]
@@ -95,6 +100,10 @@ def summary(data: dict[str, Any]) -> str:
     if not many:
         text += " One seed decides nothing: there are no intervals yet, and no verdicts."
     return textwrap.fill(text, 100)
+
+
+def _found(gates: dict[str, float], seeds: Sequence[int]) -> str:
+    return listed([f"{gates[str(seed)]:.1f} %" for seed in seeds])
 
 
 def prices(data: dict[str, Any]) -> str:
@@ -171,7 +180,7 @@ def noise(data: dict[str, Any]) -> str:
         for measure, text in MEASURES.items()
         if measure in data["spread"]
     ]  # fmt: skip
-    return table(("measure", "spread: largest of any seed", "mean of the seeds"), rows)
+    return table(("measure", "spread: largest of any training", "mean of the trainings"), rows)
 
 
 def predictions(data: dict[str, Any]) -> str:
@@ -220,6 +229,11 @@ def _filled(
     return page
 
 
+def _write(name: str, found: dict[str, Any]) -> None:
+    text = json.dumps(found, indent=1)
+    (RESULTS / f"tier-{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
 def main(words: Sequence[str]) -> None:
     if words:
         from mtrain_cli.learning.cells import Study
@@ -228,8 +242,15 @@ def main(words: Sequence[str]) -> None:
 
         if (study := Study.open(Path(words[0]))) is None:
             raise SystemExit(f"{words[0]}: is no folder of a study")
-        text = json.dumps(document(summarize(study)), indent=1)
-        (RESULTS / f"tier-{study.tier.name}.json").write_text(text + "\n", encoding="utf-8")
+        found = json.loads(json.dumps(document(summarize(study))))
+        name = study.tier.name
+        if name == "a":
+            _write("a-again", found)
+            sys.path.append(str(ROOT / "profiles"))
+            from pool_studies import pool
+
+            found = pool(read("a-first"), found)
+        _write(name, found)
     PAGE.write_text(fill(PAGE.read_text()), encoding="utf-8")
     import figures  # beside this file
 

@@ -368,7 +368,7 @@ def compare(tier: Tier, measured: Sequence[Measured], spread: dict[str, float]) 
         own = [one for one in measured if one.cell.name == variant.name]
         for attention in dict.fromkeys(one.attention for one in own):
             each = [one for one in own if one.attention == attention]
-            mean, difference, verdict = {}, {}, {}
+            mean, difference = {}, {}
             for name in MEASURES:
                 values = [one.values[name] for one in each if name in one.values]
                 pairs = [
@@ -381,15 +381,25 @@ def compare(tier: Tier, measured: Sequence[Measured], spread: dict[str, float]) 
                     mean[name] = over
                 if (paired := interval(pairs)) is not None and variant.name != DENSE:
                     difference[name] = paired
-                    noise = None if variant.name == AGAIN else spread.get(name)
-                    rule = judge_key_tokens if name == KEY_LOSS else judge
-                    verdict[name] = rule(paired, noise, lower=_is_loss(name))
             found.append(
                 Compared(
                     variant, attention, tuple(one.cell.seed for one in each), mean, difference,
-                    verdict, _mean([o.seconds for o in each]), _mean([o.density for o in each]),
+                    {}, _mean([o.seconds for o in each]), _mean([o.density for o in each]),
                 )
             )  # fmt: skip
+    return judged(found, spread)
+
+
+def judged(compared: Sequence[Compared], spread: Mapping[str, float]) -> list[Compared]:
+    """Return the variants with the verdicts of their differences. spread: see `spread_of`."""
+    found = []
+    for each in compared:
+        verdict = {}
+        for name, difference in each.difference.items():
+            noise = None if each.variant.name == AGAIN else spread.get(name)
+            rule = judge_key_tokens if name == KEY_LOSS else judge
+            verdict[name] = rule(difference, noise, lower=_is_loss(name))
+        found.append(replace(each, verdict=verdict))
     return [_without_blind_claims(each, found) for each in found]
 
 

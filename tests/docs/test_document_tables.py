@@ -4,23 +4,100 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import tarfile
 from types import ModuleType
 
 import pytest
 from docs.blocks import ROOT
 from reporting.test_learning_tables import summary
 
+from mtrain_cli.learning.cells import Study
+from mtrain_cli.learning.outcomes import FAILED, HELD, UNKNOWN, summarize
+from mtrain_cli.learning.t_interval import interval
 from mtrain_cli.reporting.learning_tables import document
 
+RESULTS = ROOT / "profiles/learning"
 
-@pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("study_tables", ROOT / "docs/study_tables.py")
+
+def script(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.replace("/", "_"), ROOT / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return script("docs/study_tables.py")
+
+
+@pytest.fixture(scope="module")
+def pools() -> ModuleType:
+    return script("profiles/pool_studies.py")
+
+
+def of_file(name: str) -> dict:
+    return json.loads((RESULTS / f"tier-{name}.json").read_text())
+
+
+def test_the_second_run_is_that_of_its_archive(tmp_path):
+    with tarfile.open(RESULTS / "tier-a-again.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    study = Study.open(tmp_path / "learning-a")
+    assert study is not None
+    found = json.loads(json.dumps(document(summarize(study))))
+    expected = of_file("a-again")
+    assert found["remarks"] == expected["remarks"]
+    assert found["cells"] == expected["cells"]
+    for row, other in zip(found["compared"], expected["compared"], strict=True):
+        assert row["verdict"] == other["verdict"]
+        for name, over in row["mean"].items():
+            assert over == pytest.approx(other["mean"][name])
+
+
+def test_the_pooled_file_is_that_of_both_runs(pools):
+    found = json.loads(json.dumps(pools.pool(of_file("a-first"), of_file("a-again"))))
+    assert found == of_file("a")
+
+
+@pytest.mark.parametrize(("first", "again"), [([1.0, 2.0, 4.0], [3.0, 7.0]), ([1.0], [2.0])])
+def test_a_pooled_interval_is_that_of_all_values(pools, first, again):
+    found, expected = pools.pooled(interval(first), interval(again)), interval(first + again)
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (expected.mean, expected.low, expected.high)
+    )
+    assert found.count == len(first) + len(again)
+
+
+@pytest.mark.parametrize(
+    ("states", "state", "text"),
+    [
+        ((HELD, HELD), HELD, "x; again: y"),
+        ((HELD, FAILED), FAILED, "x (held); again: y (failed)"),
+        ((FAILED, HELD), FAILED, "x (failed); again: y (held)"),
+        ((UNKNOWN, HELD), HELD, "x; again: y"),
+        ((UNKNOWN, UNKNOWN), UNKNOWN, "x; again: y"),
+    ],
+)
+def test_a_prediction_that_failed_in_one_run_failed(pools, states, state, text):
+    runs = [
+        {"tier": "a", "toy": False, "gates": {}, "seeds": [], "spread": {}, "compared": [],
+         "predictions": [{"prediction": {"id": "p"}, "state": word, "found": found}]}
+        for word, found in zip(states, "xy", strict=True)
+    ]  # fmt: skip
+    (one,) = pools.pool(*runs)["predictions"]
+    assert (one["state"], one["found"]) == (state, text)
+
+
+def test_runs_of_other_tiers_or_cells_are_not_pooled(pools):
+    one = of_file("a-first")
+    with pytest.raises(ValueError, match="tiers a and b cannot be pooled"):
+        pools.pool(one, of_file("b"))
+    fewer = {**one, "compared": one["compared"][1:]}
+    with pytest.raises(ValueError, match="'dense', 'dense'"):
+        pools.pool(one, fewer)
 
 
 def test_the_page_has_the_tables_of_the_file(tables):
@@ -42,7 +119,7 @@ def test_tables_have_the_mean_of_the_seeds_half_of_the_interval_and_the_verdict(
     assert "`fixed`" not in tables.differences(data, own=False)
     dense = next(row for row in data["compared"] if row["variant"] == "dense")
     dense["seeds"] = [0, 1, 2, 3]
-    assert "| `fixed` (3 seeds) | " in tables.differences(data, own=True)
+    assert "| `fixed` (n = 3) | " in tables.differences(data, own=True)
 
 
 def test_the_summary_counts_seeds_and_predictions(tables):
@@ -55,6 +132,15 @@ def test_the_summary_counts_seeds_and_predictions(tables):
     assert text.startswith("Of 3 seeds, 1 has run (0). Its base finds 99.4 % of")
     assert "Of 4 predictions: 1 failed, 2 held and 1 not judged yet." in text.replace("\n", " ")
     assert "One seed decides nothing" in text
-    three = tables.summary({**one, "compared": [{"variant": "dense", "seeds": [0, 1, 2]}]})
+    three = tables.summary(three_seeds(one))
     assert three.startswith("Of 3 seeds, 3 have run (0, 1 and 2). Their bases find 99.4 %, 99.0 %")
     assert "decides" not in three
+    again = {"gates": {"0": 98.3, "1": 99.9}}
+    two = {**three_seeds(one), "again": again}
+    assert "Seeds 0 and 1 ran a second time, with new bases, which find 98.3 % and 99.9 %." in (
+        tables.summary(two).replace("\n", " ")
+    )
+
+
+def three_seeds(one: dict) -> dict:
+    return {**one, "compared": [{"variant": "dense", "seeds": [0, 1, 2, 0, 1]}]}
