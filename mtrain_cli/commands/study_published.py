@@ -32,7 +32,7 @@ _ALL_PAIRS = "dense"
 
 
 @app.command("list")
-def list_tables() -> None:
+def list_tables(as_json: Json = False) -> None:
     """List the published tables, with the paper and the place of each.
 
     [bold]Examples[/bold]
@@ -43,11 +43,18 @@ def list_tables() -> None:
     from mtrain_cli.reporting.terminal import make_console
     from mtrain_cli.reporting.terminal_width import new_table, print_table
 
+    tables = [published.read(name) for name in published.names()]
+    if as_json:
+        rows = [
+            {"name": each.name, "what": each.title, "paper": each.paper, "where": each.where}
+            for each in tables
+        ]
+        typer.echo(json_text({"tables": rows, "groups": published.PAPERS}, indent=1))
+        return
     console = make_console()
     table = new_table(("name", "what", "paper", "where"), words=4)
-    for name in published.names():
-        found = published.read(name)
-        table.add_row(name, found.title, found.paper, found.where)
+    for found in tables:
+        table.add_row(found.name, found.title, found.paper, found.where)
     print_table(console, table, ("where",))
     papers = ", ".join(f"{word} ({paper})" for word, paper in published.PAPERS.items())
     console.print(f"groups: {papers}, all", soft_wrap=True)

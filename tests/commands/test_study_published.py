@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
+from mtrain_cli.simulation import published
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,15 @@ def test_the_list_names_tables_and_papers():
     assert found.exit_code == 0
     for name in ("table3", "burst-table2", "magi-masks", "burst (BurstEngine)"):
         assert name in found.stdout
+
+
+def test_the_list_is_also_json():
+    found = json.loads(run("list", "--json").stdout)
+    (masks,) = [table for table in found["tables"] if table["name"] == "magi-masks"]
+    assert masks["paper"].startswith(found["groups"]["magi"])
+    assert masks["what"] in run("list").stdout
+    assert sorted(masks) == ["name", "paper", "what", "where"]
+    assert [table["name"] for table in found["tables"]] == published.names()
 
 
 def test_a_table_becomes_files_that_a_report_shows():
