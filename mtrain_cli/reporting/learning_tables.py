@@ -78,7 +78,7 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
     )
     say(console, f"Sequences: {format_size(tier.base_seq)}, then {format_size(tier.long_seq)}.")
     for line in damage:
-        say(console, line)
+        say(console, one_line(line))
 
 
 def _is_done(study: Study, cell: Cell, damage: list[str]) -> bool:

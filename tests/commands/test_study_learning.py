@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands import study_learning
 from mtrain_cli.commands.app import app
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import RESULTS
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import cells, package_corpus
@@ -167,11 +168,12 @@ def test_a_stop_between_trainings_names_the_command(tmp_path, monkeypatch):
 
     monkeypatch.setattr(study_learning, "_prepare", lambda study, *_: study)
     monkeypatch.setattr(study_learning, "_compute", stop)
-    words = ["mtrain", "study", "learning", "--out", str(tmp_path / "it")]
+    words = ["mtrain", "study", "learning", "--out", str(tmp_path / "it\x9b")]
     monkeypatch.setattr("sys.argv", words)
     result = run("--out", tmp_path / "it")
     assert result.exit_code == 130
-    assert " ".join(result.stderr.split()) == f"stopped; continue the study: {shlex.join(words)}"
+    command = shlex.join(words).replace("\x9b", "\\x9b")
+    assert " ".join(result.stderr.split()) == f"stopped; continue the study: {command}"
 
 
 class Console:
@@ -258,6 +260,17 @@ def test_a_dry_run_names_damaged_weights(computed):
     planned = run(*words)
     assert planned.exit_code == 0
     assert f"{file}: truncated or damaged (" in planned.stdout.replace("\n", " ")
+    file.rename(file.with_name("of\nmine.safetensors"))
+    assert "/of\\nmine.safetensors: truncated" in run(*words).stdout
+
+
+def test_a_dry_run_does_not_name_damaged_weights_that_nothing_reads(computed):
+    study, _ = computed
+    study_learning._compute(study, cells_of(study.tier, ["dense"], [0]), 0.0, Console())
+    (study.folder / "base/seed-0/hf/model.safetensors").write_bytes(NO_TENSORS[:-1])
+    planned = run("--out", study.folder, "--only", "dense", "--dry-run")
+    assert re.search(r" dense +dense +1 ", planned.stdout), "seed 0 is done"
+    assert "damaged" not in planned.stdout
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -310,6 +323,16 @@ def test_a_budget_in_which_nothing_could_begin_is_refused(tmp_path, monkeypatch)
     study_learning._refuse_small_budget(study, base, 0.5)
     monkeypatch.setattr(RunDir, "last_step", lambda _: 54)
     study_learning._refuse_small_budget(study, base, 0.3)  # few of the 60 steps are left
+
+
+def test_a_budget_need_only_suffice_for_the_next_cell(computed):
+    study, _ = computed
+    study_learning._compute(study, cells_of(study.tier, ["base"], [0]), 0.0, Console())
+    dense, base = cells.unfinished(study, cells_of(study.tier, ["dense"]))[:2]
+    assert (dense.key, base.key) == ("dense/seed-0", "base/seed-1")
+    study_learning._refuse_small_budget(study, [dense, base], 0.3)
+    with pytest.raises(ConfigError, match="base/seed-1 is next"):
+        study_learning._refuse_small_budget(study, [base, dense], 0.3)
 
 
 @pytest.mark.slow

@@ -37,6 +37,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("below", ["", "/b", "/b/c"])
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path, monkeypatch, below):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = compose.compose([]).changed(run={"dir": f"~/a{below}"})
+    run_dir.require_folder(config)
+    (tmp_path / "a").touch()
+    with pytest.raises(ConfigError, match=rf"^run.dir=~/a{below}: {tmp_path}/a is a file\."):
+        run_dir.require_folder(config)
+
+
 def config_for(*overrides: str) -> Config:
     return compose.compose(list(overrides))
 

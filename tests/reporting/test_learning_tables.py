@@ -94,8 +94,9 @@ def test_a_study_that_has_just_begun_has_no_remark_on_seeds_or_on_the_control():
 
 @pytest.mark.parametrize(("gate", "misses"), [(95.0, False), (94.9, True)])
 def test_a_base_that_misses_the_gate_and_damaged_cells_are_remarks(gate, misses):
-    lines = remarks(replace(summary([0.0]), gates={0: 99.0, 1: gate}, damage=("one is damaged",)))
-    assert lines[0] == "one is damaged"
+    damage = ("one is\n\x1bdamaged", "so is\ntwo")
+    lines = remarks(replace(summary([0.0]), gates={0: 99.0, 1: gate}, damage=damage))
+    assert lines[:2] == ["one is\\n\\x1bdamaged", "so is\\ntwo"]
     assert any("misses the gate" in line for line in lines) == misses
 
 
