@@ -563,7 +563,7 @@ def _run(config: Config) -> Iterator[str]:
     if not re.fullmatch(r"[\w.+=-]+", config.run.name) or config.run.name in (".", ".."):
         yield (
             f"run.name={config.run.name}: may only contain letters, digits and . _ - + =, since it "
-            "names a folder"
+            "names a folder; run.dir takes any path"
         )
     if config.run.dir != config.run.dir.strip():
         lost = "begins or ends with a space, which is easily lost; leave the space out"

@@ -308,7 +308,8 @@ def require_folder(config: Config) -> None:
         for place in (folder, *folder.parents):
             if place.exists() and not place.is_dir():
                 what = "is" if key == f"run.dir={place}" else f"{place} is"
-                raise ConfigError(f"{key}: {what} a file. Choose another run.dir.")
+                other = "run.name" if place == RUNS / config.run.name else "run.dir"
+                raise ConfigError(f"{key}: {what} a file. Choose another {other}.")
 
 
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:

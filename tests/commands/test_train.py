@@ -85,19 +85,21 @@ def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
 @pytest.mark.parametrize(
     ("word", "file", "said"),
     [
-        ("run.dir=a", "a", "run.dir={0}/a: is a file"),
-        ("run.dir=a/b", "a", "run.dir={0}/a/b: {0}/a is a file"),
-        ("run.name=b", "runs", "run.name=b: runs is a file"),
+        ("run.dir=a", "a", "run.dir={0}/a: is a file. Choose another run.dir."),
+        ("run.dir=a/b", "a", "run.dir={0}/a/b: {0}/a is a file. Choose another run.dir."),
+        ("run.name=b", "runs", "run.name=b: runs is a file. Choose another run.dir."),
+        ("run.name=b", "runs/b", "run.name=b: runs/b is a file. Choose another run.name."),
     ],
 )
 def test_a_file_in_the_place_of_a_folder_is_refused_also_by_a_dry_run(
     launched, tmp_path, word, file, said, dry_run
 ):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("mine")
     result = run(word, *dry_run)
     assert (result.exit_code, result.stdout, launched) == (2, "", [])
-    assert result.stderr == f"mtrain: {said.format(tmp_path)}. Choose another run.dir.\n"
-    assert [path.name for path in tmp_path.iterdir()] == [file]
+    assert result.stderr == f"mtrain: {said.format(tmp_path)}\n"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / file]
 
 
 def test_a_dry_run_refuses_weights_of_another_size(launched):

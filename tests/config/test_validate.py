@@ -235,7 +235,11 @@ def test_the_defaults_are_valid(defaults):
             "data.mask_key=mask, data.positions_key=at: data=stdlib has no masks and positions for",
         ),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
-        ({"run__name": "a/b"}, "run.name=a/b: may only contain letters"),
+        (
+            {"run__name": "a/b"},
+            "run.name=a/b: may only contain letters, digits and . _ - + =, since it names a "
+            "folder; run.dir takes any path",
+        ),
         ({"run__name": ".."}, "run.name=..: may only contain letters"),
     ],
 )
