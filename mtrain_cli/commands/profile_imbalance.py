@@ -213,13 +213,14 @@ def _require_experts(
 
 
 def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> None:
-    """Raise RunError if a degree is above its limit; ConfigError if a limit compares nothing."""
+    """Check the limits of --fail-above.
+
+    Raises:
+        RunError: a degree is above its limit. A limit that compares nothing has a line, too.
+        ConfigError: no degree is above its limit, but a limit compares nothing.
+    """
     from mtrain_cli.launch.failures import RunError
 
-    limit_of_workers = limits.get((_EXPERTS, "worker"))
-    if limit_of_workers and any(case[_EXPERTS]["parallel"] == 1 for case in summary["results"]):
-        given = f"--fail-above {_EXPERTS}.worker={limit_of_workers:g}: "
-        raise ConfigError(given + _ONE_EXPERT_WORKER.format("=auto took 1"))
     problems = [
         f"{quantity} {degree} imbalance {case[quantity][degree]['mean']:.3f} of {facts['label']} "
         f"is above --fail-above {quantity + '.' if quantity != 'time' else ''}{degree}={limit:g}"
@@ -227,8 +228,15 @@ def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> Non
         for (quantity, degree), limit in limits.items()
         if not case[quantity][degree]["mean"] <= limit
     ]
+    limit_of_workers = limits.get((_EXPERTS, "worker"))
+    nothing = ""
+    if limit_of_workers and any(case[_EXPERTS]["parallel"] == 1 for case in summary["results"]):
+        nothing = f"--fail-above {_EXPERTS}.worker={limit_of_workers:g}: "
+        nothing += _ONE_EXPERT_WORKER.format("=auto took 1")
     if problems:
-        raise RunError("\n".join(problems))
+        raise RunError("\n".join([*problems, nothing] if nothing else problems))
+    if nothing:
+        raise ConfigError(nothing)
 
 
 # Keys whose values can be compared, and the option that lists these values.

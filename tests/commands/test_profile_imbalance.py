@@ -7,14 +7,17 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from command import mtrain
 from commands.typed_line import split
 
-from mtrain_cli.commands.profile_imbalance import _check
+from mtrain_cli.commands.profile_imbalance import _check, _require_experts
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import RunError
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.recording import COMPUTING
 from mtrain_cli.parallel.schedule import ScheduleOptions
@@ -275,16 +278,45 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
     assert [round(r["work"]["worker"]["mean"], 2) for r in summary["results"]] == [1.5, 1.06]
 
 
-def test_a_limit_on_expert_workers_is_refused_if_auto_took_one():
-    summary = {
-        "cases": [{"label": "one"}],
-        "results": [{"experts": {"parallel": 1, "worker": {"mean": 1.0}}}],
+NO_EXPERT_WORKERS = (
+    "--fail-above experts.worker=1.5: the run has one expert worker (topology.expert_parallel=auto "
+    "took 1), so there is nothing to compare; set topology.expert_parallel=2 or more, or give "
+    "experts.step"
+)
+
+
+def expert_summary(*parallel: int) -> dict[str, Any]:
+    """Return a summary with a case for each number of expert workers."""
+    degrees = {"worker": {"mean": 1.0}, "step": {"mean": 3.0}}
+    return {
+        "cases": [{"label": f"case {n}"} for n in range(len(parallel))],
+        "results": [{"experts": {"parallel": each, **degrees}} for each in parallel],
     }
-    limits = {("experts", "worker"): 1.5}
-    with pytest.raises(ConfigError, match=r"expert_parallel=auto took 1\), so there is nothing"):
-        _check(summary, limits)
-    summary["results"][0]["experts"]["parallel"] = 2
-    _check(summary, limits)
+
+
+@pytest.mark.parametrize("parallel", [(1,), (2, 1)])
+def test_a_limit_on_expert_workers_is_refused_if_auto_took_one(parallel):
+    limits = {("experts", "worker"): 1.5, ("experts", "step"): 3.0}
+    with pytest.raises(ConfigError) as refused:
+        _check(expert_summary(*parallel), limits)
+    assert refused.value.problems == (NO_EXPERT_WORKERS,)
+    _check(expert_summary(2, 2), limits)
+    _check(expert_summary(1), {("experts", "step"): 3.0})
+
+
+def test_a_limit_that_compares_nothing_does_not_hide_a_degree_above_another_limit():
+    with pytest.raises(RunError) as failed:
+        _check(expert_summary(1), {("experts", "worker"): 1.5, ("experts", "step"): 2.0})
+    above = "experts step imbalance 3.000 of case 0 is above --fail-above experts.step=2"
+    assert str(failed.value).splitlines() == [above, NO_EXPERT_WORKERS]
+
+
+def test_a_limit_on_expert_steps_needs_no_second_worker():
+    one = compose(["model=tiny_moe", "topology.workers=1"])
+    assert one.topology.expert_parallel == 1
+    _require_experts({("experts", "step"): 2.0}, one, attention_only=False)
+    with pytest.raises(ConfigError, match="one expert worker"):
+        _require_experts({("experts", "worker"): 2.0}, one, attention_only=False)
 
 
 @pytest.mark.parametrize(
