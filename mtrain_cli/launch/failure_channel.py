@@ -71,9 +71,11 @@ class FailureChannel:
 
         Raises:
             ConfigError: this machine cannot reach the port of rank 0.
-            RunError: rank 0 ended before this rank came.
+            RunError: rank 0 ended before this rank came, or did not come within STORE_TIMEOUT.
         """
         store = job_store(job)
+        from torch.distributed import DistNetworkError, DistStoreError
+
         self._hub = _Hub(job.world_size, duties, logs, _server(job)) if job.rank == 0 else None
         if self._hub:
             # Anybody may read the store. If the job has a secret, all ranks derive the token from
@@ -82,7 +84,12 @@ class FailureChannel:
             store.set(_STORE_KEY, f"{self._hub.port} {token}")
         try:
             entry = store.get(_STORE_KEY)
-        except RuntimeError as error:  # torch's errors of the network and of waits
+        except DistStoreError as error:  # the store answers, but has no such entry
+            raise RunError(
+                f"rank {job.rank}: rank 0 did not come within {STORE_TIMEOUT.total_seconds():g} s. "
+                "Look at the output of rank 0, and start all ranks again."
+            ) from error
+        except DistNetworkError as error:
             reason = str(error).partition("\n")[0]
             raise RunError(
                 f"rank {job.rank} came too late: rank 0 has ended ({reason}). Rank 0 printed why."

@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 from test_job import free_port, job_at
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, TCPStore
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failure_channel
@@ -152,6 +153,17 @@ def test_a_rank_that_comes_after_rank_0_has_ended_says_so_in_one_line(monkeypatc
     )
     with pytest.raises(ConfigError, match=r"rank 1 cannot .* If rank 0 has ended, its output says"):
         FailureChannel(job, RankZeroDuties(lambda: None))
+
+
+def test_a_rank_that_waits_too_long_for_rank_0_names_the_limit(monkeypatch):
+    limit, port = timedelta(seconds=0.2), free_port()
+    served = TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False, timeout=limit)
+    monkeypatch.setattr(failure_channel, "STORE_TIMEOUT", limit)
+    monkeypatch.setattr(failure_channel, "job_store", lambda _: served)
+    job = replace(job_at("127.0.0.1", nodes=1), rank=1)
+    with pytest.raises(RunError, match=r"^rank 1: rank 0 did not come within 0\.2 s\. ") as caught:
+        FailureChannel(job, RankZeroDuties(lambda: None))
+    assert "has ended" not in str(caught.value)
 
 
 @pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)], ids=["1 last", "0 last"])
