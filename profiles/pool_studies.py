@@ -5,11 +5,13 @@
 Each pair of a cell and the dense cell that began with the same base counts once. So a mean is over
 all trainings of both runs, and an interval is that of all their paired differences. It follows from
 the number, the mean and the interval of each run. The spread is the larger one. Seconds and density
-are those of the second run. A prediction failed if it failed in one of the runs.
+are those of the second run. So are all numbers of cells for equal time, since their steps depend on
+the pace of a run. A prediction failed if it failed in one of the runs.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -19,7 +21,7 @@ from typing import Any
 
 from mtrain_cli.learning.outcomes import FAILED, HELD, UNKNOWN, Compared, judged
 from mtrain_cli.learning.t_interval import CONFIDENCE, Interval, t_quantile
-from mtrain_cli.learning.tiers import TIERS
+from mtrain_cli.learning.tiers import TIERS, Variant
 
 Document = dict[str, Any]
 
@@ -33,7 +35,8 @@ def pool(first: Document, again: Document) -> Document:
     if first["tier"] != again["tier"]:
         raise ValueError(f"tiers {first['tier']} and {again['tier']} cannot be pooled")
     spread = {
-        name: max(value, again["spread"].get(name, 0.0)) for name, value in first["spread"].items()
+        name: max(one["spread"].get(name, 0.0) for one in (first, again))
+        for name in (*first["spread"], *again["spread"])
     }
     paces = {row["variant"]: row["step_seconds"] for row in again["compared"]}
     rows = {(row["variant"], row["attention"]): row for row in again["compared"]}
@@ -42,16 +45,7 @@ def pool(first: Document, again: Document) -> Document:
         raise ValueError(f"cells of one run only: {sorted(set(keys) ^ set(rows))}")
     tier = TIERS[first["tier"]]
     compared = [
-        Compared(
-            tier.variant(row["variant"]),
-            row["attention"],
-            (*row["seeds"], *rows[key]["seeds"]),
-            _pooled(row["mean"], rows[key]["mean"]),
-            _pooled(row["difference"], rows[key]["difference"]),
-            {},
-            rows[key]["seconds"],
-            rows[key]["density"],
-        )
+        _compared(tier.variant(row["variant"]), row, rows[key])
         for key, row in zip(keys, first["compared"], strict=True)
     ]
     return {
@@ -66,9 +60,23 @@ def pool(first: Document, again: Document) -> Document:
     }
 
 
-def _pooled(first: Document, again: Document) -> dict[str, Interval]:
+def _compared(variant: Variant, first: Document, again: Document) -> Compared:
+    runs = [again] if variant.time_of else [first, again]
+    return Compared(
+        variant,
+        again["attention"],
+        tuple(seed for run in runs for seed in run["seeds"]),
+        _pooled([run["mean"] for run in runs]),
+        _pooled([run["difference"] for run in runs]),
+        {},
+        again["seconds"],
+        again["density"],
+    )
+
+
+def _pooled(runs: list[Document]) -> dict[str, Interval]:
     return {
-        name: pooled(Interval(**found), Interval(**again[name])) for name, found in first.items()
+        name: functools.reduce(pooled, [Interval(**run[name]) for run in runs]) for name in runs[0]
     }
 
 

@@ -96,8 +96,31 @@ def test_runs_of_other_tiers_or_cells_are_not_pooled(pools):
     with pytest.raises(ValueError, match="tiers a and b cannot be pooled"):
         pools.pool(one, of_file("b"))
     fewer = {**one, "compared": one["compared"][1:]}
-    with pytest.raises(ValueError, match="'dense', 'dense'"):
-        pools.pool(one, fewer)
+    for pair in ((one, fewer), (fewer, one)):
+        with pytest.raises(ValueError, match="'dense', 'dense'"):
+            pools.pool(*pair)
+
+
+def test_cells_for_equal_time_are_not_pooled(pools):
+    runs = [of_file(name) for name in ("a-first", "a-again")]
+    found = json.loads(json.dumps(pools.pool(*runs)))
+    for row, again in zip(found["compared"], runs[1]["compared"], strict=True):
+        apart = row["variant"] == "equal-time"
+        assert (row["mean"] == again["mean"]) == apart, row["variant"]
+        assert (row["seeds"] == again["seeds"]) == apart
+
+
+def test_failed_predictions_come_first(pools):
+    found = pools.pool(of_file("a-first"), of_file("a-again"))
+    states = [each["state"] for each in found["predictions"]]
+    assert states == sorted(states)  # failed, held
+
+
+def test_the_spread_is_the_larger_one_also_of_a_measure_of_one_run(pools):
+    empty = {"tier": "a", "toy": False, "gates": {}, "seeds": [], "compared": [], "predictions": []}
+    spreads = ({"loss": 1.0, "needles": 2.0}, {"loss": 3.0, "tail": 4.0})
+    found = pools.pool(*({**empty, "spread": spread} for spread in spreads))
+    assert found["spread"] == {"loss": 3.0, "needles": 2.0, "tail": 4.0}
 
 
 def test_the_page_has_the_tables_of_the_file(tables):
