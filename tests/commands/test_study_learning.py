@@ -132,6 +132,53 @@ def test_a_folder_that_settings_cannot_name_is_refused(tmp_path, dry_run, name, 
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_a_folder_is_refused_by_its_whole_path_without_links(tmp_path, monkeypatch, dry_run):
+    monkeypatch.setattr(study_learning, "_prepare", None)  # nothing may be computed
+    (tmp_path / "x${HOME}").mkdir()
+    (tmp_path / "link").symlink_to("x${HOME}")
+    why = "holds ${, which begins the name of a setting; give another folder"
+    result = run("--out", tmp_path / "link" / "sub", *dry_run)
+    assert result.stderr == f"mtrain: --out {tmp_path}/link/sub: {why}\n"
+    assert (result.exit_code, result.stdout) == (2, "")
+    monkeypatch.chdir(tmp_path / "x${HOME}")
+    result = run(*dry_run)
+    assert result.stderr == f"mtrain: --out measurements/learning-tiny: {why}\n"
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert list((tmp_path / "x${HOME}").iterdir()) == []
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_a_folder_too_long_for_the_files_of_a_study_is_refused(tmp_path, monkeypatch, dry_run):
+    monkeypatch.setattr(study_learning, "_prepare", None)  # nothing may be computed
+    longest = f"{tmp_path.resolve()}/" + "folder/" * 600
+    longest = longest[:3966].rstrip("/").ljust(3967, "x")
+    link, linked = tmp_path / "link", tmp_path / "linked"
+    link.symlink_to(longest)
+    linked.symlink_to(f"{longest}x")
+    for fits, out in ((True, longest), (False, f"{longest}x"), (True, link), (False, linked)):
+        if fits and not dry_run:
+            continue  # it would compute
+        result = run("--out", out, *dry_run)
+        if fits:
+            assert (result.exit_code, result.stderr) == (0, "")
+        else:
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert result.stderr == (
+                f"mtrain: --out {out}: is too long for the files of a study; give a folder whose "
+                "whole path has at most 3967 bytes\n"
+            )
+    assert sorted(tmp_path.iterdir()) == [link, linked]
+
+
+def test_no_file_of_a_study_is_too_long():
+    """The names of checkpoints are those of a job with a million steps and workers."""
+    for tier in TIERS.values():
+        for name in tier.names:
+            file = "run/checkpoints/step-1000000.tmp-100/__1000000_10.distcp"
+            assert len(f"/{name}/seed-0/{file}") <= study_learning._LONGEST_FILE
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
 def test_a_folder_of_something_else_is_refused(tmp_path, dry_run):
     file, other, study = tmp_path / "file", tmp_path / "other", tmp_path / "study"
     file.write_text("mine")
@@ -248,6 +295,22 @@ def test_a_base_that_is_trained_again_is_announced(computed):
         "base/seed-0 is trained again: its weights are gone",
         "cell    2 of 2: dense/seed-0",
     ]
+
+
+def test_a_dry_run_refuses_cells_of_other_texts(computed):
+    study, _ = computed
+    study_learning._compute(study, cells_of(study.tier, ["base"], [0]), 0.0, Console())
+    study.texts.mkdir()
+    (study.texts / "held_out.jsonl").write_text("new")
+    sha256 = hashlib.sha256(b"new").hexdigest()
+    facts = package_corpus.CorpusFacts(1, 1, ("a",), 1, 0, 1, sha256)
+    (study.texts / "corpus.json").write_text(json.dumps(vars(facts)))
+    result = run("--out", study.folder, "--dry-run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"mtrain: --out {study.folder}: base/seed-0 was trained on other texts; give another "
+        "folder\n"
+    )
 
 
 def test_a_dry_run_names_damaged_weights(computed):
