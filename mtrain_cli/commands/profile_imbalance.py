@@ -54,7 +54,7 @@ def imbalance(
     attention_only: Annotated[bool, flag("--attention-only")] = False,
     peer: Annotated[bool, flag("--peer")] = False,
     as_json: SummaryAsJson = False,
-    fail_above: Annotated[str, option("DEGREE=X,...")] = "",
+    fail_above: Annotated[str | None, option("DEGREE=X,...")] = None,
 ) -> None:
     """Measure how long each worker computes, which workers wait, for whom, and why.
 
@@ -99,7 +99,7 @@ def imbalance(
     from mtrain_cli.launch.local import launch
 
     words = list(overrides or ())
-    limits = _limits(fail_above)
+    limits = {} if fail_above is None else _limits(fail_above)
     if not attention_only:
         _refuse_attention_options(seq, peer)
     typed = {"--layout": layout, "--exchange": exchange, "--pattern": pattern, "--seq": seq}
@@ -143,9 +143,9 @@ def _refuse_attention_options(seq: str, peer: bool) -> None:
         raise ConfigError("--peer: compares one layer's attention; add --attention-only")
 
 
-def _require_launcher(environment: Environment, fail_above: str) -> None:
+def _require_launcher(environment: Environment, fail_above: str | None) -> None:
     """Raise ConfigError if --fail-above cannot set the exit code."""
-    if fail_above and environment.launcher != "mtrain":
+    if fail_above is not None and environment.launcher != "mtrain":
         raise ConfigError(
             f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
             "summary.json instead"
@@ -190,6 +190,11 @@ def _limits(text: str) -> dict[tuple[str, str], float]:
                 f"--fail-above {word}: expected DEGREE=X with a number above 0 and at most "
                 f"{LARGEST_DEGREE:,}, such as worker=1.2"
             ) from None
+    if not limits:  # a script whose variable is empty must not run without its limit
+        raise ConfigError(
+            f"--fail-above {text!r}: names no degree; allowed: {', '.join(allowed)}, such as "
+            "worker=1.2"
+        )
     return limits
 
 
