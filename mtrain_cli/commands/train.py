@@ -198,7 +198,7 @@ def require_weights(config: Config) -> None:
     if config.train.init_from is not None:
         from mtrain_cli.model.huggingface import HuggingFaceFolder, has_weights
 
-        folder = Path(config.train.init_from).expanduser()
+        folder = Path(config.train.init_from)
         if has_weights(folder):
             HuggingFaceFolder(folder)
 

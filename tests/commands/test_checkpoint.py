@@ -151,12 +151,19 @@ def test_verify_without_transformers_says_how_to_install_it(hf_folder, monkeypat
     assert install_command("hf") in mtrain("checkpoint", "verify", hf_folder, code=2)
 
 
-def test_a_broken_transformers_is_one_line(hf_folder, tmp_path, monkeypatch):
-    (tmp_path / "transformers.py").write_text("raise ImportError('needs tokenizers>=9')")
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("raise ImportError('needs tokenizers>=9')", "needs tokenizers>=9"),
+        ("import no_such_package", "No module named 'no_such_package'"),
+    ],
+)
+def test_a_broken_transformers_is_one_line(hf_folder, tmp_path, monkeypatch, code, why):
+    (tmp_path / "transformers.py").write_text(code)
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     message = mtrain("checkpoint", "verify", hf_folder, code=2)
-    assert "transformers, which cannot be imported (needs tokenizers>=9). Run pip" in message
+    assert f"transformers, which cannot be imported ({why}). Run pip" in message
 
 
 def test_mistakes_are_one_line_and_leave_no_files(hf_folder, tmp_path):

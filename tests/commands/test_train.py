@@ -102,9 +102,13 @@ def test_a_file_in_the_place_of_a_folder_is_refused_also_by_a_dry_run(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / file]
 
 
-def test_a_dry_run_refuses_weights_of_another_size(launched):
-    export(Path("hf"), tiny_model("qwen3_moe", vocab_size=264))
-    words = ("train.init_from=hf", "seq=256", "topology.device=cpu", "--dry-run")
+@pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
+def test_a_dry_run_refuses_weights_of_another_size(launched, monkeypatch, max_file_bytes):
+    model = tiny_model("qwen3_moe", vocab_size=264)
+    export(Path("hf"), model, max_file_bytes=max_file_bytes)
+    assert Path("hf/model.safetensors").is_file() == (max_file_bytes == 10**9)
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    words = ("train.init_from=~/hf", "seq=256", "topology.device=cpu", "--dry-run")
     assert run(*words).exit_code == 0
     edit_config(Path("hf"), num_experts=8)
     result = run(*words)
@@ -337,6 +341,14 @@ def test_resume_of_an_unknown_run_names_the_nearest(launched):
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "zzz: no such run; allowed: first, or a folder with a resolved.yaml" in result.stderr
     assert len(launched) == 1
+
+
+def test_a_run_to_resume_may_be_in_the_home_folder(launched, tmp_path, monkeypatch):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run("--resume", "~/runs/first").exit_code == 7
+    (_, resumed) = launched
+    assert resumed[0].path == tmp_path / "runs" / "first"
 
 
 def test_resume_of_an_unknown_run_counts_the_unlisted_runs(launched):

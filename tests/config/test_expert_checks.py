@@ -32,6 +32,10 @@ from mtrain_cli.config.schema import ConfigError
         ),
         (["model.moe.top_k=2"], ["model.moe.top_k=2: a model with model.moe.experts=0 has no"]),
         (
+            ["model.moe.expert_size=64"],
+            ["model.moe.expert_size=64: a model with model.moe.experts=0 has no router"],
+        ),
+        (
             ["train.balance_loss=0.1", "train.router_z_loss=0.1", "train.balance_bias=0.1"],
             ["train.balance_loss=0.1: ", "train.router_z_loss=0.1: ", "train.balance_bias=0.1: "],
         ),

@@ -182,12 +182,15 @@ def test_a_damaged_cell_is_named_with_its_repair(tmp_path, content):
         assert line.endswith(f"Delete {study.path(damaged)}{lost} and run the study again")
 
 
-def test_a_finished_cell_without_results_is_named_with_its_repair(tmp_path):
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_finished_cell_without_results_is_named_with_its_repair(tmp_path, is_folder):
     study = Study(tmp_path, TINY)
     for lost, to_delete in ((cell(DENSE), ""), (Cell(0), f"/{DONE}")):
         finish(study, lost)
         results = study.path(lost) / EVALUATION / RESULTS
         results.unlink()
+        if is_folder:
+            results.mkdir()
         with pytest.raises(cells.DamagedCellError) as caught:
             study.done(lost)
         assert caught.value.problems == (

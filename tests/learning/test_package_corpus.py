@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,6 +93,38 @@ def test_texts_that_changed_are_refused(tmp_path):
         )
     text.write_bytes(whole)
     package_corpus.build(out, TINY, root)
+
+
+@pytest.mark.parametrize("name", ["code/code.jsonl", "needles_long/needles.jsonl"])
+def test_changed_texts_to_train_on_are_refused(tmp_path, name):
+    root, out = tmp_path / "packages", tmp_path / "out"
+    packages(root, [f"package{n}" for n in range(24)])
+    package_corpus.build(out, TINY, root)
+    with (out / name).open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(ConfigError, match="have changed since the study began"):
+        package_corpus.read(out)
+
+
+def test_the_digest_does_not_depend_on_the_order_of_a_disk(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / f"{name}.jsonl").write_text(name)
+    for names in ("abc", "cba"):
+        monkeypatch.setattr(
+            Path, "rglob", lambda folder, _, names=names: (folder / f"{n}.jsonl" for n in names)
+        )
+        assert package_corpus._digest(tmp_path) == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_texts_that_cannot_be_read_are_one_line(tmp_path):
+    root, out = tmp_path / "packages", tmp_path / "out"
+    packages(root, [f"package{n}" for n in range(24)])
+    package_corpus.build(out, TINY, root)
+    (out / "held_out.jsonl").unlink()
+    (out / "held_out.jsonl").mkdir()
+    with pytest.raises(ConfigError) as refused:
+        package_corpus.read(out)
+    assert refused.value.problems == (f"--out {tmp_path}: cannot be read (Is a directory)",)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"packages": "many"}'])

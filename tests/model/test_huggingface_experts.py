@@ -29,7 +29,7 @@ from mtrain_cli.model.huggingface_config import config_json, read_config, remark
             {"mlp_only_layers": [-1]},
             r"mlp_only_layers=\[-1\]: must be different layer numbers from 0 to 2",
         ),
-        ("qwen3_moe", {"mlp_only_layers": [99]}, "must be different layer numbers from 0 to 2"),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, "must be different layer numbers from 0 to 2"),
         ("qwen3_moe", {"mlp_only_layers": [0, 0]}, "must be different layer numbers from 0 to 2"),
         ("qwen3_moe", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7: must be at most .* 6"),
