@@ -30,13 +30,13 @@ from mtrain_cli.learning.outcomes import (
     judge_key_tokens,
     losses,
     needles,
-    other_bases,
     outcome,
     place_of,
     read_cell,
     spread_of,
     summarize,
     unknown_bases,
+    unlike_dense,
 )
 from mtrain_cli.learning.t_interval import Interval, interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
@@ -527,22 +527,25 @@ def test_cells_with_another_base_than_dense_are_named():
         "dense/seed-2": done(""), "moba/seed-2": done("z"),  # of an earlier version
         "moba/seed-3": done("z"),
     }  # fmt: skip
-    assert other_bases(finished) == {"seed-1": ["moba/seed-1", "fixed/seed-1"]}
+    assert unlike_dense(finished, "base") == {"seed-1": ["moba/seed-1", "fixed/seed-1"]}
     assert unknown_bases(finished) == {("moba",): [2]}
     more = {"fixed/seed-0": done(""), "fixed/seed-2": done("")}
     assert unknown_bases(finished | more) == {("moba", "fixed"): [2], ("fixed",): [0]}
 
 
-def test_a_cell_with_another_base_than_dense_does_not_count(tmp_path):
+def test_a_cell_with_another_base_or_other_texts_than_dense_does_not_count(tmp_path):
     study = Study(tmp_path, A)
-    for name, base in ((DENSE, "x"), (SPARSE, "z")):
+    cells = ((DENSE, "x", "c"), (SPARSE, "z", "c"), ("moba", "x", "other"))
+    for name, base, corpus in cells:
         cell = Cell(0, A.variant(name))
         write_results(study, cell)
-        done = Done(digest(A, cell), "c", 2, 1.0, 0.5, 1.0, base=base)
+        done = Done(digest(A, cell), corpus, 2, 1.0, 0.5, 1.0, base=base)
         (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
     summary = summarize(study)
     assert [each.cell.name for each in summary.measured] == [DENSE]
     assert list(summary.done) == ["dense/seed-0"]
-    assert summary.damage[-1] == (
-        f"{SPARSE}/seed-0: began with other weights than dense/seed-0, so the numbers are left out."
+    assert summary.damage == (
+        f"{SPARSE}/seed-0: began with other weights than dense/seed-0, so the numbers are left "
+        "out.",
+        "moba/seed-0: has other texts than dense/seed-0, so the numbers are left out.",
     )
