@@ -141,7 +141,7 @@ class Study:
             ConfigError: the folder has results of other settings.
         """
         file = self.path(cell) / DONE
-        if not file.is_file():
+        if not file.exists():
             return None
         try:
             found = documents.checked(Done, documents.read_json(file))
