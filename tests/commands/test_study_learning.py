@@ -66,6 +66,7 @@ def test_a_dry_run_counts_a_damaged_cell_as_not_finished(tmp_path):
             "--only sparse",
             "--only sparse: no such cell; allowed: base, dense, vertical_slash-0.6, ",
         ),
+        ("--only base,base", "--only base,base: base appears twice; give each name once"),
         ("--seeds 5", "--seeds 5: tier tiny has the seeds 0, 1"),
         ("--seeds 0,0", "--seeds 0,0: 0 appears twice; give each seed once"),
         ("--seeds x", "--seeds x: expected whole numbers; allowed: 0, 1"),
