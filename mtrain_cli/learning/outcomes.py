@@ -23,7 +23,7 @@ from typing import Any
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
-from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results, read_sample_rows
+from mtrain_cli.evaluation.results import SAMPLES, Result, read_results, read_sample_rows
 from mtrain_cli.learning.cells import EVALUATION, DamagedCellError, Done, Study
 from mtrain_cli.learning.t_interval import Interval, interval
 from mtrain_cli.learning.tiers import AGAIN, BASE, DENSE, FIXED, Cell, Tier, Variant
@@ -274,24 +274,12 @@ def read_cell(files: Evaluated, tier: Tier, cell: Cell, done: Done) -> list[Meas
 
 
 def damage_of(files: Evaluated, study: Study, cell: Cell) -> list[str]:
-    """Return a line if a finished cell lacks results or samples."""
-    folder, results = study.path(cell) / EVALUATION, files.results
+    """Return a line if a finished cell lacks samples of its results."""
     rows = Counter(str(row.get("key")) for row in files.rows)
-    attentions = {result.attention for result in results}
-    tasks = [(result.task, result.attention) for result in results]
-    wanted = {(task, attention) for task in (PERPLEXITY, NIAH) for attention in attentions}
-    if cell.variant is not None and cell.variant.words:
-        whole = len(attentions - {DENSE}) == 1 and DENSE in attentions
-    else:
-        whole = attentions == {DENSE}
-    if not whole or not wanted <= set(tasks):
-        lost = RESULTS
-    elif any(rows[result.key] < result.samples for result in results):
-        lost = SAMPLES
-    else:
+    if all(rows[result.key] >= result.samples for result in files.results):
         return []
-    state = "damaged" if (folder / lost).exists() else "missing"
-    return [f"{folder / lost}: {state}, so numbers of this cell are missing. {study.repair(cell)}."]
+    file = study.path(cell) / EVALUATION / SAMPLES
+    return [f"{file}: damaged, so numbers of this cell are missing. {study.repair(cell)}."]
 
 
 def losses(result: Result, long: int) -> tuple[dict[str, float], dict[tuple[int, int], float]]:

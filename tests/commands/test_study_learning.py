@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from command import mtrain
+from learning.finished_cell import write_results
 from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands import study_learning
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.results import RESULTS
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import cells, package_corpus
 from mtrain_cli.learning.cells import Done, Study
@@ -197,8 +197,7 @@ def computed(tmp_path, monkeypatch):
         (study.path(cell) / cells.HF).mkdir(parents=True, exist_ok=True)
         (study.path(cell) / cells.HF / "model.safetensors").write_bytes(NO_TENSORS)
         (study.path(cell) / cells.DONE).write_text(json.dumps(vars(done)))
-        (study.path(cell) / cells.EVALUATION).mkdir(exist_ok=True)
-        (study.path(cell) / cells.EVALUATION / RESULTS).touch()
+        write_results(study, cell)
 
     monkeypatch.setattr(cells, "compute", compute)
     monkeypatch.setattr(study_learning.time, "monotonic", lambda: now[0])

@@ -6,14 +6,13 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from learning.finished_cell import write_results
 from learning.test_outcomes import A, measured, three
 from rich.console import Console
 
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_cli.evaluation.results import RESULTS
 from mtrain_cli.learning.cells import (
     DONE,
-    EVALUATION,
     Done,
     Study,
     estimated_flop,
@@ -128,8 +127,7 @@ def test_a_plan_counts_the_time_of_the_seeds_that_are_left(tmp_path, capsys):
     study = Study(tmp_path, A)
     cells = [Cell(seed, A.variant("dense")) for seed in A.seeds]
     for cell in cells[:2]:
-        (study.path(cell) / EVALUATION).mkdir(parents=True)
-        (study.path(cell) / EVALUATION / RESULTS).touch()
+        write_results(study, cell)
         done = Done(digest(A, cell), "", 200, 80.0, 0.4, 1.0)
         (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
     show_plan(Console(width=300), study, cells)
