@@ -76,9 +76,7 @@ def test_a_remark_says_that_noise_differs_by_seed_where_something_loses_nothing(
 
     found = summary([0.002, 0.003, 0.004])  # dense-again differs by -0.01, 0.01 and 0.01
     (line,) = uneven(found)
-    assert line.startswith(
-        "dense-again differs from dense by other amounts in other seeds, in loss:"
-    )
+    assert line.startswith("The difference of dense-again from dense varies by seed, in loss: the")
     even = {**found.spread, "loss": 0.04}
     assert not uneven(replace(found, spread=even))
     assert not uneven(summary([0.2, 0.3, 0.4])), "nothing is said to lose nothing"
