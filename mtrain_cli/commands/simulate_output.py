@@ -15,6 +15,7 @@ from mtrain_cli.console import Console
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.terminal_width import new_table, number, say
+from mtrain_cli.simulation.expert_exchange import WAIT_FOR_NUMBERS
 from mtrain_cli.simulation.families import FAMILIES
 from mtrain_cli.simulation.predicted_step import EXPERTS, PIPELINE, TENSOR, PredictedStep
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
@@ -288,7 +289,11 @@ def step_lines(
     step, plan = outcome.step, outcome.plan
     by_size = sorted(step.parts.items(), key=lambda item: -item[1])
     shares = [(name, seconds / step.seconds.value) for name, seconds in by_size]
-    listed = ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 5e-4)
+    # What is waited for, where the name of a part could be read as work.
+    waits = {name: f"waits for {what}" for name, (_, what) in _FOR.items()}
+    listed = ", ".join(
+        f"{waits.get(name, name)} {share:.1%}" for name, share in shares if share >= 5e-4
+    )
     yield (
         f"time   {outcome.layout} {plan.exchange.label}: {listed}; {step.hidden:.2f} s of weight "
         "transfers hidden"
@@ -302,7 +307,9 @@ def step_lines(
         degree = plan.config.topology.expert_parallel
         yield (
             f"experts dealt over {degree} workers: {rows.size / GIB:.2f} GiB of rows reach each "
-            f"worker in a step; {rows.exposed:.3g} s of them exposed, {rows.hidden:.3g} s hidden; "
+            f"worker in a step; {rows.exposed:.3g} s exposed, with "
+            f"{WAIT_FOR_NUMBERS.value / 1e3:g} ms per layer and micro-batch for the wait of the "
+            f"host and all that predictions lack; {rows.hidden:.3g} s hidden; "
             f"{rows.late:.3g} s of waits for workers with popular experts"
         )
     if plan.pipeline is not None:

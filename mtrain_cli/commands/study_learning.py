@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from mtrain_cli.learning.tiers import Cell, Tier
 
 _MOST_MINUTES = 10**6
+# Bytes for the longest path in the folder of a study, a file of an unfinished checkpoint:
+# /vertical_slash-0.6-dense-layers/seed-0/run/checkpoints/step-200.tmp-5/.metadata.tmp has 84.
+_LONGEST_FILE = 128
 
 
 @app.command()
@@ -145,18 +148,26 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
     Returns: the tier with the steps of the study's base; None if that is not known.
 
     Raises:
-        ConfigError: it holds something else, is a file, or has a name that settings cannot hold.
+        ConfigError: it holds something else, is a file, or has a path that settings or files of a
+            study cannot have.
     """
-    from mtrain_cli.config.keys import path_problem
+    from mtrain_cli.config.keys import PATH_MAX, path_problem
     from mtrain_cli.learning.cells import Study
 
-    absolute = str(folder.absolute())
-    if problem := path_problem(absolute):
-        raise ConfigError(f"--out {folder}: {problem}")
-    if "${" in absolute:
-        raise ConfigError(
-            f"--out {folder}: holds ${{, which begins the name of a setting; give another folder"
-        )
+    # Trainings get the path without symbolic links, which may be longer or hold other characters.
+    for path in (str(folder.absolute()), os.path.realpath(folder)):
+        if problem := path_problem(path):
+            raise ConfigError(f"--out {folder}: {problem}")
+        if len(os.fsencode(path)) > PATH_MAX - _LONGEST_FILE:
+            raise ConfigError(
+                f"--out {folder}: is too long for the files of a study; give a folder whose whole "
+                f"path has at most {PATH_MAX - _LONGEST_FILE} bytes"
+            )
+        if "${" in path:
+            raise ConfigError(
+                f"--out {folder}: holds ${{, which begins the name of a setting; give another "
+                "folder"
+            )
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
             what = "is" if place == folder else f"{place} is"

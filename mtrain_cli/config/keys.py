@@ -237,7 +237,7 @@ def _list_of(kind: Any) -> str:
     return f"a list of {len(parts)} numbers such as [{','.join(sample for _ in parts)}]"
 
 
-_NAME_MAX, _PATH_MAX = 255, 4095  # bytes, on Linux
+_NAME_MAX, PATH_MAX = 255, 4095  # bytes, on Linux
 
 
 def path_problem(text: str) -> str | None:
@@ -248,8 +248,8 @@ def path_problem(text: str) -> str | None:
         return "is not UTF-8; rename it"
     except RuntimeError:
         return "begins with the name of a user unknown on this machine; give the whole path"
-    if len(data) > _PATH_MAX or max(map(len, data.split(b"/"))) > _NAME_MAX:
-        return f"is too long; a name has at most {_NAME_MAX} bytes, a path {_PATH_MAX}"
+    if len(data) > PATH_MAX or max(map(len, data.split(b"/"))) > _NAME_MAX:
+        return f"is too long; a name has at most {_NAME_MAX} bytes, a path {PATH_MAX}"
     if any(ord(letter) < 32 for letter in text):
         return "holds a control character; give the path of a file or folder"
     return None

@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, PYTHON, Config, ConfigError
-from mtrain_cli.evaluation.results import RESULTS
+from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_lock import LOCK, RunLock
@@ -70,7 +70,7 @@ class Done:
 
 
 class DamagedCellError(ConfigError):
-    """The file `DONE` of a cell cannot be read, or the cell has lost its results."""
+    """The file `DONE` of a cell cannot be read, or the cell has lost results or samples."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,12 @@ class Study:
         """Return what a finished cell left; None if it is not finished.
 
         Raises:
-            DamagedCellError: the file cannot be read, or the results are missing.
+            DamagedCellError: the file cannot be read, results are missing or damaged, or the
+                samples are missing.
             ConfigError: the folder has results of other settings.
         """
         file = self.path(cell) / DONE
-        if not file.is_file():
+        if not file.exists():
             return None
         try:
             found = documents.checked(Done, documents.read_json(file))
@@ -156,9 +157,13 @@ class Study:
             raise ConfigError(
                 f"--out {self.folder}: {cell.key} was trained on other texts; give another folder"
             )
-        results = self.path(cell) / EVALUATION / RESULTS
-        if not results.is_file():
-            raise DamagedCellError(self._unfinished(results, "missing", cell))
+        evaluation = self.path(cell) / EVALUATION
+        # Nothing reads the samples of a base, which would have to be trained again.
+        for name in (RESULTS,) if cell.variant is None else (RESULTS, SAMPLES):
+            if not (file := evaluation / name).is_file():
+                raise DamagedCellError(self._unfinished(file, "missing", cell))
+        if not _has_results(cell, read_results(evaluation)):
+            raise DamagedCellError(self._unfinished(evaluation / RESULTS, "damaged", cell))
         return found
 
     def _unfinished(self, file: Path, state: str, cell: Cell) -> str:
@@ -173,6 +178,16 @@ class Study:
     @property
     def texts(self) -> Path:
         return self.folder / CORPUS
+
+
+def _has_results(cell: Cell, results: Iterable[Result]) -> bool:
+    """Return whether a cell has the results of its tasks, with dense attention and its own."""
+    tasks: dict[str, set[str]] = {}
+    for result in results:
+        tasks.setdefault(result.attention, set()).add(result.task)
+    wanted = {NIAH} if cell.variant is None else {NIAH, PERPLEXITY}
+    count = 1 if cell.variant is None or not cell.variant.words else 2
+    return DENSE in tasks and len(tasks) == count and all(wanted <= own for own in tasks.values())
 
 
 def training_words(study: Study, cell: Cell) -> list[str]:
@@ -500,8 +515,6 @@ def _measure_base(study: Study, cell: Cell, *, below_gate: bool) -> float | None
     Raises:
         ConfigError: they are fewer than the gate asks for, and not ``below_gate``.
     """
-    from mtrain_cli.evaluation.results import read_results
-
     tier, folder = study.tier, study.path(cell)
     source = _source(study, folder / HF)
     _evaluate(study, folder, NIAH, folder / HF, {DENSE: source.config}, tier.base_seq)

@@ -1,7 +1,7 @@
 """What the cells of a study give together: means over seeds, differences from dense, predictions.
 
 A difference is paired: of two cells with one seed, which share the base, the order of the data and
-the texts. Cells that began with other weights than dense are left out.
+the texts. Cells that began with other weights than dense, or have other texts, are left out.
 
 The noise of training is the largest difference of the cells `dense-again` and `dense` of any seed.
 Only where the whole interval of a difference lies within it do we say "loses nothing", and only if
@@ -23,7 +23,7 @@ from typing import Any
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
-from mtrain_cli.evaluation.results import RESULTS, SAMPLES, Result, read_results, read_sample_rows
+from mtrain_cli.evaluation.results import SAMPLES, Result, read_results, read_sample_rows
 from mtrain_cli.learning.cells import EVALUATION, DamagedCellError, Done, Study
 from mtrain_cli.learning.t_interval import Interval, interval
 from mtrain_cli.learning.tiers import AGAIN, BASE, DENSE, FIXED, Cell, Tier, Variant
@@ -136,7 +136,7 @@ class Summary:
     spread: largest difference of two dense cells of one seed, by measure; empty if not measured.
     outcomes: of the predictions about cells of the tier.
     damage: a line on each cell with files that cannot all be read, or that began with
-        other weights than dense.
+        other weights than dense or has other texts.
     """
 
     tier: Tier
@@ -172,13 +172,13 @@ def summarize(study: Study) -> Summary:
                 files = Evaluated.read(study.path(cell) / EVALUATION)
                 measured += read_cell(files, study.tier, cell, found)
                 damage += damage_of(files, study, cell)
-    unpaired = other_bases(done)
-    for name, keys in unpaired.items():
-        damage.append(
-            f"{', '.join(keys)}: began with other weights than {DENSE}/{name}, so the numbers are "
-            "left out."
-        )
-    apart = {key for keys in unpaired.values() for key in keys}
+    apart = set[str]()
+    for fact, words in (("base", "began with other weights"), ("corpus", "has other texts")):
+        for name, keys in unlike_dense(done, fact).items():
+            damage.append(
+                f"{', '.join(keys)}: {words} than {DENSE}/{name}, so the numbers are left out."
+            )
+            apart.update(keys)
     measured = [each for each in measured if each.cell.key not in apart]
     done = {key: found for key, found in done.items() if key not in apart}
     spread = spread_of(measured)
@@ -221,16 +221,20 @@ def _is_sample(row: dict[str, Any]) -> bool:
     return isinstance(row.get("key"), str) and all(map(documents.is_number, numbers))
 
 
-def other_bases(done: Mapping[str, Done]) -> dict[str, list[str]]:
-    """Return the keys of cells that began with other weights than dense, by ``seed-N``.
+def unlike_dense(done: Mapping[str, Done], fact: str) -> dict[str, list[str]]:
+    """Return the keys of cells that differ in a fact from the dense cell, by ``seed-N``.
+
+    A base does not count, and neither does an unknown fact.
 
     done: of the finished cells, by key (`Cell.key`).
+    fact: name of a field of `Done`: ``base`` or ``corpus``.
     """
     found: dict[str, list[str]] = {}
     for key, cell in done.items():
-        seed = key.rpartition("/")[2]
+        name, _, seed = key.partition("/")
         dense = done.get(f"{DENSE}/{seed}")
-        if dense is not None and dense.base and cell.base not in ("", dense.base):
+        wanted = "" if dense is None or name == BASE else getattr(dense, fact)
+        if wanted and getattr(cell, fact) not in ("", wanted):
             found.setdefault(seed, []).append(key)
     return found
 
@@ -274,24 +278,12 @@ def read_cell(files: Evaluated, tier: Tier, cell: Cell, done: Done) -> list[Meas
 
 
 def damage_of(files: Evaluated, study: Study, cell: Cell) -> list[str]:
-    """Return a line if a finished cell lacks results or samples."""
-    folder, results = study.path(cell) / EVALUATION, files.results
+    """Return a line if a finished cell lacks samples of its results."""
     rows = Counter(str(row.get("key")) for row in files.rows)
-    attentions = {result.attention for result in results}
-    tasks = [(result.task, result.attention) for result in results]
-    wanted = {(task, attention) for task in (PERPLEXITY, NIAH) for attention in attentions}
-    if cell.variant is not None and cell.variant.words:
-        whole = len(attentions - {DENSE}) == 1 and DENSE in attentions
-    else:
-        whole = attentions == {DENSE}
-    if not whole or not wanted <= set(tasks):
-        lost = RESULTS
-    elif any(rows[result.key] < result.samples for result in results):
-        lost = SAMPLES
-    else:
+    if all(rows[result.key] >= result.samples for result in files.results):
         return []
-    state = "damaged" if (folder / lost).exists() else "missing"
-    return [f"{folder / lost}: {state}, so numbers of this cell are missing. {study.repair(cell)}."]
+    file = study.path(cell) / EVALUATION / SAMPLES
+    return [f"{file}: damaged, so numbers of this cell are missing. {study.repair(cell)}."]
 
 
 def losses(result: Result, long: int) -> tuple[dict[str, float], dict[tuple[int, int], float]]:

@@ -113,14 +113,18 @@ def _steps(tier: Tier, cell: Cell) -> str:
 
 
 def show_summary(console: Console, summary: Summary) -> None:
-    """Print what is known, failed predictions first."""
+    """Print what is known, failed predictions first. Of a toy, first that it shows nothing."""
+    lines = remarks(summary)
+    if TOY in lines:
+        say(console, TOY)
+        lines.remove(TOY)
     for each in tables(summary):
         table = new_table(each.heads, words=each.words, title=each.title, caption=each.note or None)
         for row in each.rows:
             table.add_row(*row)
         if each.rows:
             print_table(console, table)
-    for line in remarks(summary):
+    for line in lines:
         say(console, line)
 
 
@@ -170,10 +174,27 @@ def remarks(summary: Summary) -> list[str]:
             f"The control does not lose by {'; '.join(blind)}: the experiment could not see a loss "
             "there, so equal numbers show nothing."
         )
+    if uneven := _uneven_noise(summary):
+        lines.append(
+            f"The difference of {AGAIN} from {DENSE} varies by seed, in {'; '.join(uneven)}: the "
+            f'interval of its mean is wider than the spread. So "{NOTHING}" can hide a small loss '
+            "there."
+        )
     total = len(tier.seeds) * (len(tier.variants) + 1)
     if len(summary.done) < total:
         lines.append(f"{len(summary.done)} of {total} cells are finished.")
     return lines
+
+
+def _uneven_noise(summary: Summary) -> list[str]:
+    """Return measures in which a variant loses nothing, but the mean noise is not known well."""
+    again = next((each for each in summary.compared if each.variant.name == AGAIN), None)
+    return [] if again is None else [
+        MEASURES[name]
+        for name, over in again.difference.items()
+        if over.high is not None and over.high - over.mean > summary.spread[name]
+        and any(each.verdict.get(name) == NOTHING for each in summary.compared)
+    ]  # fmt: skip
 
 
 def value(number: Interval | None, *, loss: bool, signed: bool = False) -> str:

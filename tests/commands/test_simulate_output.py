@@ -180,3 +180,6 @@ def test_rows_of_experts_are_shown_exposed_and_hidden():
     assert f"{rows['exposed']:.2f} + {rows['hidden']:.2f}" in shown
     assert "With expert parallelism, another wait is for rows of experts." in shown
     assert f"experts dealt over 4 workers: {rows['size'] / 2**30:.2f} GiB" in shown
+    share = rows["exposed"] / entry["step"]["seconds"]["value"]
+    assert f"waits for rows of experts {share:.1%}" in shown
+    assert "4 ms per layer and micro-batch for the wait of the host" in shown

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from command import mtrain
+from learning.finished_cell import write_results
 from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands import study_learning
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.results import RESULTS
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import cells, package_corpus
 from mtrain_cli.learning.cells import Done, Study
@@ -66,6 +66,7 @@ def test_a_dry_run_counts_a_damaged_cell_as_not_finished(tmp_path):
             "--only sparse",
             "--only sparse: no such cell; allowed: base, dense, vertical_slash-0.6, ",
         ),
+        ("--only base,base", "--only base,base: base appears twice; give each name once"),
         ("--seeds 5", "--seeds 5: tier tiny has the seeds 0, 1"),
         ("--seeds 0,0", "--seeds 0,0: 0 appears twice; give each seed once"),
         ("--seeds x", "--seeds x: expected whole numbers; allowed: 0, 1"),
@@ -244,8 +245,7 @@ def computed(tmp_path, monkeypatch):
         (study.path(cell) / cells.HF).mkdir(parents=True, exist_ok=True)
         (study.path(cell) / cells.HF / "model.safetensors").write_bytes(NO_TENSORS)
         (study.path(cell) / cells.DONE).write_text(json.dumps(vars(done)))
-        (study.path(cell) / cells.EVALUATION).mkdir(exist_ok=True)
-        (study.path(cell) / cells.EVALUATION / RESULTS).touch()
+        write_results(study, cell)
 
     monkeypatch.setattr(cells, "compute", compute)
     monkeypatch.setattr(study_learning.time, "monotonic", lambda: now[0])

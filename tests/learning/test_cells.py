@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from learning.finished_cell import write_results
 from safetensors.numpy import save_file
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.results import PERCENT, RESULTS, Result, ResultsFolder
+from mtrain_cli.evaluation.results import PERCENT, RESULTS, SAMPLES, Result, ResultsFolder
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_lock import RunLock
 from mtrain_cli.learning import cells
@@ -45,13 +46,6 @@ def finish(study: Study, cell: Cell, **changes) -> None:
     study.path(cell).mkdir(parents=True, exist_ok=True)
     (study.path(cell) / DONE).write_text(json.dumps(asdict(Done(**values))))
     write_results(study, cell)
-
-
-def write_results(study: Study, cell: Cell) -> float:
-    file = study.path(cell) / EVALUATION / RESULTS
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch()
-    return 100.0
 
 
 def cell(name: str, seed: int = 0) -> Cell:
@@ -188,6 +182,18 @@ def test_a_damaged_cell_is_named_with_its_repair(tmp_path, content):
         assert line.endswith(f"Delete {study.path(damaged)}{lost} and run the study again")
 
 
+def test_a_folder_in_the_place_of_the_file_is_named_before_the_cell_is_computed(tmp_path):
+    study = Study(tmp_path, TINY)
+    folder = study.path(Cell(0)) / DONE
+    folder.mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        cells.compute(study, Cell(0), lambda _: pytest.fail("trained"))
+    assert caught.value.problems == (
+        f"{folder}: damaged (Is a directory), so base/seed-0 does not count as finished. Delete "
+        f"{folder} and run the study again",
+    )
+
+
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_finished_cell_without_results_is_named_with_its_repair(tmp_path, is_folder):
     study = Study(tmp_path, TINY)
@@ -203,6 +209,33 @@ def test_a_finished_cell_without_results_is_named_with_its_repair(tmp_path, is_f
             f"{results}: missing, so {lost.key} does not count as finished. Delete "
             f"{study.path(lost)}{to_delete} and run the study again",
         )
+
+
+def test_a_finished_cell_with_damaged_results_or_without_samples_is_named(tmp_path):
+    study = Study(tmp_path, TINY)
+    for damaged, to_delete in ((cell(SPARSE), ""), (cell(DENSE), ""), (Cell(0), f"/{DONE}")):
+        finish(study, damaged)
+        folder = study.path(damaged) / EVALUATION
+        results, samples = folder / RESULTS, folder / SAMPLES
+        whole, rows = results.read_text(), samples.read_text()
+        one_lost = whole.replace('"dense"', "dense", 1 + (damaged == Cell(0)))
+        for content in ("", "nonsense", one_lost):
+            results.write_text(content)
+            with pytest.raises(cells.DamagedCellError) as caught:
+                study.done(damaged)
+            assert caught.value.problems == (
+                f"{results}: damaged, so {damaged.key} does not count as finished. Delete "
+                f"{study.path(damaged)}{to_delete} and run the study again",
+            )
+        results.write_text(whole)
+        samples.unlink()
+        if damaged.variant is None:  # nothing reads them
+            assert study.done(damaged) is not None
+            continue
+        with pytest.raises(cells.DamagedCellError, match=f"^{samples}: missing, so "):
+            study.done(damaged)
+        samples.write_text(rows)
+        assert study.done(damaged) is not None
 
 
 @pytest.mark.parametrize(
@@ -401,7 +434,9 @@ def test_a_base_without_weights_is_trained_again_if_a_cell_needs_it(tmp_path, mo
 
     monkeypatch.setattr(cells, "_trained", lambda *_: (24.0, 2.0, 1.0))
     monkeypatch.setattr(cells, "export_base", export)
-    monkeypatch.setattr(cells, "_measure_base", lambda *given, **_: write_results(*given))
+    monkeypatch.setattr(
+        cells, "_measure_base", lambda *given, **_: (write_results(*given), 100.0)[1]
+    )
     monkeypatch.setattr(cells, "measure", write_results)
     assert cells.compute(study, base, train).base == ""
     assert cells.unfinished(study, [base, dense, sparse]) == [sparse]

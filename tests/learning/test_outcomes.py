@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from learning.finished_cell import write_results
 
 from mtrain_cli.evaluation.results import NATS, PERCENT, RESULTS, Part, Result, ResultsFolder
 from mtrain_cli.learning import outcomes
@@ -29,13 +30,13 @@ from mtrain_cli.learning.outcomes import (
     judge_key_tokens,
     losses,
     needles,
-    other_bases,
     outcome,
     place_of,
     read_cell,
     spread_of,
     summarize,
     unknown_bases,
+    unlike_dense,
 )
 from mtrain_cli.learning.t_interval import Interval, interval
 from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
@@ -220,38 +221,18 @@ def test_seconds_of_training_leave_out_the_compilation_of_the_first_steps():
     assert found.seconds == pytest.approx(92.0)
 
 
-@pytest.mark.parametrize(
-    ("results", "rows", "lost"),
-    [
-        (4, 2, None), (3, 2, "results.jsonl"), (2, 2, "results.jsonl"), (0, 0, "results.jsonl"),
-        (4, 1, "samples.jsonl"),
-    ],
-)  # fmt: skip
-def test_a_cell_with_damaged_results_is_named(tmp_path, results, rows, lost):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cell_with_damaged_samples_is_named(tmp_path, rows):
     whole = [
-        Result(f"{task}-{attention}", task, 65536, attention, "", 1, 2, 4.0, None, NATS)
-        for attention in (DENSE, "moba")
-        for task in ("perplexity", "niah")
+        Result(task, task, 65536, DENSE, "", 1, 2, 4.0, None, NATS) for task in ("text", "niah")
     ]
     samples = [{"key": result.key} for result in whole for _ in range(rows)]
-    files = Evaluated(whole[:results], samples)
-    lines = damage_of(files, Study(tmp_path, A), Cell(0, A.variant("moba")))
-    cell = f"{tmp_path}/moba/seed-0"
+    lines = damage_of(Evaluated(whole, samples), Study(tmp_path, A), Cell(0, A.variant(DENSE)))
+    cell = f"{tmp_path}/dense/seed-0"
     assert lines == [
-        f"{cell}/evaluation/{lost}: missing, so numbers of this cell are missing. "
+        f"{cell}/evaluation/samples.jsonl: damaged, so numbers of this cell are missing. "
         f"Delete {cell} and run the study again."
-    ] * bool(lost)
-
-
-@pytest.mark.parametrize("attentions", [("moba",), (DENSE, "moba", "other"), (DENSE,)])
-def test_a_sparse_cell_has_dense_inference_and_its_own(tmp_path, attentions):
-    whole = [
-        Result(f"{task}-{attention}", task, 65536, attention, "", 1, 0, 4.0, None, NATS)
-        for attention in attentions
-        for task in ("perplexity", "niah")
-    ]
-    (line,) = damage_of(Evaluated(whole, []), Study(tmp_path, A), Cell(0, A.variant("moba")))
-    assert "results.jsonl: missing" in line
+    ] * (rows < 2)
 
 
 @pytest.mark.parametrize("task", ["perplexity", "niah"])
@@ -267,8 +248,7 @@ def test_a_summary_has_the_gates_of_the_bases(tmp_path):
     done = Done(
         digest(A, base), "c", steps=2, seconds=1.0, step_seconds=0.5, density=1.0, gate=96.5
     )
-    results.parent.mkdir(parents=True)
-    results.touch()
+    write_results(study, base)
     (study.path(base) / DONE).write_text(json.dumps(asdict(done)))
     assert summarize(study).gates == {1: 96.5}
     results.unlink()
@@ -310,8 +290,6 @@ def test_a_summary_reads_the_files_of_a_cell_once_and_survives_damaged_samples(
     assert found.values == {"loss": 4.0, "needles": 100.0, "elsewhere": 100.0, "outside": 100.0}
     (line,) = summary.damage
     assert line.startswith(f"{folder.path}/samples.jsonl: damaged")
-    (folder.path / "samples.jsonl").unlink()
-    assert summarize(study).damage == (line.replace("damaged", "missing"),)
     other = study.path(Cell(1, A.variant(DENSE))) / DONE
     other.parent.mkdir()
     other.write_text("{")
@@ -549,25 +527,25 @@ def test_cells_with_another_base_than_dense_are_named():
         "dense/seed-2": done(""), "moba/seed-2": done("z"),  # of an earlier version
         "moba/seed-3": done("z"),
     }  # fmt: skip
-    assert other_bases(finished) == {"seed-1": ["moba/seed-1", "fixed/seed-1"]}
+    assert unlike_dense(finished, "base") == {"seed-1": ["moba/seed-1", "fixed/seed-1"]}
     assert unknown_bases(finished) == {("moba",): [2]}
     more = {"fixed/seed-0": done(""), "fixed/seed-2": done("")}
     assert unknown_bases(finished | more) == {("moba", "fixed"): [2], ("fixed",): [0]}
 
 
-def test_a_cell_with_another_base_than_dense_does_not_count(tmp_path):
+def test_a_cell_with_another_base_or_other_texts_than_dense_does_not_count(tmp_path):
     study = Study(tmp_path, A)
-    for name, base in ((DENSE, "x"), (SPARSE, "z")):
+    cells = ((DENSE, "x", "c"), (SPARSE, "z", "c"), ("moba", "x", "other"))
+    for name, base, corpus in cells:
         cell = Cell(0, A.variant(name))
-        folder = ResultsFolder.open(study.path(cell) / EVALUATION, "..")
-        for kind in ("perplexity", "niah"):
-            unit = NATS if kind == "perplexity" else PERCENT
-            folder.add_result(Result(kind, kind, 65536, DENSE, "", 1, 0, 4.0, None, unit))
-        done = Done(digest(A, cell), "c", 2, 1.0, 0.5, 1.0, base=base)
+        write_results(study, cell)
+        done = Done(digest(A, cell), corpus, 2, 1.0, 0.5, 1.0, base=base)
         (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
     summary = summarize(study)
     assert [each.cell.name for each in summary.measured] == [DENSE]
     assert list(summary.done) == ["dense/seed-0"]
-    assert summary.damage[-1] == (
-        f"{SPARSE}/seed-0: began with other weights than dense/seed-0, so the numbers are left out."
+    assert summary.damage == (
+        f"{SPARSE}/seed-0: began with other weights than dense/seed-0, so the numbers are left "
+        "out.",
+        "moba/seed-0: has other texts than dense/seed-0, so the numbers are left out.",
     )

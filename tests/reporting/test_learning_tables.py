@@ -6,14 +6,13 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from learning.finished_cell import write_results
 from learning.test_outcomes import A, measured, three
 from rich.console import Console
 
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_cli.evaluation.results import RESULTS
 from mtrain_cli.learning.cells import (
     DONE,
-    EVALUATION,
     Done,
     Study,
     estimated_flop,
@@ -63,11 +62,33 @@ def test_the_tables_show_failures_first_and_words_only_with_an_interval():
 
 
 def test_remarks_say_what_is_missing():
-    lines = remarks(summary([0.0, 0.0, 0.0]))
+    found = summary([0.0, 0.0, 0.0])
+    lines = remarks(replace(found, compared=found.compared[:2]))  # without dense-again
     assert lines == [
         "Needles that the bases find at 8k: 96.0 % (seed 0); gate 95 %.",
         "0 of 39 cells are finished.",
     ]
+
+
+def test_a_remark_says_that_noise_differs_by_seed_where_something_loses_nothing():
+    def uneven(found: Summary) -> list[str]:
+        return [line for line in remarks(found) if "wider than the spread" in line]
+
+    found = summary([0.002, 0.003, 0.004])  # dense-again differs by -0.01, 0.01 and 0.01
+    (line,) = uneven(found)
+    assert line.startswith("The difference of dense-again from dense varies by seed, in loss: the")
+    even = {**found.spread, "loss": 0.04}
+    assert not uneven(replace(found, spread=even))
+    assert not uneven(summary([0.2, 0.3, 0.4])), "nothing is said to lose nothing"
+    assert not uneven(summary([0.002])), "one seed has no interval"
+
+
+def test_a_toy_is_called_one_before_its_tables(capsys):
+    found = summary([0.002, 0.003, 0.004])
+    show_summary(Console(width=200), replace(found, tier=replace(found.tier, gate=None)))
+    text = capsys.readouterr().out
+    assert text.startswith(learning_tables.TOY[:60])
+    assert text.count("Toy size") == 1
 
 
 def test_a_remark_names_cells_whose_base_is_not_known():
@@ -104,8 +125,7 @@ def test_a_plan_counts_the_time_of_the_seeds_that_are_left(tmp_path, capsys):
     study = Study(tmp_path, A)
     cells = [Cell(seed, A.variant("dense")) for seed in A.seeds]
     for cell in cells[:2]:
-        (study.path(cell) / EVALUATION).mkdir(parents=True)
-        (study.path(cell) / EVALUATION / RESULTS).touch()
+        write_results(study, cell)
         done = Done(digest(A, cell), "", 200, 80.0, 0.4, 1.0)
         (study.path(cell) / DONE).write_text(json.dumps(asdict(done)))
     show_plan(Console(width=300), study, cells)
