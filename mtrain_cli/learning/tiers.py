@@ -296,12 +296,14 @@ def cells_of(tier: Tier, only: Sequence[str] = (), seeds: Sequence[int] = ()) ->
         seeds: some of the tier's; () for all.
 
     Raises:
-        ConfigError: there is no such variant or seed, or a seed appears twice.
+        ConfigError: there is no such variant or seed, or one appears twice.
     """
     known = tier.names
     for name in only:
         if name not in known:
             raise ConfigError(f"--only {name}: no such cell; allowed: {', '.join(known)}")
+        if only.count(name) > 1:
+            raise ConfigError(f"--only {','.join(only)}: {name} appears twice; give each name once")
     for seed in seeds:
         if seed not in tier.seeds:
             allowed = ", ".join(map(str, tier.seeds))
