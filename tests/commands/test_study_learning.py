@@ -156,7 +156,9 @@ def test_a_folder_too_long_for_the_files_of_a_study_is_refused(tmp_path, monkeyp
     link, linked = tmp_path / "link", tmp_path / "linked"
     link.symlink_to(longest)
     linked.symlink_to(f"{longest}x")
-    for fits, out in ((True, longest), (False, f"{longest}x"), (True, link), (False, linked)):
+    winding = f"{tmp_path}/".ljust(3990, "x").replace("xxxxx", "x/../")
+    outs = (True, longest), (False, f"{longest}x"), (True, link), (False, linked), (False, winding)
+    for fits, out in outs:
         if fits and not dry_run:
             continue  # it would compute
         result = run("--out", out, *dry_run)
