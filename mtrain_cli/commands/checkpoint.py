@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED, argument, bounded, option
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import one_line, printable
 
 app = typer.Typer(
@@ -131,11 +132,17 @@ def verify_weights(
         tokens: Number of random tokens.
         tolerance: Largest logit difference that counts as agreement.
     """
-    from mtrain_cli.training.checkpoint_source import find_source
+    from mtrain_cli.training.checkpoint_source import NotARunError, find_source
 
     from_run = not (source / "config.json").is_file()
     if from_run:
-        source = find_source(source)
+        try:
+            source = find_source(source)
+        except NotARunError as error:
+            raise ConfigError(
+                f"{error.problems[0]} Or give a Hugging Face folder, with config.json and "
+                "safetensors"
+            ) from None
     # Imported late: it takes seconds, and mistakes are reported above.
     import torch
 

@@ -201,6 +201,7 @@ def test_a_missing_source_is_refused(tmp_path):
     pytest.importorskip("transformers")
     message = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
     assert message.startswith(f"mtrain: {tmp_path / 'nosuch'}: not a run or a run's checkpoint")
+    assert message.endswith("Or give a Hugging Face folder, with config.json and safetensors")
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
