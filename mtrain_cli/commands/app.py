@@ -248,15 +248,22 @@ def _wrong_value(error: Any) -> str | None:
         return None
     detail = list_errors()[0]
     bounds = detail.get("ctx", {})
-    if "ge" in bounds:
+    if str(detail["input"]).lower() == "nan":
+        reason = "expected a number"
+    elif "ge" in bounds:
         reason = f"must be at least {bounds['ge']:g}"
     elif "le" in bounds:
-        reason = f"must be at most {bounds['le']:,}"
+        reason = f"must be at most {bounds['le']:,}".removesuffix(".0")
     elif " is not one of " in detail["msg"]:
         reason = "expected one of " + detail["msg"].partition(" is not one of ")[2].replace("'", "")
     else:
-        reason = _EXPECTED.get(detail["type"], detail["msg"])
-    return f"{max(param.opts, key=len)}={detail['input']}: {reason}"
+        reason = _EXPECTED.get(detail["type"], detail["msg"].removeprefix("Value error, "))
+    name = max(param.opts, key=len)
+    if not name.startswith("-"):
+        name = param.metavar or name
+    return (
+        f"{name}={detail['input']}: {reason}" if detail["input"] != "" else f"{name} '': {reason}"
+    )
 
 
 # Subcommands inherit these names of the help option.

@@ -97,7 +97,8 @@ def learning(
             f"--budget-minutes {budget_minutes:g}: must be from 0 to {_MOST_MINUTES:,}"
         )
     if packages is not None and not packages.is_dir():
-        raise ConfigError(f"--packages {packages}: no such folder")
+        why = "is a file; give a folder" if packages.is_file() else "no such folder"
+        raise ConfigError(f"--packages {packages}: {why}")
     names = [] if only is None else _names(only, chosen)
     cells = cells_of(chosen, names, [] if seeds is None else _seeds(seeds, chosen))
     study = Study(folder, chosen)

@@ -125,7 +125,8 @@ def chosen(words: Sequence[str]) -> list[str]:
         elif word in known:
             of_paper = [word]
         if not of_paper:
-            raise ConfigError(f"{word}: {no_such('published table', word, choices())}")
+            why = no_such("published table", word, choices())
+            raise ConfigError(f"{word or repr(word)}: {why}")
         found += of_paper
     return list(dict.fromkeys(found))
 

@@ -111,6 +111,7 @@ def parse_loads(text: str | None, model: ModelConfig) -> ExpertLoads:
     """
     if text is None:
         return ExpertLoads()
+    text = text or repr(text)  # "" would be the current folder
     if not model.moe.experts:
         raise ConfigError(
             f"--expert-loads {text}: {model.name} has no experts; choose a model with "
@@ -158,7 +159,9 @@ def _of_run(text: str, model: ModelConfig) -> ExpertLoads:
     """Return the Zipf loads whose largest load is the mean one of a run's last steps."""
     file = next((f for f in (Path(text), Path("runs", text)) if (f / METRICS_FILE).is_file()), None)
     if file is None:
-        raise ConfigError(f"--expert-loads {text}: no such run; give {EXAMPLE}")
+        exists = any(place.exists() for place in (Path(text), Path("runs", text)))
+        why = "holds no loads of experts" if exists else "no such run"
+        raise ConfigError(f"--expert-loads {text}: {why}; give {EXAMPLE}")
     metrics, damaged = read_readable_metrics(file)
     steps = [step.expert_load_by_layer for step in metrics]
     loads = [load for step in steps[-_LAST:] for load in step or ()]

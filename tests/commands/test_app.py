@@ -166,6 +166,15 @@ def test_help_imports_neither_torch_nor_hydra():
             "--tolerance=none: expected a number. See",
         ),
         (
+            ["checkpoint", "verify", "x", "--tolerance", "nan"],
+            "--tolerance=nan: expected a number. See",
+        ),
+        (
+            ["checkpoint", "verify", "x", "--tolerance", "2e3"],
+            "--tolerance=2e3: must be at most 1,000. See",
+        ),
+        (["checkpoint", "verify", ""], "HF_FOLDER_OR_RUN : expected a path. See"),
+        (
             ["checkpoint", "export", "x", "y", "--dtype", "float16"],
             "--dtype=float16: expected one of bfloat16, float32. See",
         ),

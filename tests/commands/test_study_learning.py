@@ -78,6 +78,9 @@ def test_a_dry_run_counts_a_damaged_cell_as_not_finished(tmp_path):
         ("--seeds=", "--seeds '': expected whole numbers; allowed: 0, 1"),
         ("--budget-minutes -1", "--budget-minutes -1: must be from 0 to 1,000,000"),
         ("--packages nowhere", "--packages nowhere: no such folder"),
+        (f"--packages {__file__}", f"--packages {__file__}: is a file; give a folder"),
+        ("--packages=", "--packages '': expected a path"),
+        ("--out=", "--out '': expected a path"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, arguments, said):

@@ -90,6 +90,20 @@ def test_other_loads_are_refused(text):
         parse_loads(text, QWEN)
 
 
+def test_a_file_or_folder_without_loads_is_not_called_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").touch()
+    (tmp_path / "runs/new").mkdir(parents=True)
+    for text, why in (
+        ("README.md", "holds no loads of experts"),
+        ("runs", "holds no loads of experts"),
+        ("new", "holds no loads of experts"),
+        ("", "no such run"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--expert-loads {text or repr(text)}: {why}; give"):
+            parse_loads(text, QWEN)
+
+
 def test_loads_need_experts():
     dense = replace(QWEN, moe=replace(QWEN.moe, experts=0))
     with pytest.raises(ConfigError, match=r"--expert-loads zipf:1: .* has no experts"):
