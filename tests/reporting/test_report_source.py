@@ -144,6 +144,20 @@ def test_shipped_profiles_are_found_by_name():
     assert find("layer-4xh200") == mine
 
 
+def test_a_study_is_suggested_by_its_name_and_by_its_path():
+    folder = Path("measurements/learning-tiny")
+    folder.mkdir(parents=True)
+    (folder / "study.json").touch()
+    for name in ("learning-tinyy", "measurements/learning-tinyy"):
+        wanted = name.removesuffix("y")
+        with pytest.raises(ConfigError, match=f"did you mean {wanted}.*allowed: .*{wanted}"):
+            find(name)
+    with pytest.raises(ConfigError) as refused:
+        find("learning-tinyy", "index.npz")  # which a study does not have
+    assert "learning-tiny," not in refused.value.problems[0]
+    assert known() == []
+
+
 def test_folders_without_anything_to_report_are_skipped():
     assert known() == []
     write(Path("measurements/no-sample"), [], [facts_of(ring(4))], complete=False, wanted=5)
