@@ -142,6 +142,13 @@ def complete_tiers(incomplete: str) -> list[Candidate]:
     return [(name, text) for name, text in about.items() if name.startswith(incomplete)]
 
 
+def complete_cells(incomplete: str) -> list[str]:
+    """Complete a comma-separated list of cells of `mtrain study learning`, of any tier."""
+    from mtrain_cli.learning.tiers import TIERS
+
+    return in_list(list(dict.fromkeys(n for t in TIERS.values() for n in t.names)), incomplete)
+
+
 def in_list(allowed: Sequence[str], incomplete: str) -> list[str]:
     """Complete the last name of a comma-separated list, without names that are in the list."""
     before, comma, start = incomplete.rpartition(",")

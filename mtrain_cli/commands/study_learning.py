@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain_cli.commands.completion import complete_tiers
-from mtrain_cli.commands.options import MOST_STEPS, Json, bounded, flag, option, writing
+from mtrain_cli.commands.completion import complete_cells, complete_tiers
+from mtrain_cli.commands.options import MOST_STEPS, Json, bounded, flag, name_list, option, writing
 from mtrain_cli.commands.study import app
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
@@ -37,7 +37,7 @@ _LONGEST_FILE = 128
 def learning(
     tier: Annotated[str, option("tiny|a|b", complete=complete_tiers)] = "tiny",
     out: Annotated[Path | None, option("DIR")] = None,
-    only: Annotated[str | None, option("NAME,...")] = None,
+    only: Annotated[str | None, name_list(complete_cells)] = None,
     seeds: Annotated[str | None, option("N,...")] = None,
     budget_minutes: Annotated[float, option("N")] = 0.0,
     base_steps: Annotated[int, bounded(0, MOST_STEPS)] = 0,

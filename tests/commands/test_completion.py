@@ -191,6 +191,7 @@ def test_bash_gets_bare_values_because_it_splits_at_the_equals_sign(shell_path):
         ("simulate --layout z", ["zigzag"]),
         ("simulate --exchange ring,all", ["ring,all_gather"]),
         ("profile imbalance --layout zigzag,s", ["zigzag,striped"]),
+        ("study learning --only dense,m", ["dense,moba"]),
         ("profile imbalance --exchange hierarchical_r", ["hierarchical_ring"]),
         ("profile kernels --kernel triton,s", ["triton,sdpa"]),
         ("data prepare corpus out --tokenizer b", ["bytes", "bpe"]),
