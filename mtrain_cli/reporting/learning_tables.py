@@ -68,10 +68,12 @@ def show_plan(console: Console, study: Study, cells: Sequence[Cell]) -> None:
             _steps(tier, own[0]), format_flop(flop), f"{each / 60:.1f}",
         )  # fmt: skip
     print_table(console, table)
+    # As in the table below ten minutes, where "0 minutes" or "1 minutes" would appear.
+    minutes = f"{seconds / 60:.{0 if seconds >= 600 else 1}f}"
     say(
         console,
         "left: seeds to compute. FLOP and minutes are those of one seed. "
-        f"{format_flop(total)} are left, {seconds / 60:.0f} minutes at an assumed "
+        f"{format_flop(total)} are left, {minutes} minutes at an assumed "
         f"{format_flop(tier.base_flops)}/s of each worker for a base and "
         f"{format_flop(tier.flops)}/s of one worker for the other cells, without the time to start "
         "processes. All count dense attention; sparse cells compute less, on a GPU.",
@@ -198,14 +200,18 @@ def _uneven_noise(summary: Summary) -> list[str]:
 
 
 def value(number: Interval | None, *, loss: bool, signed: bool = False) -> str:
-    """Return ``2.3456 [2.3, 2.4]``: a mean and its interval."""
+    """Return ``2.3456 [2.3, 2.4]``: a mean and its interval.
+
+    An interval whose ends would read the same has one more digit.
+    """
     if number is None:
         return "-"
-    digits, sign = (4 if loss else 1), "+" if signed else ""
-    text = f"{number.mean:{sign}.{digits}f}"
-    if number.low is None or number.high is None:
-        return text
-    return f"{text} [{number.low:{sign}.{digits}f}, {number.high:{sign}.{digits}f}]"
+    digits, sign, low, high = 4 if loss else 1, "+" if signed else "", number.low, number.high
+    if low is None or high is None:
+        return f"{number.mean:{sign}.{digits}f}"
+    if low < high and f"{low:.{digits}f}" == f"{high:.{digits}f}":
+        digits += 1
+    return f"{number.mean:{sign}.{digits}f} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
 
 
 def label(compared: Compared) -> str:

@@ -29,6 +29,7 @@ from mtrain_cli.learning.outcomes import (
     compare,
     spread_of,
 )
+from mtrain_cli.learning.t_interval import Interval
 from mtrain_cli.learning.tiers import FIXED, Cell, digest
 from mtrain_cli.reporting import learning_tables
 from mtrain_cli.reporting.learning_tables import document, remarks, show_plan, show_summary, tables
@@ -131,8 +132,20 @@ def test_a_plan_counts_the_time_of_the_seeds_that_are_left(tmp_path, capsys):
     show_plan(Console(width=300), study, cells)
     text = " ".join(capsys.readouterr().out.split())
     flop, seconds = sum(estimated_flop(A, cells[0])), estimated_seconds(A, cells[0])
-    assert seconds / 60 > 1
-    assert f"{format_flop(flop)} are left, {seconds / 60:.0f} minutes" in text
+    assert 1 < seconds / 60 < 10
+    assert f"{format_flop(flop)} are left, {seconds / 60:.1f} minutes" in text
+
+
+@pytest.mark.parametrize(
+    ("interval", "text"),
+    [
+        ((-1.69, -1.74, -1.64), "-1.7 [-1.7, -1.6]"),
+        ((-1.69, -1.71, -1.67), "-1.69 [-1.71, -1.67]"),
+        ((-1.69, -1.69, -1.69), "-1.7 [-1.7, -1.7]"),  # all seeds are equal
+    ],
+)
+def test_the_ends_of_an_interval_differ_if_their_numbers_do(interval, text):
+    assert learning_tables.value(Interval(*interval, 3), loss=False, signed=True) == text
 
 
 def test_losses_by_context_are_those_of_the_attention():
