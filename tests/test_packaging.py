@@ -129,6 +129,7 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     assert "composed qwen3b" in text
 
 
+@pytest.mark.slow
 def test_an_editable_install_finds_the_resources_in_the_checkout(source, tmp_path):
     pytest.importorskip("hatchling")
     site = tmp_path / "site"

@@ -109,7 +109,7 @@ def require_equal(run: Path, kind: str, step: int, out: Path) -> None:
         pytest.param(1, SPARSE, {}, marks=pytest.mark.slow),
         pytest.param(2, [], {}, marks=pytest.mark.slow),
         (2, [*SPARSE, "topology.layout=zigzag", "topology.exchange=ring"], {}),
-        (2, ["train.global_batch=2"], {"cp": 1}),
+        pytest.param(2, ["train.global_batch=2"], {"cp": 1}, marks=pytest.mark.slow),
         pytest.param(2, ["topology.tensor_parallel=2"], {"cp": 1, "tp": 2}, marks=pytest.mark.slow),
     ],
     ids=["alone", "two", "sparse", "replicas", "tensor"],

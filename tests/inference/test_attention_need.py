@@ -47,7 +47,7 @@ def expected_and_needed(
         ((), 2048, 4, 1.3),
         (("train.dtype=bfloat16",), 4096, 1, 1.4),
         (("train.kernel=reference",), 1024, 1, 1.6),
-        (("sparsity=vertical_slash",), 8192, 1, 1.5),
+        pytest.param(("sparsity=vertical_slash",), 8192, 1, 1.5, marks=pytest.mark.slow),
         (("sparsity=vertical_slash", "sparsity.dense_layers=3"), 2048, 1, 2.5),
         pytest.param(("sparsity=xattention",), 8192, 1, 1.5, marks=pytest.mark.slow),
         (("sparsity=moba",), 1024, 1, 1.5),

@@ -94,6 +94,7 @@ def test_the_fewest_layers_are_offloaded_and_the_host_holds_them():
     )
 
 
+@pytest.mark.slow
 def test_mlp_products_of_as_many_layers_stay_as_there_is_room_for():
     words = [
         "model=qwen3b",

@@ -199,7 +199,7 @@ def curve() -> list[tuple[float, float]]:
     ("world", "degrees", "run"),
     [
         (2, (2, 1, 1), ()),
-        (4, (2, 1, 2), (VIRTUAL, "train.shard=gradients")),
+        pytest.param(4, (2, 1, 2), (VIRTUAL, "train.shard=gradients"), marks=pytest.mark.slow),
         (4, (2, 2, 1), (GPIPE,)),
     ],
 )
@@ -216,7 +216,7 @@ def test_ten_clipped_steps_equal_those_of_one_worker(curve, world, degrees, run)
         ((2, (2, 1, 1), ()), (1, ALONE, ())),
         pytest.param((1, ALONE, ()), (2, (2, 1, 1), (VIRTUAL,)), marks=pytest.mark.slow),
         pytest.param((4, (2, 1, 1), ()), (4, (4, 1, 1), ()), marks=pytest.mark.slow),
-        ((4, (2, 1, 2), (VIRTUAL,)), (4, (2, 2, 1), (GPIPE,))),
+        pytest.param((4, (2, 1, 2), (VIRTUAL,)), (4, (2, 2, 1), (GPIPE,)), marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_of_one_mesh_resumes_on_another(tmp_path, curve, before, after):

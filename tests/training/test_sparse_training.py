@@ -244,7 +244,7 @@ def alone(pattern: str) -> list[dict]:
         pytest.param(2, "xattention", "one node", marks=pytest.mark.slow),
         pytest.param(2, "xattention", "ulysses", marks=pytest.mark.slow),
         (4, "vertical_slash", "nodes"),
-        (4, "moba", "queries"),
+        pytest.param(4, "moba", "queries", marks=pytest.mark.slow),
         pytest.param(2, "vertical_slash", "ring, columns in steps", marks=pytest.mark.slow),
         pytest.param(2, "vertical_slash", "queries", marks=pytest.mark.slow),
         pytest.param(2, "vertical_slash", "all_gather", marks=pytest.mark.slow),
