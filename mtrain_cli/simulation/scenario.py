@@ -255,7 +255,7 @@ class PredictedScenario:
             text += f" (largest {largest:.2f} times the mean)"
         text += (
             "; the times of grouped products, routers and kernels of experts follow from FLOP, "
-            "bytes and rates, some of which are guesses"
+            "bytes and rates; some rates are guesses"
         )
         if degree == 1:
             return f"{text}; every worker computes with all experts"

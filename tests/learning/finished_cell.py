@@ -8,7 +8,7 @@ from mtrain_cli.learning.tiers import DENSE, Cell
 
 
 def write_results(study: Study, cell: Cell, samples: int = 1) -> ResultsFolder:
-    """Write the results of a cell with so many samples of each, without hits and places."""
+    """Write the results of a cell. Each has ``samples`` samples, without hits and places."""
     folder = ResultsFolder.open(study.path(cell) / EVALUATION, "..")
     own = ["own"] if cell.variant is not None and cell.variant.words else []
     for attention in (DENSE, *own):
