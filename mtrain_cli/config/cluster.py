@@ -376,6 +376,8 @@ class _Reader:
             return None
         assert count is not None
         assert per_node is not None
+        gemm, peak = gpu["gemm_tflops"], gpu["peak_tflops"].high
+        gpu["gemm_tflops"] = replace(gemm, high=min(gemm.high, max(gemm.value, peak)))
         return Cluster(
             name=name,
             nodes=count,

@@ -65,6 +65,7 @@ class Curve:
     scaled: name of the measured device if the curve is scaled to another device; else None.
     skips: whether the kernel skips the pairs that an index leaves out. If not, it computes all
         pairs that the mask allows.
+    peak: FLOP/s of the GPU, which the lower bound of the time does not exceed.
     """
 
     kernel: str
@@ -80,6 +81,7 @@ class Curve:
     fixed_bounds: tuple[float, float] | None = None
     scaled: str | None = None
     skips: bool = True
+    peak: float = np.inf
 
     def us(
         self, flop: np.ndarray, column_flop: np.ndarray | float = 0.0, bound: str = VALUE
@@ -95,8 +97,10 @@ class Curve:
         flop, column_flop = np.asarray(flop), np.asarray(column_flop)
         ms = fixed + flop * (self.ms_per_tflop / 1e12)
         ms = ms + column_flop * (self.ms_per_column_tflop / 1e12)
-        factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
-        return np.where(flop + column_flop > 0, ms * 1e3 * factor, 0.0)
+        within = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound] * ms
+        if bound == LOW:
+            within = np.maximum(within, np.minimum(ms, (flop + column_flop) / self.peak * 1e3))
+        return np.where(flop + column_flop > 0, within * 1e3, 0.0)
 
 
 @dataclass(frozen=True)
@@ -405,7 +409,7 @@ def kernels_for(
         for part in (DIAGONALS, ALONE_COLUMNS):
             exactly = source.find(kernel, part, direction)
             if exactly is not None:
-                alone[part, direction] = _scaled(exactly, factor, low, high, device)
+                alone[part, direction] = _scaled(exactly, factor, low, high, device, peak)
         curve, stands = _curve(source, kernel, form, direction)
         if stands is not None and not by_stripes:
             low, high = min(low, UNKNOWN[0]), max(high, UNKNOWN[1])
@@ -414,7 +418,7 @@ def kernels_for(
                 f"bounds x {low:.2f} and x {high:.2f}"
             )
             remarks += [remark] if remark not in remarks else []
-        curves[direction] = _scaled(curve, factor, low, high, device)
+        curves[direction] = _scaled(curve, factor, low, high, device, peak)
     non_attention, own = _non_attention_of(gpu, calibration), calibration
     if own is not None and own.non_attention not in (None, non_attention):
         remarks.append(
@@ -469,7 +473,9 @@ def _takes_call_per_stripe(source: Calibration, kernel: str, form: str) -> bool:
     return kernel == "sdpa" and form == LISTS and missing and source.times(kernel)
 
 
-def _scaled(curve: Curve, factor: float, low: float, high: float, device: str | None) -> Curve:
+def _scaled(
+    curve: Curve, factor: float, low: float, high: float, device: str | None, peak: float
+) -> Curve:
     """Scale a curve's times and widen its bounds.
 
     device: name of the measured device; None if predictions are for this device.
@@ -484,6 +490,7 @@ def _scaled(curve: Curve, factor: float, low: float, high: float, device: str | 
         low=curve.low * low,
         high=curve.high * high,
         scaled=device,
+        peak=peak,
     )
 
 

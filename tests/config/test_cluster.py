@@ -117,6 +117,10 @@ def test_defaults_of_constants_that_a_file_leaves_out(tmp_path):
     gemm = found.gpu.gemm_tflops
     assert (gemm.low, gemm.value, gemm.high, gemm.source) == (500, 770, 950, "guess")
 
+    content["gpu"]["gemm_tflops"] = {"value": 700, "source": "guess"}  # of itself, up to 1,400
+    path.write_text(yaml.safe_dump(content))
+    assert load_cluster(str(path)).gpu.gemm_tflops.high == 1000  # the peak
+
 
 def test_all_problems_are_reported_together(tmp_path):
     wrong = document()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mtrain_cli import resource_dir
+from mtrain_cli.config import cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,
@@ -23,6 +24,7 @@ from mtrain_cli.simulation.calibration import (
     same_device,
     shipped,
 )
+from mtrain_cli.training.flops import peak_flops
 
 PEAKS = {"NVIDIA H200": 989e12}
 
@@ -124,6 +126,34 @@ def test_efficiency_grows_with_the_work_of_a_call():
         float(curve.us(np.array(1e13), bound=bound)) for bound in (LOW, "value", HIGH)
     )
     assert low < value < high
+
+
+@pytest.mark.parametrize("name", cluster.shipped())
+def test_no_bound_of_a_kernel_or_product_is_above_the_peak(name):
+    gpu = cluster.load_cluster(name).gpu
+    assert gpu.gemm_tflops.high <= gpu.peak_tflops.high
+    peak, flop = gpu.peak_tflops.value * 1e12, np.array([0.0, 1e9, 1e12, 1e18])
+    at_peak = flop / peak * 1e6
+    known = {(curve.kernel, curve.form) for each in shipped() for curve in each.curves}
+    peaks = {each.device: peak_flops(each.device) for each in shipped()}
+    for kernel, form in known:
+        found = kernels_for(gpu.name, peak, kernel, form, peaks)
+        for direction in ("forward", "backward"):
+            parts = [found.part(direction, part) for part in (DIAGONALS, ALONE_COLUMNS)]
+            for curve in [found.whole[direction], *parts]:
+                works = [(flop, 0 * flop)]
+                works += [(0 * flop, flop)] if curve.ms_per_column_tflop else []  # dense has none
+                for work in works:
+                    low, value = curve.us(*work, LOW), curve.us(*work)
+                    assert (low >= at_peak * (1 - 1e-9)).all()
+                    assert (low <= value).all()
+
+
+def test_a_measured_time_may_be_faster_than_the_stated_peak():
+    """The peak of a cluster file may be wrong. It limits what bounds add to a measurement."""
+    curve = kernels_for("NVIDIA H200", 100e12, "flash4", DENSE, PEAKS).whole["forward"]
+    work = np.array(1e15)
+    assert curve.us(work, 0.0, LOW) == curve.us(work) < 1e15 / 100e12 * 1e6
 
 
 def test_an_unmeasured_gpu_is_scaled_with_a_remark():

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from mtrain_cli.commands.study_published import _scenario
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.simulation.published import PublishedRow, PublishedTable, PublishedValue, read
+from mtrain_cli.simulation.published import (
+    MFU,
+    SPEED,
+    PublishedRow,
+    PublishedTable,
+    PublishedValue,
+    names,
+    read,
+)
 from mtrain_cli.simulation.published_predictions import predict_table
 
 
@@ -68,3 +77,22 @@ def test_a_comparison_divides_by_another_row():
     assert degree.predicted > 1.2
     assert (speed.note, degree.note) == ("why", "")
     assert found.remarks == ("left out",)
+
+
+def assert_no_bound_above_the_peak(table: PublishedTable) -> None:
+    peak = {MFU: 100.0, SPEED: load_cluster(table.cluster).gpu.peak_tflops.value}
+    for value in predicted(table).values:
+        low, high = value.low or value.predicted, value.high or value.predicted
+        assert low <= value.predicted <= high
+        assert high <= peak.get(value.quantity, math.inf), value.row
+
+
+def test_no_bound_of_the_scaling_study_is_above_the_peak():
+    table = read("magi-scaling")
+    assert_no_bound_above_the_peak(replace(table, rows=table.rows[:1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_no_bound_of_a_study_is_above_the_peak(name):
+    assert_no_bound_above_the_peak(read(name))
