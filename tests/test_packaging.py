@@ -1,13 +1,17 @@
 """An installation contains the shipped files and makes only `mtrain_cli` importable."""
 
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.specifiers import SpecifierSet
 
 import mtrain_cli
 from mtrain_cli import install_command, resource_dir
@@ -115,7 +119,11 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
             for name in names
             if name.startswith(f"mtrain_cli/{folder}/")
         }
-        assert {name for name in shipped if not Path(name).name.startswith(".")} <= packed
+        unread = {name for name in shipped if name.endswith((".png", ".tar.xz", ".gitkeep"))}
+        assert packed == shipped - unread
+    assert not [name for name in names if name.endswith((".png", ".tar.xz", ".pyc"))]
+    assert "mtrain_cli/profiles/learning/tier-a.json" in names
+    assert "mtrain_cli/py.typed" in names
     for name in ("plotly/plotly-cartesian.min.js.gz", "plotly/LICENSE", "page/page.html"):
         assert f"mtrain_cli/reporting/{name}" in names
     assert any("dist-info/licenses/" in name and "plotly" in name for name in names)
@@ -127,6 +135,42 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     text = probe(site, tmp_path)
     assert all(f"{name} {site}/mtrain_cli/{name}\n" in text for name in SHIPPED)
     assert "composed qwen3b" in text
+
+
+def test_metadata_names_what_the_documents_name():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    page = (REPOSITORY / "docs/install.md").read_text()
+    for extra in extras:
+        assert f"`{extra}`" in page, extra
+    (torch,) = (each for each in project["dependencies"] if each.startswith("torch"))
+    allowed = SpecifierSet(torch.removeprefix("torch"))
+    assert all(version in allowed for version in ("2.11.0", "2.13.0", "2.14.1"))
+    assert torch in (REPOSITORY / "Dockerfile").read_text()
+    for text in ("CITATION.cff", ".github/workflows/release.yml"):
+        assert (
+            project["urls"]["Homepage"].removeprefix("https://github.com/")
+            in (REPOSITORY / text).read_text()
+        )
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert citation["version"] == project["version"] == mtrain_cli.__version__
+
+
+def test_the_image_has_every_file_that_its_installation_needs():
+    """It copies what the sdist has, which .dockerignore must not leave out, and adds the extras."""
+    lines = (REPOSITORY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    copied = {word for word in copied if not word.startswith("--")}
+    build = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    wanted = {*build["targets"]["sdist"]["include"], "pyproject.toml"}
+    wanted -= {"Dockerfile", ".dockerignore"}
+    assert wanted <= copied
+    assert all((REPOSITORY / name).exists() for name in copied)
+    kept = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    assert {line.removeprefix("!") for line in kept if line.startswith("!")} == copied
+    installs = " ".join(line for line in lines if "pip install" in line)
+    assert {"cuda", "hopper", "hf", "eval", "data"} <= set(re.split(r"[\[\],]", installs))
+    assert any(line.startswith("USER ") and line.split()[1] != "root" for line in lines)
 
 
 @pytest.mark.slow
