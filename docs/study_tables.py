@@ -1,9 +1,10 @@
-"""Write the tables of studies.md, and all figures: `python docs/study_tables.py [FOLDER]`.
+"""Write the tables of the experiment, and all figures: `python docs/study_tables.py [FOLDER]`.
 
-They come from profiles/learning/tier-a.json and tier-b.json. A table stands between
-`<!-- begin NAME -->` and `<!-- end NAME -->`. With a FOLDER of a study, its results are written
-first, as `mtrain report FOLDER --json` prints them. For tier a, they are those of the second run,
-and tier-a.json pools both runs.
+The tables of studies.md and sparse-attention.md come from profiles/learning: tier-a.json,
+tier-b.json and the samples of tier-a-again.tar.xz. A table stands between `<!-- begin NAME -->` and
+`<!-- end NAME -->`. With a FOLDER of a study, its results are written first, as `mtrain report
+FOLDER --json` prints them. For tier a, they are those of the second run, and tier-a.json pools both
+runs.
 """
 
 from __future__ import annotations
@@ -11,18 +12,34 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tarfile
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs/studies.md"
+PAGE, METHOD = ROOT / "docs/studies.md", ROOT / "docs/sparse-attention.md"
 RESULTS = ROOT / "profiles/learning"
 LOSS, KEYS, NEEDLES = "long_loss", "key_loss", "needles"
 PLACES = {"inside": "probed rows", "tail": "tail", "elsewhere": "elsewhere"}
 MEASURES = {LOSS: "loss", KEYS: "loss of key tokens", NEEDLES: "needles", **PLACES}
 SPARSE = "vertical_slash-0.6"
+WITH_DENSE_LAYERS = f"{SPARSE}-dense-layers"
+# Cells of the tables about the two uses of a trained model, with words for them.
+USED = {
+    "dense": "dense",
+    "vertical_slash-0.9": "`vertical_slash`, p = 0.9",
+    SPARSE: "`vertical_slash`, p = 0.6",
+    "fixed": "random keys, as many",
+    WITH_DENSE_LAYERS: "p = 0.6, `sparsity.dense_layers=2` of 8",
+}
+LEARNED = ("untrained", "dense", WITH_DENSE_LAYERS, "fixed-dense-layers", "vertical_slash-0.9",
+           "xattention", SPARSE, "fixed", "moba")  # fmt: skip
+SEQ, AGAIN_SEEDS = 65536, (0, 1)  # of the second run
+EDGES = (0, 1, 2, 4, 8, 16, 32, 64)  # of distances, in K tokens
 Row = dict[str, Any]
 
 
@@ -197,6 +214,93 @@ def predictions(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def regimes(data: dict[str, Any]) -> str:
+    """Return loss and needles of models that are used with their own and with dense attention."""
+    dense = next(row for row in data["compared"] if row["variant"] == "dense")
+    rows = [
+        [
+            words, "dense" if row["attention"] == "dense" else "own",
+            "" if row is dense
+            else f"{100 * (row['mean'][LOSS]['mean'] / dense['mean'][LOSS]['mean'] - 1):+.1f} %",
+            *(f"{number(row['mean'][place]['mean'], place)} %" for place in (NEEDLES, "inside")),
+        ]
+        for variant, words in USED.items()
+        for own in (True, False)
+        for row in rows_of(data, own=own)
+        if row["variant"] == variant
+    ]  # fmt: skip
+    return table(("trained with", "used with", "loss", "needles", "asked at the end"), rows)
+
+
+@cache
+def asked(variant: str, seed: int) -> dict[str, list[tuple[float, int]]]:
+    """Return the distances of the second run's needles in tokens, each with whether it was found.
+
+    By attention. The distance is that from a needle to the answer that repeats it.
+    """
+    found: dict[str, list[tuple[float, int]]] = {}
+    for row in map(json.loads, _samples().get(f"{variant}/seed-{seed}", ())):
+        pairs = zip(row.get("hits", ()), row.get("places", ()), strict=True)
+        each = ((answer - depth * SEQ, hit) for (depth, hit), answer in pairs)
+        found.setdefault(row["attention"], []).extend(each)
+    return found
+
+
+@cache
+def _samples() -> dict[str, list[bytes]]:
+    """Return the lines of each file of samples in the archive, by the name of the cell."""
+    found = {}
+    with tarfile.open(RESULTS / "tier-a-again.tar.xz") as archive:
+        for member in archive:
+            if member.name.endswith("/evaluation/samples.jsonl"):
+                file = archive.extractfile(member)
+                assert file is not None
+                found["/".join(member.name.split("/")[-4:-2])] = file.read().splitlines()
+    return found
+
+
+def _share(hits: Iterable[int]) -> float:
+    """Return percent found."""
+    found = list(hits)
+    return 100 * sum(found) / len(found)
+
+
+def distances(data: dict[str, Any]) -> str:  # noqa: ARG001 - the archive has the samples
+    """Return percent of needles found by distance, the mean of the second run's trainings."""
+    rows = []
+    for variant, words in USED.items():
+        for attention in sorted(asked(variant, 0), key="dense".__eq__):  # the own one first
+            found = [asked(variant, seed)[attention] for seed in AGAIN_SEEDS]
+            shares = [
+                [_share(hit for far, hit in each if low <= far / 1024 < high) for each in found]
+                for low, high in pairwise(EDGES)
+            ]
+            means = [number(sum(each) / len(each), NEEDLES) for each in shares]
+            rows.append([words, "dense" if attention == "dense" else "own", *means])
+    heads = [f"{low}-{high}K" if low else f"below {high}K" for low, high in pairwise(EDGES)]
+    return table(("trained with", "used with", *heads), rows)
+
+
+def learned(data: dict[str, Any]) -> str:  # noqa: ARG001 - the archive has the samples
+    """Return percent of needles found by each training of the second run, with both attentions."""
+    rows = []
+    for variant in LEARNED:
+        cells = [f"`{variant.removeprefix(SPARSE) or variant}`"]
+        for dense in (True, False):
+            for seed in AGAIN_SEEDS:
+                hits = [
+                    hit
+                    for attention, found in asked(variant, seed).items()
+                    if (attention == "dense") == dense
+                    for _, hit in found
+                ]
+                cells.append(number(_share(hits), NEEDLES) if hits else "-")
+        rows.append(cells)
+    bases = [f"base of {cell.partition('.')[0]} %" for cell in rows[0][1:3]]
+    heads = [f"{use}, {base}" for use in ("dense", "own") for base in bases]
+    return table(("trained with", *heads), rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "summary": summary,
     "prices": prices,
@@ -206,14 +310,19 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "places": places,
     "keys": keys,
     "predictions": predictions,
+    "learned": learned,
 }
+TABLES_OF_METHOD = {"regimes": regimes, "distances": distances}
 TABLES_OF_B = ("summary", "prices", "places")  # one seed has no intervals and no verdicts
 
 
-def fill(page: str) -> str:
-    """Return the page with its tables written again."""
-    page = _filled(page, read("a"), TABLES)
-    return _filled(page, read("b"), {f"{name} of b": TABLES[name] for name in TABLES_OF_B})
+def fill(page: Path) -> str:
+    """Return the text of a page with its tables written again."""
+    text = page.read_text()
+    if page == METHOD:
+        return _filled(text, read("a"), TABLES_OF_METHOD)
+    text = _filled(text, read("a"), TABLES)
+    return _filled(text, read("b"), {f"{name} of b": TABLES[name] for name in TABLES_OF_B})
 
 
 def _filled(
@@ -223,7 +332,7 @@ def _filled(
         begin, end = f"<!-- begin {each} -->", f"<!-- end {each} -->"
         whole = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         if not whole.search(page):
-            raise SystemExit(f"{PAGE}: no {begin}")
+            raise SystemExit(f"no {begin}")
         text = f"{begin}\n\n{make(data)}\n\n{end}"
         page = whole.sub(lambda _, text=text: text, page)
     return page
@@ -251,7 +360,8 @@ def main(words: Sequence[str]) -> None:
 
             found = pool(read("a-first"), found)
         _write(name, found)
-    PAGE.write_text(fill(PAGE.read_text()), encoding="utf-8")
+    for page in (PAGE, METHOD):
+        page.write_text(fill(page), encoding="utf-8")
     import figures  # beside this file
 
     figures.write(Path(__file__).parent / "figures")

@@ -30,6 +30,7 @@ class StudyValue:
     measured: value that a shipped profile holds; None if nothing was measured.
     measured_on: hardware of the measured value.
     note: what is known about a deviation.
+    counts: whether the mean errors count the value.
     """
 
     row: str
@@ -41,6 +42,7 @@ class StudyValue:
     measured: float | None = None
     measured_on: str = ""
     note: str = ""
+    counts: bool = True
 
     @property
     def ratio(self) -> float | None:
@@ -88,7 +90,7 @@ class StudyError:
 
 def errors(tables: Iterable[StudyTable]) -> list[StudyError]:
     """Return the errors by quantity, in the order of the values."""
-    compared = [v for table in tables for v in table.values if v.ratio is not None]
+    compared = [v for table in tables for v in table.values if v.counts and v.ratio is not None]
     found = []
     for quantity, values in grouped(compared, lambda value: value.quantity).items():
         off = [value.ratio - 1 for value in values if value.ratio is not None]

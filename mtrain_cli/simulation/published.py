@@ -34,7 +34,7 @@ _SETTINGS = (
     *("words", "layout", "exchange", "index", "density", "columns"),
     *("nodes", "per_node", "attention_only"),
 )
-_OF_ROW = ("row", "values", "note", "measured", "redundancy", *_SETTINGS)
+_OF_ROW = ("row", "values", "note", "counts", "measured", "redundancy", *_SETTINGS)
 _OF_TABLE = ("title", "paper", "where", "cluster", "rows", "remarks", *_SETTINGS)
 
 
@@ -61,6 +61,7 @@ class PublishedRow:
     index: recorded or drawn pairs, as for `mtrain simulate --index`; "dense" for all pairs.
     nodes, per_node: size of the cluster; None for that of its file.
     attention_only: whether the row is about one layer's attention instead of steps.
+    counts: whether the mean errors count the row.
     redundancy: workers and layout of a count of messages; empty if the row counts none.
     measured: shipped profile, layout and exchange of a measured value; empty if there is none.
     """
@@ -77,6 +78,7 @@ class PublishedRow:
     per_node: int | None = None
     attention_only: bool = False
     note: str = ""
+    counts: bool = True
     redundancy: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
 
@@ -174,6 +176,7 @@ def _row(content: Mapping[str, Any], shared: Mapping[str, Any]) -> PublishedRow:
         tuple(_value(*item) for item in content["values"].items()),
         **{**settings, "words": tuple(by_key.values())},
         note=str(content.get("note", "")),
+        counts=bool(content.get("counts", True)),
         redundancy=dict(content.get("redundancy", {})),
         measured=dict(content.get("measured", {})),
     )

@@ -169,7 +169,7 @@ def predict_table(table: PublishedTable, scenarios: Scenarios, measured: Measure
     for row in table.rows:
         rows[row.name] = _PredictedRow(row, row.on(table.cluster), scenarios(row))
     values = [
-        replace(_study_value(rows, row, value), note=row.note if number == 0 else "")
+        replace(_study_value(rows, row, value), note="" if number else row.note, counts=row.counts)
         for row in table.rows
         for number, value in enumerate(row.values)
     ]

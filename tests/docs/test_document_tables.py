@@ -1,4 +1,4 @@
-"""The numbers of studies.md are those of the file in profiles/."""
+"""The tables of the experiment in studies.md and sparse-attention.md are those of profiles/."""
 
 from __future__ import annotations
 
@@ -123,9 +123,28 @@ def test_the_spread_is_the_larger_one_also_of_a_measure_of_one_run(pools):
     assert found["spread"] == {"loss": 3.0, "needles": 2.0, "tail": 4.0}
 
 
-def test_the_page_has_the_tables_of_the_file(tables):
-    page = tables.PAGE.read_text()
-    assert tables.fill(page) == page, "python docs/study_tables.py"
+@pytest.mark.parametrize("name", ["studies", "sparse-attention"])
+def test_the_page_has_the_tables_of_the_file(tables, name):
+    page = ROOT / f"docs/{name}.md"
+    assert tables.fill(page) == page.read_text(), "python docs/study_tables.py"
+
+
+def test_both_uses_of_a_sparse_model_are_in_the_tables(tables):
+    """The numbers of the archive agree with those of the summary, which another program wrote."""
+    again = of_file("a-again")["compared"]
+    for row in again:
+        if row["variant"] in tables.LEARNED:
+            shares = [
+                tables._share(hit for _, hit in found)
+                for seed in tables.AGAIN_SEEDS
+                for attention, found in tables.asked(row["variant"], seed).items()
+                if (attention == "dense") == (row["attention"] == "dense")
+            ]
+            assert sum(shares) / 2 == pytest.approx(row["mean"]["needles"]["mean"])
+    lines = tables.learned({}).splitlines()
+    assert "| `vertical_slash-0.6` | 56.1 | 89.8 | 12.6 | 22.4 |" in lines
+    uses = [line.split(" | ")[1] for line in tables.distances({}).splitlines()[2:]]
+    assert uses == ["dense", *["own", "dense"] * 4]
 
 
 def test_tables_have_the_mean_of_the_seeds_half_of_the_interval_and_the_verdict(tables):

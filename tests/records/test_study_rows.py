@@ -35,6 +35,8 @@ def test_errors_are_means_by_quantity_over_compared_values():
     assert memory.worst == pytest.approx(0.3)
     assert (speed.count, speed.mean, speed.within) == (1, 0.0, 1)
     assert errors([]) == []
+    apart = replace(VALUES[3], predicted=20.0, counts=False)
+    assert errors([replace(TABLE, values=(*VALUES, apart))]) == [memory, speed]
 
 
 def test_the_worst_error_may_be_too_small_and_nothing_is_a_share_of_0():

@@ -9,6 +9,7 @@ import pytest
 
 from mtrain_cli.commands.study_published import _scenario
 from mtrain_cli.config.cluster import load_cluster
+from mtrain_cli.records.study_rows import errors
 from mtrain_cli.simulation.published import (
     MFU,
     SPEED,
@@ -77,6 +78,13 @@ def test_a_comparison_divides_by_another_row():
     assert degree.predicted > 1.2
     assert (speed.note, degree.note) == ("why", "")
     assert found.remarks == ("left out",)
+
+
+def test_a_row_with_the_pairs_of_another_pattern_is_in_no_mean():
+    (value,) = predicted(read("fig7")).values
+    assert not value.counts
+    assert value.ratio is not None
+    assert errors([predicted(read("fig7"))]) == []
 
 
 def assert_no_bound_above_the_peak(table: PublishedTable) -> None:
