@@ -33,8 +33,8 @@ USED = {
     "dense": "dense",
     "vertical_slash-0.9": "`vertical_slash`, p = 0.9",
     SPARSE: "`vertical_slash`, p = 0.6",
-    "fixed": "random keys, as many",
-    WITH_DENSE_LAYERS: "p = 0.6, `sparsity.dense_layers=2` of 8",
+    "fixed": "random keys, same density",
+    WITH_DENSE_LAYERS: "p = 0.6, two dense layers of 8",
 }
 LEARNED = ("untrained", "dense", WITH_DENSE_LAYERS, "fixed-dense-layers", "vertical_slash-0.9",
            "xattention", SPARSE, "fixed", "moba")  # fmt: skip
