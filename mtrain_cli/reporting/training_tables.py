@@ -14,22 +14,25 @@ from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.tables import fixed
 from mtrain_cli.reporting.terminal_width import new_table
 from mtrain_cli.training.evaluation import losses_by_bucket
+from mtrain_cli.training.progress import format_duration
 
-SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")  # a narrow terminal drops them
+# A narrow terminal drops them.
+SPARE_OF_TRAINING = ("tokens", "peak GiB", "density", "MFU", "took", "s / step")
 
 
 def training_headings(sources: Sequence[ReportSource]) -> list[str]:
     """Return the headings of `training_row`."""
     rate = rate_unit([step for source in sources for step in source.metrics])
     of_steps = ["steps", "loss, first", "last", "s / step", rate, "MFU", "HFU", "density"]
-    return [*of_steps, "peak GiB"]
+    return [*of_steps, "peak GiB", "tokens", "took"]
 
 
 def medians_note(sources: Sequence[ReportSource]) -> str:
     """Return a note on the steps that the medians of `training_row` cover."""
     note = f"medians without the first {WARM_UP_STEPS} steps, which warm up"
-    short = any(len(source.metrics) <= WARM_UP_STEPS for source in sources)
-    return f"{note}; of a shorter run, the last step" if short else note
+    if any(len(source.metrics) <= WARM_UP_STEPS for source in sources):
+        note += "; of a shorter run, the last step"
+    return f"{note}. took: all steps, without start-up, evaluations and checkpoints"
 
 
 def training_row(source: ReportSource) -> list[str]:
@@ -56,6 +59,8 @@ def training_row(source: ReportSource) -> list[str]:
         median("mfu_executed", ".1%"),
         median("density", ".1%"),
         f"{max(peak):.1f}" if peak else "-",
+        f"{steps[-1].tokens or 0:,}",
+        format_duration(sum(step.seconds or 0.0 for step in steps)),
     ]
 
 

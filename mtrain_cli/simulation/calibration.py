@@ -253,8 +253,7 @@ def load_calibration(*paths: Path) -> Calibration:
             name, number = (kernel, form, direction), len(form_points)
             curves.append(Curve(*name, *constants, error, number, low, high, skips=skips))
     times = NonAttentionTimes(tuple(non_attention), dtypes[0]) if non_attention else None
-    names = tuple(path.name for path in paths)
-    return Calibration(devices[0], tuple(curves), names, times, published)
+    return Calibration(devices[0], tuple(curves), tuple(p.name for p in paths), times, published)
 
 
 def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]:
@@ -570,11 +569,8 @@ def same_device(device: str, gpu: str) -> bool:
     device, gpu = (name.replace("A800", "A100") for name in (device, gpu))
     if device == gpu:
         return True
-    chips = [re.search(r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", name) for name in (device, gpu)]
-    forms = [re.search(r"\b(?:NVL|PCIE)", name.upper()) for name in (device, gpu)]
-    same = _text(chips[0]) == _text(chips[1]) is not None and _text(forms[0]) == _text(forms[1])
+    chip, form = r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", r"\b(?:NVL|PCIE)"
+    chips = [re.findall(chip, name)[:1] for name in (device, gpu)]
+    forms = [re.findall(form, name.upper())[:1] for name in (device, gpu)]
+    same = chips[0] == chips[1] != [] and forms[0] == forms[1]
     return same and peak_flops(device) == peak_flops(gpu)
-
-
-def _text(match: re.Match[str] | None) -> str | None:
-    return None if match is None else match[0]

@@ -6,7 +6,7 @@ The files are `profiles/published/NAME.yaml`. This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,6 @@ class PublishedRow:
 
     def on(self, cluster: str) -> Cluster:
         """Return the cluster of the row."""
-        from dataclasses import replace
-
         found = load_cluster(cluster, nodes=self.nodes)
         return found if self.per_node is None else replace(found, gpus_per_node=self.per_node)
 
@@ -154,12 +152,11 @@ def read_file(path: Path) -> PublishedTable:
         shared = {key: content[key] for key in _SETTINGS if key in content}
         rows = tuple(_row(each, shared) for each in content["rows"])
         _check_references(rows)
-        texts = (str(content[key]) for key in ("title", "paper", "where", "cluster"))
-        title, paper, where, cluster = texts
+        texts = [str(content[key]) for key in ("title", "paper", "where", "cluster")]
         remarks = tuple(content.get("remarks", ()))
         if not all(isinstance(line, str) for line in remarks):
             raise ValueError("a remark is not text")
-        return PublishedTable(path.stem, title, paper, where, cluster, rows, remarks)
+        return PublishedTable(path.stem, *texts, rows, remarks)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a published table ({reason(error)})") from None
 

@@ -168,26 +168,17 @@ def predict_table(table: PublishedTable, scenarios: Scenarios, measured: Measure
     rows: dict[str, _PredictedRow] = {}
     for row in table.rows:
         rows[row.name] = _PredictedRow(row, row.on(table.cluster), scenarios(row))
-    values = [
-        replace(_study_value(rows, row, value), note="" if number else row.note, counts=row.counts)
-        for row in table.rows
-        for number, value in enumerate(row.values)
-    ]
-    found = [
-        each
-        if (of_profile := measured(rows[each.row].row, each.quantity)) is None
-        else replace(each, measured=of_profile[0], measured_on=of_profile[1])
-        for each in values
-    ]
-    return StudyTable(
-        table.name,
-        table.title,
-        table.paper,
-        table.where,
-        table.cluster,
-        tuple(found),
-        table.remarks,
-    )
+    found = []
+    for row in table.rows:
+        for number, value in enumerate(row.values):
+            each = _study_value(rows, row, value)
+            was, where = measured(row, value.quantity) or (None, "")
+            note = "" if number else row.note
+            found.append(
+                replace(each, measured=was, measured_on=where, note=note, counts=row.counts)
+            )
+    facts = table.name, table.title, table.paper, table.where, table.cluster
+    return StudyTable(*facts, tuple(found), table.remarks)
 
 
 def _study_value(

@@ -93,8 +93,20 @@ def test_the_table_says_which_steps_its_medians_cover(tmp_path):
         ReportSource("a", tmp_path, metrics=tuple(step(number) for number in range(1, last + 1)))
         for last in (2, 3)
     ]
-    assert medians_note(sources[1:]) == "medians without the first 2 steps, which warm up"
-    assert medians_note(sources).endswith("; of a shorter run, the last step")
+    note = medians_note(sources[1:])
+    assert note.startswith("medians without the first 2 steps, which warm up. took: all steps")
+    assert "which warm up; of a shorter run, the last step. took" in medians_note(sources)
+
+
+def test_a_run_shows_its_tokens_and_the_time_of_all_its_steps(tmp_path):
+    """Also of a step whose time is missing, and of the steps before a restart."""
+    times = (60.0, 30.0, None, 1.4)
+    steps = [step(n, seconds=time, tokens=4096 * n) for n, time in enumerate(times, 1)]
+    restart = Restart(0.0, "killed", 1, 2, 2, 2)
+    source = ReportSource("a", tmp_path, metrics=tuple(steps), restarts=(restart,))
+    assert training_row(source)[-2:] == ["16,384", "1:31"]
+    shown = cells(training_table([source]))
+    assert (shown["tokens"], shown["took"]) == (["16,384"], ["1:31"])
 
 
 def test_headings_of_the_training_table_break_between_words():
