@@ -1,13 +1,13 @@
 # mtrain on a host with NVIDIA GPUs (driver 580 or later, NVIDIA Container Toolkit).
 #
-#   docker build -t mtrain --build-arg UID="$(id -u)" .
+#   docker build -t mtrain --build-arg USER_ID="$(id -u)" .
 #   docker run --rm -it --gpus all --ipc=host -v "$PWD:/work" mtrain
 #   docker run --rm -it --gpus all --ipc=host -v "$PWD:/work" mtrain \
 #       mtrain train model=qwen3b seq=128k
 #   docker run --rm -it --gpus all --ipc=host -w /opt/mtrain mtrain python -m pytest
 #
 # --ipc=host: NCCL and the data workers share memory between processes. Runs are written to the
-# mounted folder by the user UID. On several nodes, the network cards need three more options:
+# mounted folder by the user USER_ID. On several nodes, the network cards need three more options:
 #
 #   --network=host --device=/dev/infiniband --ulimit memlock=-1
 
@@ -15,7 +15,6 @@
 # compiler.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # The last line has the user-space drivers of InfiniBand and RoCE cards, which NCCL loads.
 # Versions are those of the pinned Ubuntu release.
 # hadolint ignore=DL3008
@@ -43,9 +42,9 @@ COPY tests tests
 RUN pip install --no-cache-dir -e '.[cuda,hopper,hf,eval,data,tensorboard,test]'
 
 # Ubuntu's image has a user of its own, often with the same number.
-ARG UID=1000
+ARG USER_ID=1000
 RUN (userdel --remove ubuntu || true) \
-    && useradd --create-home --no-log-init --uid "$UID" mtrain \
+    && useradd --create-home --no-log-init --uid "$USER_ID" mtrain \
     && install -d -o mtrain /work
 USER mtrain
 WORKDIR /work
