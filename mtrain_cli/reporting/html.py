@@ -23,6 +23,7 @@ from mtrain_cli.reporting import (
     mask_svg,
     tables,
 )
+from mtrain_cli.reporting import training_tables as runs
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.evaluation_names import named_settings
 from mtrain_cli.reporting.evaluation_tables import evaluation_tables
@@ -34,7 +35,6 @@ from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
 from mtrain_cli.reporting.study_tables import study_section
 from mtrain_cli.reporting.sweeps import WORDS, cells
-from mtrain_cli.reporting.training_tables import medians_note, training_headings, training_row
 from mtrain_cli.training.dry_run import mask_rows
 
 DEFINITIONS = "definitions.md"
@@ -219,9 +219,10 @@ def _summary(sources: Sequence[ReportSource]) -> str:
 
 def _trained(sources: Sequence[ReportSource]) -> str:
     trained = [source for source in sources if source.metrics]
-    rows = [[source.name, *training_row(source)] for source in trained]
-    table = elements.table(("run", *training_headings(trained)), rows)
-    return elements.section("Training", table, f"{medians_note(trained).capitalize()}.")
+    rows = [[source.name, *runs.training_row(source), *runs.totals(source)] for source in trained]
+    table = elements.table(("run", *runs.training_headings(trained), "tokens", "took"), rows)
+    note = f"{runs.medians_note(trained).capitalize()}. Took: all steps, no evaluations."
+    return elements.section("Training", table, note)
 
 
 def _recorded_steps(sources: Sequence[ReportSource]) -> str:

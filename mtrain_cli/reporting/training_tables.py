@@ -16,23 +16,21 @@ from mtrain_cli.reporting.terminal_width import new_table
 from mtrain_cli.training.evaluation import losses_by_bucket
 from mtrain_cli.training.progress import format_duration
 
-# A narrow terminal drops them.
-SPARE_OF_TRAINING = ("tokens", "peak GiB", "density", "MFU", "took", "s / step")
+SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")  # a narrow terminal drops them
 
 
 def training_headings(sources: Sequence[ReportSource]) -> list[str]:
     """Return the headings of `training_row`."""
     rate = rate_unit([step for source in sources for step in source.metrics])
     of_steps = ["steps", "loss, first", "last", "s / step", rate, "MFU", "HFU", "density"]
-    return [*of_steps, "peak GiB", "tokens", "took"]
+    return [*of_steps, "peak GiB"]
 
 
 def medians_note(sources: Sequence[ReportSource]) -> str:
     """Return a note on the steps that the medians of `training_row` cover."""
     note = f"medians without the first {WARM_UP_STEPS} steps, which warm up"
-    if any(len(source.metrics) <= WARM_UP_STEPS for source in sources):
-        note += "; of a shorter run, the last step"
-    return f"{note}. took: all steps, without start-up, evaluations and checkpoints"
+    short = any(len(source.metrics) <= WARM_UP_STEPS for source in sources)
+    return f"{note}; of a shorter run, the last step" if short else note
 
 
 def training_row(source: ReportSource) -> list[str]:
@@ -59,9 +57,13 @@ def training_row(source: ReportSource) -> list[str]:
         median("mfu_executed", ".1%"),
         median("density", ".1%"),
         f"{max(peak):.1f}" if peak else "-",
-        f"{steps[-1].tokens or 0:,}",
-        format_duration(sum(step.seconds or 0.0 for step in steps)),
     ]
+
+
+def totals(source: ReportSource) -> list[str]:
+    """Return a run's tokens, and the time of its steps."""
+    seconds = sum(step.seconds or 0.0 for step in source.metrics)
+    return [f"{source.metrics[-1].tokens or 0:,}", format_duration(seconds)]
 
 
 def training_table(sources: Sequence[ReportSource]) -> Table:
@@ -110,6 +112,5 @@ def positions_table(sources: Sequence[ReportSource]) -> Table | None:
             f"{tokens.get((begin, end), 0):,}",
             *(fixed(loss, 4) for loss in losses),
         )
-    losses_of_all = (fixed(evaluation.loss, 4) for evaluation in evaluations)
-    table.add_row("all", f"{last.tokens:,}", *losses_of_all, style="bold")
+    table.add_row("all", f"{last.tokens:,}", *(fixed(e.loss, 4) for e in evaluations), style="bold")
     return table

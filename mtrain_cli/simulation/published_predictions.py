@@ -173,10 +173,8 @@ def predict_table(table: PublishedTable, scenarios: Scenarios, measured: Measure
         for number, value in enumerate(row.values):
             each = _study_value(rows, row, value)
             was, where = measured(row, value.quantity) or (None, "")
-            note = "" if number else row.note
-            found.append(
-                replace(each, measured=was, measured_on=where, note=note, counts=row.counts)
-            )
+            each = replace(each, measured=was, measured_on=where, counts=row.counts)
+            found.append(replace(each, note="" if number else row.note))
     facts = table.name, table.title, table.paper, table.where, table.cluster
     return StudyTable(*facts, tuple(found), table.remarks)
 

@@ -12,10 +12,16 @@ from reporting.training_runs import step
 from rich.console import Console
 
 from mtrain_cli.launch.restart import Restart
+from mtrain_cli.reporting.html import _trained
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.sheets import sheets
 from mtrain_cli.reporting.training_figures import training_figure
-from mtrain_cli.reporting.training_tables import medians_note, training_row, training_table
+from mtrain_cli.reporting.training_tables import (
+    medians_note,
+    totals,
+    training_row,
+    training_table,
+)
 from mtrain_cli.training.progress import TrainingProgress
 
 
@@ -93,20 +99,20 @@ def test_the_table_says_which_steps_its_medians_cover(tmp_path):
         ReportSource("a", tmp_path, metrics=tuple(step(number) for number in range(1, last + 1)))
         for last in (2, 3)
     ]
-    note = medians_note(sources[1:])
-    assert note.startswith("medians without the first 2 steps, which warm up. took: all steps")
-    assert "which warm up; of a shorter run, the last step. took" in medians_note(sources)
+    assert medians_note(sources[1:]) == "medians without the first 2 steps, which warm up"
+    assert medians_note(sources).endswith("; of a shorter run, the last step")
 
 
-def test_a_run_shows_its_tokens_and_the_time_of_all_its_steps(tmp_path):
-    """Also of a step whose time is missing, and of the steps before a restart."""
+def test_a_page_shows_the_tokens_of_a_run_and_the_time_of_all_its_steps(tmp_path):
+    """Also of the steps before a restart, and where the time of a step is missing."""
     times = (60.0, 30.0, None, 1.4)
     steps = [step(n, seconds=time, tokens=4096 * n) for n, time in enumerate(times, 1)]
     restart = Restart(0.0, "killed", 1, 2, 2, 2)
     source = ReportSource("a", tmp_path, metrics=tuple(steps), restarts=(restart,))
-    assert training_row(source)[-2:] == ["16,384", "1:31"]
-    shown = cells(training_table([source]))
-    assert (shown["tokens"], shown["took"]) == (["16,384"], ["1:31"])
+    assert totals(source) == ["16,384", "1:31"]
+    page = _trained([source])
+    assert "took" in page
+    assert "<td>16,384</td><td>1:31</td>" in page.replace("\n", "")
 
 
 def test_headings_of_the_training_table_break_between_words():
