@@ -122,8 +122,8 @@ def tables_of(summary: Mapping[str, Any], folder: Path) -> tuple[StudyTable, ...
 
 def _table(content: Mapping[str, Any]) -> StudyTable:
     values = tuple(_value(**each) for each in content["values"])
-    texts = (str(content[key]) for key in ("name", "title", "paper", "where", "cluster"))
-    return StudyTable(*texts, values, tuple(map(str, content["remarks"])))
+    texts = {key: str(content[key]) for key in ("name", "title", "paper", "where", "cluster")}
+    return StudyTable(**texts, values=values, remarks=tuple(map(str, content["remarks"])))
 
 
 def _value(**fields: Any) -> StudyValue:

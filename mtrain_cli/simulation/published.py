@@ -152,11 +152,11 @@ def read_file(path: Path) -> PublishedTable:
         shared = {key: content[key] for key in _SETTINGS if key in content}
         rows = tuple(_row(each, shared) for each in content["rows"])
         _check_references(rows)
-        texts = [str(content[key]) for key in ("title", "paper", "where", "cluster")]
+        texts = {key: str(content[key]) for key in ("title", "paper", "where", "cluster")}
         remarks = tuple(content.get("remarks", ()))
         if not all(isinstance(line, str) for line in remarks):
             raise ValueError("a remark is not text")
-        return PublishedTable(path.stem, *texts, rows, remarks)
+        return PublishedTable(path.stem, **texts, rows=rows, remarks=remarks)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a published table ({reason(error)})") from None
 
