@@ -139,11 +139,7 @@ class _Inputs:
 
 @dataclass
 class _Attention:
-    """One layer's attention in one case, on this worker; a layer of each kind if masks differ.
-
-    times: (forward, backward) times in seconds of each layer, for each iteration without recording.
-    estimated: what the latest iteration computed.
-    """
+    """One layer's attention in one case, on this worker; a layer of each kind if masks differ."""
 
     case: MeasurementCase
     bench: Bench
@@ -218,7 +214,6 @@ def _samples(config: Config, bench: Bench) -> list[Sample]:
 
 
 def _heads(config: Config) -> tuple[int, ...]:
-    """Return the numbers of heads of (q, k, v, dout)."""
     model = config.model
     return model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads
 
@@ -310,7 +305,6 @@ def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, fl
 
 
 def _row(label: str, density: float, times: dict[str, Any]) -> str:
-    """Format one case under `HEADER`."""
     forward, backward = times["forward_ms"], times["backward_ms"]
     return (
         f"{label:48s} {density:7.2%} {forward:9.2f} {backward:9.2f} "

@@ -64,9 +64,7 @@ _ACCESS = {
 class DetectedGpu:
     """One GPU.
 
-    memory_gib: total memory in GiB.
     free_gib: memory that no process uses, in GiB.
-    capability: compute capability, (major, minor).
     """
 
     index: int

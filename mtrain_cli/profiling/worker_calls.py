@@ -40,10 +40,7 @@ RING, GATHER = (exchange_name(gathers=gathers, hierarchical=False) for gathers i
 
 @dataclass(frozen=True)
 class _Worker:
-    """The worker with the last rank, whose kernel calls are timed.
-
-    index: the index for the whole sequence; None for dense attention.
-    """
+    """The worker with the last rank, whose kernel calls are timed."""
 
     bench: KernelBench
     kernel: Kernel
@@ -155,7 +152,6 @@ def _time_step(
 
 
 def _time_columns(worker: _Worker, index: VerticalSlash) -> KernelTime:
-    """Time the kernel call that computes gathered single columns."""
     bench, case, kernel, own = worker.bench, worker.case, worker.kernel, worker.queries
     moved = index.to(bench.device)
     everything = worker.tiles(np.arange(worker.layout.padded_seq)).with_index(moved)

@@ -176,7 +176,6 @@ class PassAnalysis:
 class CaseAnalysis:
     """One case of a profile.
 
-    number: number of the case in the summary.
     label: name of the case in the summary, and the kind of layers.
     kind: the kind of the analyzed layers (`EVERY_KIND`); empty for all layers.
     facts: entry of the case in the summary.
@@ -187,15 +186,10 @@ class CaseAnalysis:
         of ``bins``.
     iteration_ms: time of a whole iteration on the slowest rank, in milliseconds.
     tokens: number of tokens per iteration, over all context groups; None if unknown.
-    iterations: number of recorded iterations.
-    wanted: number of requested iterations.
     samples: number of samples. A sample is one layer of one micro-batch in one context group.
     workers: number of ranks in a context group.
-    groups: number of context groups.
     typical: number of the iteration whose passes took the median time.
-    missing: the ranks without rows.
     partial: whether iterations or ranks are missing.
-    causes: causes of waits, the costliest first.
     kinds: the same analysis of each kind of layers, if there are two.
     tensor: waits for messages of tensor groups per iteration; None without tensor parallelism.
     pipeline: the passes of a pipeline per iteration; None without a pipeline.
@@ -323,7 +317,6 @@ def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
 def _analyse(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> list[CaseAnalysis]:
-    """Analyze the layers that the shapes cover. shapes, last: as in `iterations`."""
     uncertainty = float((recorded.summary.get("clock") or {}).get("uncertainty_us") or 0.0) / 1e3
     ends_together = recorded.summary.get("mode") != "training"
     totals = {
@@ -339,8 +332,6 @@ def _analyse(
 
 
 class _CaseTotals:
-    """Sums and samples of one case, collected from one iteration after another."""
-
     def __init__(self, shape: RecordedShape, waits: WaitAttribution) -> None:
         self.shape, self.waits = shape, waits
         directions, layers = len(shape.directions), len(shape.layers)
@@ -508,7 +499,6 @@ class _CaseTotals:
         )
 
     def _by_rank(self, table: np.ndarray) -> np.ndarray:
-        """Return a table [directions, groups, workers, ...] as [directions, ranks, ...]."""
         flat = table.reshape(len(table), self.shape.ranks, *table.shape[3:])
         return flat[:, self.shape.places]
 

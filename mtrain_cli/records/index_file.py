@@ -60,7 +60,6 @@ class RecordedSetup:
     """Settings of the recorded run that a replay needs.
 
     seq: number of tokens of a sequence before padding.
-    heads, kv_heads, head_dim: shape of the model's attention.
     dtype_bytes: size of a number of the compute dtype in bytes.
     workers: number of ranks in the context group.
     per_node: number of ranks in a node.
@@ -69,7 +68,6 @@ class RecordedSetup:
     columns: largest number of single columns per head, by pattern label; None without a bound
         (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
         the index.
-    iteration: number of the training step.
     """
 
     seq: int
@@ -233,7 +231,6 @@ def _check(
     stored: Mapping[tuple[str, int], Sequence[dict[str, Any]]],
     present: set[str],
 ) -> None:
-    """Raise ValueError or KeyError if parts of the file contradict each other."""
     numbers = (
         *(setup.seq, setup.heads, setup.kv_heads, setup.head_dim, setup.dtype_bytes),
         *(setup.workers, setup.per_node, setup.block_size),

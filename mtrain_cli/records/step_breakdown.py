@@ -123,7 +123,6 @@ class OperationTotals:
 class StepBreakdown:
     """Sums over all recorded steps of one rank. Times are in nanoseconds.
 
-    steps: number of steps.
     step: wall-clock time of all steps.
     parts: wall-clock time by part. The sum of the parts is `step`.
     hidden: time of communication that overlaps with computation. The parts for links and waits hold
@@ -264,10 +263,7 @@ def range_part(name: str) -> str | None:
 
 
 def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
-    """Sum calls by name and part, the longest sum first.
-
-    calls: (name, part, time in nanoseconds) of each call.
-    """
+    """Sum calls by name and part, the longest sum first."""
     kinds = [
         OperationTotals(*key, len(of_kind), sum(ns for *_, ns in of_kind))
         for key, of_kind in grouped(calls, lambda call: call[:2]).items()

@@ -71,7 +71,6 @@ def causes_of(waits: WaitAttribution, tensor: TensorWaits | None = None) -> list
 
 
 def _links(waits: WaitAttribution) -> list[WaitCause]:
-    """Return a cause for each direction and link class with exposed communication."""
     causes = []
     ranks = int(waits.shape.present.sum())
     for d, direction in enumerate(waits.shape.directions):
@@ -195,10 +194,7 @@ def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) ->
 
 
 def _more_work(waits: WaitAttribution, rank: int, places: list[Place], step: int) -> str:
-    """Say how much more work a rank has than other ranks.
-
-    step: slot in which the waiting rank waits.
-    """
+    """Say how much more work a rank has than other ranks."""
     ms, (most, d, slot) = sum(p[0] for p in places), places[0]
     charge, at = waits.charges[d], (*divmod(rank, waits.shape.workers), slot)
     own = charge.own[(slice(None), *at)] / charge.lost[at]
@@ -243,12 +239,7 @@ def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
 
 
 def _against(waits: WaitAttribution, name: str, d: int, rank: int) -> float:
-    """Return a rank's total divided by the mean total of the other ranks.
-
-    The mean leaves out ranks whose total is 0.
-
-    name: `attention` or `pairs`.
-    """
+    """Return a rank's total divided by the mean total of the other ranks."""
     group, worker = divmod(rank, waits.shape.workers)
     values = getattr(waits, name)[d, group]
     mine = float(values[worker])

@@ -128,7 +128,6 @@ def _top_lines(files: AttentionFiles, run: str) -> Iterator[FigureView]:
 def _heat(
     values: dict[tuple[int, int], float | None], x: str, y: str, unit: str, digits: str = ".2%"
 ) -> tuple[list[Trace], dict[str, Any]]:
-    """Return a heat map. values: {(y, x): value}; None leaves a cell empty."""
     most = max((value for value in values.values() if value is not None), default=0.0)
     ys, xs = (sorted({place[at] for place in values}) for at in (0, 1))
     trace = plots.heat(
@@ -151,7 +150,6 @@ def _heat(
 def _grouped(
     rows: Sequence[Any], y: str, x: str, value: str
 ) -> dict[tuple[int, int], float | None]:
-    """Return the mean value of the rows at each (y, x)."""
     groups: dict[tuple[int, int], list[float | None]] = {}
     for row in rows:
         groups.setdefault((getattr(row, y), getattr(row, x)), []).append(getattr(row, value))
@@ -159,7 +157,6 @@ def _grouped(
 
 
 def _last_first(rows: Sequence[Any]) -> list[int]:
-    """Return the last step, then the first."""
     steps = sorted({row.step for row in rows})
     return list(dict.fromkeys([*steps[-1:], *steps[:1]]))
 
@@ -193,7 +190,6 @@ def _overlap_matrices(files: AttentionFiles, run: str) -> Iterator[FigureView]:
 
 
 def _overlap_lines(files: AttentionFiles, run: str) -> Iterator[FigureView]:
-    """Yield the overlap of each checkpoint with the next, by layer, for each kind of set."""
     rows = files.overlap
     steps = sorted({row.first for row in rows} | {row.second for row in rows})
     layers = sorted({row.layer for row in rows})
@@ -248,7 +244,6 @@ def maps_figure(named: Named) -> Figure:
 
 
 def _map(each: HeadMap, side: int) -> tuple[list[Trace], dict[str, Any], bool]:
-    """Return the two heat maps of a head, their layout, and whether they shrank."""
     data, annotations, shrank = [], [], False
     for at, (title, values) in enumerate((("|A|", each.attention), ("|dL/dS|", each.gradient))):
         z, folded = fold(np.where(np.isnan(values), -np.inf, values), side)
@@ -309,7 +304,6 @@ def _scale(logs: np.ndarray) -> tuple[float, float]:
 
 
 def _ticks(tokens: int) -> dict[str, Any]:
-    """Return ticks at round positions, such as 4k."""
     step = 1 << max(0, (tokens // _TICKS).bit_length() - 1)
     step = step if tokens // step <= _TICKS else 2 * step
     places = list(range(0, tokens + 1, step))

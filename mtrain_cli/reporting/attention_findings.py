@@ -202,7 +202,6 @@ def _at_last(rows: Sequence[Any]) -> list[Any]:
 
 
 def _by(rows: Iterable[Any], key: Callable[[Any], Any], value: str) -> dict[Any, float]:
-    """Return the mean value of the rows of each key, without keys that have no value."""
     groups: dict[Any, list[float | None]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(getattr(row, value))

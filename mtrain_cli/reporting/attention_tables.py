@@ -104,7 +104,6 @@ def _top_keys(files: AttentionFiles) -> AttentionTable:
 
 
 def _overlap(files: AttentionFiles) -> AttentionTable:
-    """Return the overlap of each checkpoint with the next, and of the first with the last."""
     rows = files.overlap
     steps = sorted({row.first for row in rows} | {row.second for row in rows})
     pairs = list(itertools.pairwise(steps))

@@ -82,7 +82,6 @@ def named_settings(results: Sequence[Result]) -> list[NamedSettings]:
 def _grouped(
     results: Sequence[Result], key: Callable[[Result], Hashable]
 ) -> Iterable[Sequence[int]]:
-    """Return the numbers of the results of each group."""
     return grouped(range(len(results)), lambda at: key(results[at])).values()
 
 
@@ -91,7 +90,6 @@ def _by_rows(
     table: Sequence[Result],
     names: Sequence[str],
 ) -> list[str]:
-    """Change the names of the results of each row."""
     found = list(names)
     for row in _grouped(table, _row):
         changed = change([table[at] for at in row], [names[at] for at in row])
@@ -101,7 +99,6 @@ def _by_rows(
 
 
 def _table(result: Result) -> str:
-    """Return what names the table of a result. Tasks of a suite share one."""
     suite, colon, _ = result.task.partition(":")
     return suite + colon
 
@@ -150,7 +147,6 @@ def _with_settings(table: Sequence[Result]) -> list[str]:
 
 
 def _of_model(result: Result) -> list[str]:
-    """Return the settings that all tasks of a suite have."""
     keys = {*_OF_MODEL, *pattern_keys(result.attention)}
     return [one for one in result.settings if one.partition(" ")[0] in keys]
 
@@ -226,7 +222,6 @@ def _same(keys: Sequence[Hashable]) -> list[list[int]]:
 
 
 def _shortened(details: Sequence[str]) -> list[str]:
-    """Return ``in FOLDER`` with the last name of each folder, if these differ."""
     if not all(one.startswith("in ") for one in details):
         return list(details)
     short = [f"in {Path(one.removeprefix('in ')).name}" for one in details]

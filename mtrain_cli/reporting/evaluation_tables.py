@@ -69,7 +69,6 @@ def _with_title(table: EvaluationTable, suffix: str) -> EvaluationTable:
 
 
 def _by_length(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield a table per task with lengths: a row per length, a column per attention."""
     others = (RULER, LM_EVAL)
     for task in dict.fromkeys(r.task for r in results if not r.task.startswith(others)):
         own = [result for result in results if result.task == task]
@@ -95,7 +94,6 @@ def _by_length(results: Sequence[Result]) -> Iterator[EvaluationTable]:
 
 
 def _ruler(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield the table of RULER: a row per length and attention, a column per task."""
     own = [result for result in results if result.task.startswith(RULER)]
     if not own:
         return
@@ -134,7 +132,6 @@ def _mean(found: Sequence[Result | None]) -> str:
 
 
 def _lm_eval(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield the table of lm-eval: a row per task and metric, a column per attention."""
     own = [result for result in results if result.task.startswith(LM_EVAL)]
     if not own:
         return
@@ -155,7 +152,6 @@ def _lm_eval(results: Sequence[Result]) -> Iterator[EvaluationTable]:
 
 
 def _depths(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield the depth x length map of each attention."""
     note = "depth: share of the text before the needle"
     yield from _parts_tables(
         [r for r in results if r.parts and r.unit != NATS], "depth",
@@ -164,7 +160,6 @@ def _depths(results: Sequence[Result]) -> Iterator[EvaluationTable]:
 
 
 def _contexts(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield the losses by context."""
     note = "mean over the tokens with this context"
     yield from _parts_tables(
         [r for r in results if r.parts and r.unit == NATS], "earlier tokens",
@@ -175,7 +170,6 @@ def _contexts(results: Sequence[Result]) -> Iterator[EvaluationTable]:
 def _parts_tables(
     results: Sequence[Result], head: str, name: Callable[[Part], str], note: str
 ) -> Iterator[EvaluationTable]:
-    """Yield a table per task: a row per part, a column per length and attention."""
     for task in dict.fromkeys(result.task for result in results):
         own = sorted((r for r in results if r.task == task), key=lambda result: result.length)
         spans = sorted({(part.begin, part.end) for result in own for part in result.parts})
@@ -192,7 +186,6 @@ def _parts_tables(
 
 
 def _find(results: Sequence[Result], length: int, attention: str) -> Result | None:
-    """Return the last result of a length and an attention."""
     found = [r for r in results if r.length == length and r.attention == attention]
     return found[-1] if found else None
 

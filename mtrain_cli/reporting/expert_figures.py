@@ -51,7 +51,6 @@ def _routing_figures(sources: Sequence[ReportSource]) -> list[Figure]:
 
 
 def _shares(loads: Loads) -> Figure:
-    """Draw heat maps of the shares of tokens, experts x layers: the mean, and single steps."""
     views = []
     for label, _, each in loads:
         size = max(1, len(each.layers) * each.experts)
@@ -74,7 +73,6 @@ def _shares(loads: Loads) -> Figure:
 
 
 def _over_steps(loads: Loads) -> Figure:
-    """Draw the share of each expert over the recorded steps, in a view per layer."""
     views = []
     for label, _, each in loads:
         if len(each.steps) < 2:
@@ -92,7 +90,6 @@ def _over_steps(loads: Loads) -> Figure:
 
 
 def _ranks(loads: Loads) -> Figure:
-    """Draw which ranks' tokens each expert computes, in a view per layer."""
     views = []
     for label, _, each in loads:
         if len(each.ranks) < 2:
@@ -126,12 +123,7 @@ def _folded(loads: Loads) -> str:
 
 
 def _some_layers(each: ExpertAnalysis, cells: int, cases: int) -> list[tuple[int, int]]:
-    """Return (place, number) of the layers to draw, so that the cells stay within `NUMBERS`.
-
-    Args:
-        cells: positions on the other axis than the experts.
-        cases: number of cases on the page.
-    """
+    """Return (place, number) of the layers to draw, so that the cells stay within `NUMBERS`."""
     size = max(1, min(cells, _SIDE) * min(each.experts, _SIDE) * cases)
     return plots.evenly(list(enumerate(each.layers)), max(1, NUMBERS // size))
 
@@ -144,13 +136,7 @@ def _share(
     column: str,
     most: float = 0.0,
 ) -> plots.Trace:
-    """Return a heat map of shares.
-
-    Args:
-        across, down: numbers of the columns and of the rows.
-        row, column: what a row and a column is.
-        most: end of the color scale; 0 for the largest share.
-    """
+    """Return a heat map of shares."""
     table, _ = fold(whole, _SIDE)
     return plots.heat(
         plots.numbers(table, 4),

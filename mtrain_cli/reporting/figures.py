@@ -133,12 +133,7 @@ def heat_map_figure(cases: Cases) -> plots.Figure:
 
 
 def _positions(size: int, cells: int) -> list[Any]:
-    """Return a label for each cell of an axis: the position or positions that the cell covers.
-
-    Args:
-        size: number of positions on the axis.
-        cells: number of cells that cover the positions.
-    """
+    """Return a label for each cell of an axis: the position or positions that the cell covers."""
     each = -(-size // cells)
     if each == 1:
         return list(range(size))
@@ -229,12 +224,7 @@ def layer_figure(cases: Cases) -> plots.Figure:
 def _bin(
     name: str, ms: list[Any], places: Sequence[Any], horizontal: bool = False
 ) -> dict[str, Any]:
-    """Return the bars of one of `BINS`: a bar for each case or rank.
-
-    Args:
-        ms: length of each bar.
-        places: the case or rank of each bar.
-    """
+    """Return the bars of one of `BINS`: a bar for each case or rank."""
     kind, _, link = name.partition(" ")
     colour = plots.link_colour(link) if kind == EXPOSED else plots.COLOURS[name]
     label = (

@@ -141,7 +141,6 @@ def _settings(source: ReportSource) -> str:
 
 
 def _differences(sources: Sequence[ReportSource]) -> str:
-    """Return warnings if workers or machines of the runs differ, then the settings that differ."""
     if len(sources) < 2:
         return ""
     content = elements.remarks(incomparable(sources))
@@ -225,7 +224,6 @@ def _trained(sources: Sequence[ReportSource]) -> str:
 
 
 def _recorded_steps(sources: Sequence[ReportSource]) -> str:
-    """Return the results of `mtrain profile step`: a table of the parts, and other facts."""
     content = ""
     for source in sources:
         if source.step is None:
@@ -244,7 +242,6 @@ def _recorded_steps(sources: Sequence[ReportSource]) -> str:
 
 
 def _experts(sources: Sequence[ReportSource]) -> str:
-    """Return the tables of experts: the routing of runs, recorded times and recorded loads."""
     steps = [(source.name, source.step) for source in sources if source.step is not None]
     tables_of = (
         (
@@ -269,7 +266,6 @@ def _experts(sources: Sequence[ReportSource]) -> str:
 
 
 def _sparsity(sources: Sequence[ReportSource]) -> str:
-    """Return the results of `mtrain profile sparsity`, one row per pattern and measured step."""
     rows = []
     for source in sources:
         for pattern, step in sorted({(row["pattern"], row["step"]) for row in source.sparsity}):
@@ -288,7 +284,6 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
 
 
 def _evaluations(sources: Sequence[ReportSource]) -> str:
-    """Return the results of `mtrain eval`: tables of each run, one below the other."""
     content = ""
     for source in sources:
         if source.results and len(sources) > 1:
@@ -310,7 +305,6 @@ def _legend(results: Sequence[Result]) -> str:
 
 
 def _attention(source: ReportSource) -> str:
-    """Return what `mtrain profile sparsity` found about attention itself, a section per table."""
     return "".join(
         elements.section(
             f"{table.title}: {source.name}",
@@ -322,7 +316,6 @@ def _attention(source: ReportSource) -> str:
 
 
 def _steps(source: ReportSource) -> str:
-    """Return the table of predicted training steps."""
     if not source.steps:
         return ""
     heads, rows, states = cells(source.steps)
@@ -336,7 +329,6 @@ def _steps(source: ReportSource) -> str:
 
 
 def _pipelines(sources: Sequence[ReportSource]) -> str:
-    """Return the table of measured and predicted pipelines."""
     table = elements.table(HEADS, pipeline_cells(sources), words=(0, 1))
     return elements.section("Pipeline", table, f"{NOTE[:1].upper()}{NOTE[1:]}.")
 

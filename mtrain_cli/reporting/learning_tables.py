@@ -267,7 +267,6 @@ def _predictions(summary: Summary) -> EvaluationTable:
 
 
 def _prices(summary: Summary) -> EvaluationTable:
-    """Return a row per variant: what its steps cost, and what it loses with its own attention."""
     rows, dense = [], _step_seconds(summary, DENSE)
     for each in summary.compared:
         seconds = _step_seconds(summary, each.variant.name)
@@ -339,7 +338,6 @@ def _differences(summary: Summary) -> EvaluationTable:
 
 
 def _noise(summary: Summary) -> EvaluationTable:
-    """Return how much two dense trainings differ, by measure."""
     again = next((each for each in summary.compared if each.variant.name == AGAIN), None)
     rows = [
         [

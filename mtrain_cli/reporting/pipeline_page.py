@@ -50,7 +50,6 @@ _TIMES = ("start_us", "dur_us")
 class _Shown:
     """One pipeline of a report.
 
-    label: run and case.
     source, case: where its records are; case is None for a prediction.
     """
 
@@ -61,7 +60,6 @@ class _Shown:
 
 
 def _found(sources: Sequence[ReportSource]) -> list[_Shown]:
-    """Return all pipelines: those of recorded cases, then those of predictions."""
 
     def label(source: ReportSource, text: object) -> str:
         return f"{source.name}: {text}" if len(sources) > 1 else str(text)
@@ -180,7 +178,6 @@ def pipeline_figure(sources: Sequence[ReportSource]) -> plots.Figure:
 
 
 def _recorded(shown: _Shown) -> Played:
-    """Return the recorded passes of the typical iteration, in the pipeline of rank 0."""
     assert shown.source.recorded is not None
     columns = (*_COLUMNS, *_TIMES)
     parts = []
@@ -194,7 +191,6 @@ def _recorded(shown: _Shown) -> Played:
 
 
 def _view(label: str, played: Played, pipeline: Pipeline) -> plots.FigureView:
-    """Return the time line of one step: a line per stage, a bar per pass."""
     data = []
     labelled = 2 * pipeline.micro_batches * pipeline.virtual_stages <= _LABELS
     for kind, colours in _COLOURS.items():

@@ -51,7 +51,6 @@ class FigureView:
 class Figure:
     """A figure of the page.
 
-    name: name in the page's elements and data.
     selectors: name of each selector, with which a reader chooses a view.
     note: what a reader must know to read the figure, such as what the figure leaves out.
     together: whether to show all views side by side, without selectors.

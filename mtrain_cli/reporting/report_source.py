@@ -64,7 +64,6 @@ class ReportSource:
     facts: content of environment.json.
     recorded: the profile or simulation; None if the source has neither.
     cases: analysis of `recorded`.
-    metrics: metrics of the training steps.
     steps_wanted: planned number of training steps; None if unknown.
     shipped: content of a shipped profile in the older file format, which has tables only.
     evaluations: held-out losses.
@@ -74,8 +73,6 @@ class ReportSource:
     study: published tables with predictions, of `mtrain study`.
     settings: resolved configuration by dotted key, with the layout, exchange and kernel of the run
         instead of ``auto``.
-    restarts: restarts of the run after failures.
-    experts: loads of the experts in `recorded`.
     damage: a line on each damaged file, of which the report lacks a part.
     """
 
@@ -336,11 +333,7 @@ def open_source(path: Path) -> ReportSource:
 
 
 def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSource:
-    """Return a source with a profile or simulation.
-
-    Raises:
-        ConfigError: a file of the profile is damaged, or the profile has no sample.
-    """
+    """Return a source with a profile or simulation."""
     source, kind = _bare(path, recorded, files), recorded.summary.get("kind")
     if kind == STEP:
         if damage := damage_of_step(recorded.summary):
@@ -367,7 +360,6 @@ def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSo
 
 
 def _bare(path: Path, recorded: RecordedFolder | None, files: RunFiles) -> ReportSource:
-    """Return a source with its name, facts, settings and damage."""
     facts, settings = _facts(recorded, files), _settings(recorded, files)
     damage = tuple(_without_recorded(line, recorded) for line in files.damage)
     return ReportSource(_name(path), path, facts, settings=settings, damage=damage)
@@ -424,11 +416,7 @@ def _settings(recorded: RecordedFolder | None, files: RunFiles) -> dict[str, Any
 
 
 def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
-    """Read the rows of `mtrain profile sparsity`.
-
-    Raises:
-        ConfigError: the file is missing, damaged or of another kind.
-    """
+    """Read the rows of `mtrain profile sparsity`."""
     import pyarrow
     import pyarrow.parquet as pq
 

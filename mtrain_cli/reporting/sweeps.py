@@ -151,9 +151,6 @@ def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
     """Draw throughput, time and memory over the number of GPUs, as in figure 6b of MTraining.
 
     If only the sequence length was swept, the x axis is the sequence length.
-
-    Args:
-        sweeps: (name, rows) of each run.
     """
     views = []
     for name, rows in sweeps:

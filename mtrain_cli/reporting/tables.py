@@ -172,7 +172,6 @@ def _case_table(
     names: Sequence[str],
     headings: Sequence[str],
 ) -> Table:
-    """Return an empty table for cases, in which only the labels of the cases may wrap."""
     before = ("run", "case") if names else ("case",)
     table = new_table((*before, *headings), len(before), title=title, caption=caption)
     for column in table.columns:

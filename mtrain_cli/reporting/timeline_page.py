@@ -68,7 +68,6 @@ def _note(notes: Mapping[str, Sequence[str]]) -> str:
 
 
 def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> Rows:
-    """Read the rows of ``layers`` in the first micro-batch of iteration ``case.typical``."""
     assert source.recorded is not None
     parts = []
     for batch in source.recorded.batches(_COLUMNS):
@@ -136,10 +135,7 @@ class _Bars:
 
 
 def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[plots.Trace], int]:
-    """Return bars of the longest phases of a pass, and the number of phases left out.
-
-    most: largest number of phases to draw.
-    """
+    """Return bars of the longest phases of a pass, and the number of phases left out."""
     passes = select(rows, rows["phase"] == KINDS.index(PASS))
     zero = float((passes if len(passes["rank"]) else rows)["start_us"].min())
     shown = [KINDS.index(kind) for kind in (*COMPUTING, RECEIVE) if kind != GAP]
@@ -173,7 +169,6 @@ def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[plots.Tra
 
 
 def _waits(bars: _Bars, mine: np.ndarray) -> list[plots.Trace]:
-    """Return bars of the late part of each wait, then of the exposed part, by link class."""
     rows = bars.rows
     late = np.clip(rows["late_us"] / 1e3, 0, bars.duration)
     exposed = replace(bars, start=bars.start + late, duration=bars.duration - late)

@@ -37,7 +37,6 @@ _TENSOR, _PIPELINE, _CONTEXT = "tensor_parallel", "pipeline_parallel", "context_
 class Method:
     """A method of parallelism.
 
-    name: name in tables.
     degree: key in ``topology`` that takes the degree; empty for data parallelism.
     topology, train: settings that select the method.
     formula_of: name of the method from whose plan a formula starts; empty if mtrain has the method.
@@ -109,10 +108,6 @@ def compare(
 
     Each method gets the largest degree that it allows. Data parallelism with the same sharding uses
     the other workers. All methods train on the same sequences per step.
-
-    Args:
-        per_node: number of workers of a node.
-        plan: plans a configuration.
     """
     costs: list[MethodCost | ImpossibleMethod] = []
     by_name = {method.name: method for method in METHODS}
@@ -185,7 +180,6 @@ def _allows(method: Method, config: Config, degree: int, per_node: int) -> bool:
 
 
 def _limit(method: Method, config: Config, per_node: int) -> str:
-    """Return what limits the degree of a method, with numbers."""
     model, blocks = config.model, config.seq // config.topology.block_size
     if not method.degree:
         return "sequences per step"

@@ -82,7 +82,6 @@ class ExpertRows:
 class PredictedStep:
     """The prediction of one optimizer step.
 
-    seconds: wall-clock time, with bounds.
     parts: time of each of `PARTS` in seconds. The parts add up to the expected time. `TENSOR`,
         `EXPERTS` and `PIPELINE` are absent without these kinds of parallelism. With a pipeline, the
         parts are those of its busiest stage.
@@ -204,7 +203,6 @@ def _estimate(
     slowest: float,
     loads: ExpertLoads | None,
 ) -> _StepEstimate:
-    """Estimate a step for one bound. With a pipeline, return the estimate of its busiest stage."""
 
     def of(part: ModelPart) -> _StepEstimate:
         own = attention.of_layers(part.every_layer)
@@ -250,7 +248,6 @@ class _StepEstimate:
         loads: ExpertLoads | None,
         part: ModelPart,
     ) -> None:
-        """Estimate the step of a worker. part: the worker's part of the model."""
         self.cluster, self.plan, self.attention = cluster, plan, attention
         self.costs, self.slowest, self.layers = costs, slowest, part.number_of_layers
         self.passes = {"forward": 0.0, "backward": 0.0, "loss": 0.0}
@@ -413,10 +410,7 @@ class _StepEstimate:
         """Add the computation of all layers. Return its time per micro-batch, in microseconds.
 
         Args:
-            passes: the passes of attention.
-            work: work of a layer except attention.
             again: work that a layer recomputes; None if the pass recomputes nothing.
-            copied: copies of a layer's weights and gradients.
         """
         before = sum(self.us.values())
         for name in passes:
@@ -432,10 +426,7 @@ class _StepEstimate:
         return (sum(self.us.values()) - before) / self.times
 
     def _tensor_waits(self, computing: float, layers: int, *, forward: bool) -> None:
-        """Add the waits for messages of tensor parallelism.
-
-        computing: time of a layer's pass except attention, in microseconds.
-        """
+        """Add the waits for messages of tensor parallelism."""
         if self.messages is None:
             return
         of_pass = self.messages.forward if forward else self.messages.backward
@@ -463,10 +454,7 @@ class _StepEstimate:
         rows.size += times * found.size
 
     def _summed_copies(self, kinds: Mapping[bool, int]) -> float:
-        """Return the time to add up gradients that all workers of a tensor group hold, in us.
-
-        kinds: number of layers without and with experts.
-        """
+        """Return the time to add up gradients that all workers of a tensor group hold, in us."""
         plan, dealt = self.plan, self.exchange is not None
         elements = sum(
             copied_elements(plan.config.model, experts=experts, dealt=dealt) * number
@@ -476,7 +464,6 @@ class _StepEstimate:
         return self._tensor_message(summed_bytes(elements, plan.dims.tp, workers))
 
     def _tensor_message(self, size: float) -> float:
-        """Return the time of a message in a tensor group, in microseconds."""
         degree = self.plan.dims.tp
         return self.costs.collective(False, degree, degree, int(size))[0]
 

@@ -110,7 +110,6 @@ class Prediction:
     exchange: label of the exchange, with the options that ``auto`` chose.
     passes: the passes by name (`recording.FORWARD`, ...).
     facts: description of the case for summary.json.
-    remarks: sentences for the user.
     rows: records of one iteration, of dtype `record_files.ROW`; None if not requested.
     costs: prices by bound, those of sparse layers if there are dense layers, too.
     played: the simulated layers.
@@ -189,8 +188,6 @@ def predict(
         dense_kernel: name of the kernel of dense layers in a sparse model; None for ``kernel``, or
             for the default.
         conditions: slow ranks and jitter.
-        number: number of the case in the file of records.
-        rows: also make records.
         bounds: also predict the best and the worst case. The prediction then takes three times as
             long.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
@@ -319,8 +316,6 @@ def _measured(cluster: Cluster, first: Index) -> bool:
 
 @dataclass(frozen=True)
 class _PlayedLayer:
-    """The work of one layer by pass, and its simulated times by pass and bound."""
-
     number: int
     work: dict[str, StepWork]
     column_width: int
@@ -328,8 +323,6 @@ class _PlayedLayer:
 
 
 class _CasePlayer:
-    """Simulates the passes of one case, for each bound of the prices."""
-
     def __init__(
         self,
         cluster: Cluster,

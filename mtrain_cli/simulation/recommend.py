@@ -73,11 +73,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class RejectedSetup:
-    """A configuration that is impossible or does not fit in memory.
-
-    what: description of the configuration.
-    why: reason. Tables group configurations by reason.
-    """
+    """A configuration that is impossible or does not fit in memory."""
 
     what: str
     why: str
@@ -172,8 +168,6 @@ def recommend(
 
 @dataclass(frozen=True)
 class _Space:
-    """The configurations that a search tries."""
-
     cluster: Cluster
     scenario: Scenario
     workers: int
@@ -310,7 +304,6 @@ class _Candidates:
                 self._reject(what, _why(error, exchange), error)
 
     def _add(self, plans: Sequence[RunPlan], groups: Groups) -> bool:
-        """Add plans that differ only in their memory settings. Return whether one fits."""
         first = plans[0]
         groups = replace(groups, experts=dealt_over(first))
         where = first.exchange.label, first.layout.name, groups, first.config.train.shard

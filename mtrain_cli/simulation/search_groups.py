@@ -20,7 +20,6 @@ class Groups:
     """How workers share the work of a sequence.
 
     context: number of workers of a context group, or of its tensor groups.
-    tensor: tensor-parallel degree.
     stages, virtual: number of stages, and of virtual stages on each.
     experts: value of ``topology.expert_parallel``.
     """
@@ -73,7 +72,6 @@ def _stage_counts(scenario: Scenario, workers: int) -> list[int]:
 
 
 def _refuses_stages(config: Config) -> bool:
-    """Return whether a setting of the user needs the whole model on each worker."""
     return any(unsupported(config, "", NEED_WHOLE_MODEL))
 
 

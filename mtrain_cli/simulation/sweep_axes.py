@@ -32,9 +32,6 @@ def axes(words: Sequence[str], settings: Sequence[str] = ()) -> dict[str, list[s
 
     The values of settings are checked later, when a configuration is composed.
 
-    Args:
-        words: the axes.
-        settings: the other words, for the message if there are no axes.
 
     Raises:
         ConfigError: a word is not NAME=VALUE,..., or its name or a value cannot be swept.

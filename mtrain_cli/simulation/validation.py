@@ -102,7 +102,6 @@ def open_run(folder: Path) -> MeasuredRun:
 
 
 def _is_complete(name: str) -> bool:
-    """Return whether the shipped profile with this name has all its samples."""
     return record_files.open_records(resource_dir("profiles") / name).complete
 
 
@@ -277,8 +276,6 @@ class PredictedCase:
 
     analysis: the analyzed records of the prediction.
     bounds: time of a layer in ms by pass, with the keys ``low``, ``value`` and ``high``.
-    remarks: sentences for the user.
-    folder: the folder that holds the prediction.
     written: time at which the prediction was written; empty for a new prediction.
     """
 
