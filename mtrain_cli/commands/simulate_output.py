@@ -192,7 +192,10 @@ def step_table(
     steps = [o.step for o in outcomes]
     columns |= {
         "s / step": [number(step.seconds.value, 4) for step in steps],
-        "best - worst": [_bounds(step.seconds) for step in steps],
+        "best - worst": [
+            f"{number(s.low)} - {number(s.high)}" if s.low < s.high else ""
+            for s in (step.seconds for step in steps)
+        ],
         "tokens/s/GPU": [f"{step.tokens_per_second_per_gpu.value:,.0f}" for step in steps],
         **({"MFU": [f"{step.mfu:.1%}" for step in steps]} if first.dense else {}),
         "HFU": [f"{step.hfu:.1%}" for step in steps],
@@ -222,10 +225,6 @@ def _exposed_rows(steps: Sequence[PredictedStep]) -> list[str]:
     if not any(found):
         return []
     return [f"{rows.exposed:.2f} + {rows.hidden:.2f}" if rows else "none" for rows in found]
-
-
-def _bounds(time: BoundedTime) -> str:
-    return f"{number(time.low)} - {number(time.high)}" if time.low < time.high else ""
 
 
 def _table(
@@ -396,7 +395,9 @@ def recommendation_lines(
     by_reason: dict[str, list[str]] = {}
     for rejected in result.rejected:
         by_reason.setdefault(rejected.why, []).append(rejected.what)
-    yield from (f"not    {_first_few(names)}: {why}" for why, names in by_reason.items())
+    for why, names in by_reason.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"not    {'; '.join(names[:3])}{more}: {why}"
 
 
 def _degrees(config: Config) -> dict[str, int]:
@@ -419,10 +420,6 @@ def _smallest(result: Recommendation) -> str:
         f": a GPU needs at least {plan.memory.total / GIB:.1f} GiB{host}, of {available} usable "
         f"({label(plan)})"
     )
-
-
-def _first_few(names: Sequence[str]) -> str:
-    return "; ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _figures(outcome: PredictedScenario) -> str:

@@ -338,7 +338,9 @@ def needles(
 
 def dense_of(measured: Sequence[Measured], seed: int) -> Measured | None:
     """Return the dense cell of a seed."""
-    return _find(measured, DENSE, seed, DENSE)
+    wanted = DENSE, seed, DENSE
+    cells = (one for one in measured if (one.cell.name, one.cell.seed, one.attention) == wanted)
+    return next(cells, None)
 
 
 def spread_of(measured: Sequence[Measured]) -> dict[str, float]:
@@ -554,17 +556,6 @@ def _value(
         lost = reference - sparse.values[name]
         return 100 * (own - sparse.values[name]) / lost, "% of the lost points"
     return reference - own, "points lost"
-
-
-def _find(measured: Sequence[Measured], name: str, seed: int, attention: str) -> Measured | None:
-    return next(
-        (
-            one
-            for one in measured
-            if (one.cell.name, one.cell.seed, one.attention) == (name, seed, attention)
-        ),
-        None,
-    )
 
 
 def _is_loss(name: str) -> bool:

@@ -92,7 +92,7 @@ def _measure(
                     kept = [attention.estimated]
                     writer.recorded(attention.case, sample + 1, kept)
             attention.times.append(seconds[False])
-            writer.timed(attention.case, *(_total(seconds[way]) for way in (False, True)))
+            writer.timed(attention.case, *(sum(map(sum, seconds[way])) for way in (False, True)))
             progress.done()
         last = cases[-1] is writer.cases[-1]
         writer.sampled(first_part + sample, sample + 1 if last else 0)
@@ -259,10 +259,6 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
     found = _medians(bench, times[1:])  # the first is a warm-up
     bench.free_memory()
     return {"label": PEER, "seq": config.seq, "workers": world, **found}
-
-
-def _total(seconds: _Times) -> float:
-    return sum(map(sum, seconds))
 
 
 def _note_times(

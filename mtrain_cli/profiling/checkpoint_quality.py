@@ -140,17 +140,8 @@ def _rows(
 ) -> Iterator[OverlapRow]:
     """Yield a row per head. values: Jaccard index of each head."""
     for head, value in enumerate(values):
-        yield OverlapRow(
-            kind=kind,
-            k=k,
-            pattern=pattern,
-            first=one.step,
-            second=other.step,
-            sample=one.sample,
-            layer=one.layer,
-            head=head,
-            jaccard=value,
-        )
+        where = one.step, other.step, one.sample, one.layer, head
+        yield OverlapRow(kind, k, pattern, *where, value)
 
 
 def _require_memory(config: Config, inputs: int, rows: int, counts: Sequence[int]) -> None:

@@ -422,8 +422,8 @@ class _CaseTotals:
         attention, columns = spent[SPENT.index(ATTENTION)], spent[SPENT.index(COLUMNS), ..., 0]
         in_steps = attention[..., 1 : steps + 1]
         elapsed = spent[..., 1 : steps + 1].sum(0)
-        work = _degrees(pairs[..., 1 : steps + 1], pairs[..., 0])
-        self.degrees[d].append(np.stack([_degrees(in_steps, columns), work]))
+        work = degrees(pairs[..., 1 : steps + 1], pairs[..., 0])
+        self.degrees[d].append(np.stack([degrees(in_steps, columns), work]))
         self.owners[d].append(np.full(len(in_steps), len(self.numbers)))
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
         # Draw a random subset: a fixed stride would pick the same steps or layers every time.
@@ -543,22 +543,6 @@ class _CaseTotals:
             across_workers=np.quantile(tables, QUANTILES, axis=(0, 1)).T,
             across_steps=np.quantile(tables, QUANTILES, axis=(0, 2)).T,
         )
-
-
-def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return imbalance degrees, [4, samples], in the order of `Imbalance`.
-
-    Gathered single columns count as one more step in the degrees that compare workers. The degree
-    that compares the steps of a worker ignores these columns.
-
-    Args:
-        tables: time or number of pairs of the steps, [samples, workers, steps].
-        columns: time or number of pairs of single columns, [samples, workers].
-    """
-    values = degrees(tables)
-    if columns.any():
-        values[[0, 2, 3]] = degrees(np.concatenate([tables, columns[..., None]], -1))[[0, 2, 3]]
-    return values
 
 
 def _json(value: Any) -> Any:

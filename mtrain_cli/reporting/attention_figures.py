@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -28,66 +29,52 @@ Named = Sequence[tuple[str, AttentionFiles]]  # (name of a run, its results)
 
 def attention_figures(named: Named) -> list[Figure]:
     """Draw largest keys, overlap of checkpoints, maps and scores by distance."""
-    several = len(named) > 1
+    several, findings = len(named) > 1, attention_findings
+
+    def figure(name: str, title: str, selectors: str, views, finding, note: str = "") -> Figure:
+        drawn = [view for run, files in named for view in views(files, run)]
+        told = _found(named, finding)
+        return Figure(name, title, tuple(selectors.split()), drawn, note, finding=told)
+
+    top_keys = figure(
+        *("top-keys", "Attention of the largest keys", ""),
+        lambda files, run: _top_lines(files, run if several else ""),
+        findings.largest_keys,
+        "Share of attention that the k largest keys of a query hold, for queries that see more "
+        "than k keys. Means over heads, samples and queries.",
+    )
     return [
-        Figure(
-            "top-keys",
-            "Attention of the largest keys",
-            (),
-            [view for name, files in named for view in _top_lines(files, name if several else "")],
-            "Share of attention that the k largest keys of a query hold, for queries that see more "
-            "than k keys. Means over heads, samples and queries.",
-            together=True,
-            finding=_found(named, attention_findings.largest_keys),
+        replace(top_keys, together=True),
+        figure(
+            *("top-heads", "Attention of the largest keys by layer and head", "run step keys"),
+            *(_top_heads, findings.heads_of_largest_keys),
         ),
-        Figure(
-            "top-heads",
-            "Attention of the largest keys by layer and head",
-            ("run", "step", "keys"),
-            [view for name, files in named for view in _top_heads(files, name)],
-            finding=_found(named, attention_findings.heads_of_largest_keys),
+        figure(
+            *("top-samples", "Attention of the largest keys by step and sample", "run keys"),
+            *(_top_samples, findings.samples_of_largest_keys),
         ),
-        Figure(
-            "top-samples",
-            "Attention of the largest keys by step and sample",
-            ("run", "keys"),
-            [view for name, files in named for view in _top_samples(files, name)],
-            finding=_found(named, attention_findings.samples_of_largest_keys),
-        ),
-        Figure(
-            "overlap",
-            "Overlap of checkpoints",
-            ("run", "what"),
-            [view for name, files in named for view in _overlap_matrices(files, name)],
+        figure(
+            *("overlap", "Overlap of checkpoints", "run what"),
+            *(_overlap_matrices, findings.overlaps),
             "Jaccard index of what two checkpoints choose for the same input: intersection / "
             "union. Means over layers, heads and samples.",
-            finding=_found(named, attention_findings.overlaps),
         ),
-        Figure(
-            "overlap-layers",
-            "Overlap of checkpoints by layer",
-            ("run", "what"),
-            [view for name, files in named for view in _overlap_lines(files, name)],
-            finding=_found(named, attention_findings.overlaps_of_layers),
+        figure(
+            *("overlap-layers", "Overlap of checkpoints by layer", "run what"),
+            *(_overlap_lines, findings.overlaps_of_layers),
         ),
         maps_figure(named),
-        Figure(
-            "rope",
-            "Mean score by distance of query and key",
-            ("run", "step", "head"),
-            [view for name, files in named for view in _rope_curves(files, name)],
+        figure(
+            *("rope", "Mean score by distance of query and key", "run step head"),
+            *(_rope_curves, findings.rotary_prediction),
             "Predicted: score of the mean query and the mean key, turned by the distance. Distance "
             f"0 is left out. Bins of equal logarithmic width. At most {_HEATS} heads.",
-            finding=_found(named, attention_findings.rotary_prediction),
         ),
-        Figure(
-            "rope-heads",
-            "Scores by layer and head",
-            ("run", "step", "quantity"),
-            [view for name, files in named for view in _rope_heads(files, name)],
+        figure(
+            *("rope-heads", "Scores by layer and head", "run step quantity"),
+            *(_rope_heads, findings.variance),
             "Slash, vertical, both: share of the variance of scores that the distance, the key, "
             "and the sum of both explain. Rest: 1 - both.",
-            finding=_found(named, attention_findings.variance),
         ),
     ]
 

@@ -96,7 +96,8 @@ def _ranks(loads: Loads) -> Figure:
             continue
         for i, layer in _some_layers(each, len(each.ranks), len(loads)):
             table, _ = fold(each.by_rank[i], _SIDE)
-            across, down = (_labels(axis, size) for axis, size in _axes(each, table.shape))
+            across = _labels(range(each.experts), table.shape[1])
+            down = _labels(each.ranks, table.shape[0])
             trace = plots.heat(
                 plots.numbers(table, 4),
                 across,
@@ -146,10 +147,6 @@ def _share(
         f"{row} %{{y}}, {column} %{{x}}: %{{z:.2%}} of the tokens",
         zmax=most or float(table.max(initial=0)) or 1.0,
     )
-
-
-def _axes(each: ExpertAnalysis, shape: tuple[int, ...]) -> list[tuple[Sequence[int], int]]:
-    return [(range(each.experts), shape[1]), (each.ranks, shape[0])]
 
 
 def _labels(numbers: Sequence[int], cells: int) -> list[Any]:

@@ -179,7 +179,10 @@ def _by_depth(summary: Summary) -> Figure:
     views = []
     for each in summary.compared:
         own = _of(summary, each)
-        grid = [[_mean_at(own, place, at) for place in PLACES] for at in range(DEPTHS)]
+        grid = [
+            [_mean([one.depths.get((place, at)) for one in own]) for place in PLACES]
+            for at in range(DEPTHS)
+        ]
         map_ = plots.heat(
             plots.numbers(grid),
             [MEASURES[place].removeprefix("asked ") for place in PLACES],
@@ -215,7 +218,3 @@ def _of(summary: Summary, compared: Compared) -> list[Measured]:
         for one in summary.measured
         if (one.cell.name, one.attention) == (compared.variant.name, compared.attention)
     ]
-
-
-def _mean_at(measured: Sequence[Measured], place: str, at: int) -> float:
-    return _mean([one.depths.get((place, at)) for one in measured])

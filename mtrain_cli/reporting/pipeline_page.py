@@ -121,12 +121,8 @@ def _listed(work: np.ndarray) -> str:
 def pipeline_table(sources: Sequence[ReportSource]) -> Table | None:
     """Return the table of all pipelines; None without any."""
     rows = pipeline_cells(sources)
-    if not rows:
-        return None
-    table = new_table(HEADS, words=2, title="Pipeline, one step", caption=NOTE)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    title = "Pipeline, one step"
+    return new_table(HEADS, words=2, title=title, caption=NOTE, rows=rows) if rows else None
 
 
 def pipeline_rows(sources: Sequence[ReportSource]) -> list[dict[str, Any]]:

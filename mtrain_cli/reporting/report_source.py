@@ -290,17 +290,16 @@ def _dated(root: Path) -> dict[Path, float]:
             # A profile without a sample, or a run without a step, has nothing to report.
             places = [place for place in (folder, folder / PROFILE) if _has_figures(place)]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
-            files += [place / evaluation_results.RESULTS for place in _evaluation_places(folder)]
+            files += [
+                place / evaluation_results.RESULTS
+                for place in (folder, folder / evaluation_results.FOLDER)
+            ]
             times = [
                 file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size
             ]
             if times and not folder.is_symlink():
                 dated[folder] = max(times)
     return dated
-
-
-def _evaluation_places(folder: Path) -> tuple[Path, ...]:
-    return folder, folder / evaluation_results.FOLDER
 
 
 def _has_figures(place: Path) -> bool:
@@ -360,9 +359,12 @@ def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSo
 
 
 def _bare(path: Path, recorded: RecordedFolder | None, files: RunFiles) -> ReportSource:
-    facts, settings = _facts(recorded, files), _settings(recorded, files)
+    summary = recorded.summary if recorded is not None else {}
+    command = {"command": summary["command"]} if summary.get("command") else {}
+    facts = {**(summary.get("environment") or {}), **command, **files.facts}
     damage = tuple(_without_recorded(line, recorded) for line in files.damage)
-    return ReportSource(_name(path), path, facts, settings=settings, damage=damage)
+    settings, name = _settings(recorded, files), os.path.basename(path.resolve()) or str(path)
+    return ReportSource(name, path, facts, settings=settings, damage=damage)
 
 
 def _without_recorded(line: str, recorded: RecordedFolder | None) -> str:
@@ -470,16 +472,6 @@ def _nothing(path: Path) -> str:
         f"{path}: not a run, profile or simulation "
         f"({SUMMARY} and {METRICS_FILE} are missing; contains {listed})"
     )
-
-
-def _name(path: Path) -> str:
-    return os.path.basename(path.resolve()) or str(path)
-
-
-def _facts(recorded: RecordedFolder | None, files: RunFiles) -> dict[str, Any]:
-    summary = recorded.summary if recorded is not None else {}
-    command = {"command": summary["command"]} if summary.get("command") else {}
-    return {**(summary.get("environment") or {}), **command, **files.facts}
 
 
 def _document(path: Path) -> dict[str, Any]:

@@ -280,12 +280,12 @@ def _uncertain(cluster: Cluster) -> list[str]:
         whose: [name for name, source in of.items() if source == "guess"]
         for whose, of in sources.items()
     }
-    return [_guesses(whose, names) for whose, names in guesses.items() if names]
-
-
-def _guesses(name: str, keys: Sequence[str]) -> str:
-    count = "one constant is a guess" if len(keys) == 1 else f"{len(keys)} constants are guesses"
-    return f"{name}: {count} ({', '.join(keys)})"
+    counts = {1: "one constant is a guess"}
+    return [
+        f"{whose}: {counts.get(len(of), f'{len(of)} constants are guesses')} ({', '.join(of)})"
+        for whose, of in guesses.items()
+        if of
+    ]
 
 
 def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
@@ -434,8 +434,8 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
         float(np.mean([times.get(bound, times[VALUE]).duration for times in by_layer])) / 1e3
         for bound in (LOW, VALUE, HIGH)
     )
-    time = [_degrees(times.attention, times.spent["columns"][:, 0]) for times in likely]
-    work = [_degrees(w.pairs, w.column_pairs) for w in works]
+    time = [degrees(t.attention[None], t.spent["columns"][None, :, 0]) for t in likely]
+    work = [degrees(w.pairs[None], w.column_pairs[None]) for w in works]
     computing = ((t.attention.sum(1) + t.spent["columns"][:, 0]).mean() for t in likely)
     computed = [float(us) / max(t.duration, 1e-9) for us, t in zip(computing, likely, strict=True)]
     workers, zero = len(likely[0].end), np.zeros(1)
@@ -454,23 +454,8 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
     return PredictedPass(duration, _mean(time), _mean(work), shares, late, exposed, spent, carried)
 
 
-def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:
-    """Return the imbalance degrees of a table of steps together with gathered columns.
-
-    As in `records.analysis`, the columns count as one more step, except in the step degree.
-
-    table: [workers, steps].
-    columns: [workers].
-    """
-    values = degrees(table[None])[:, 0]
-    if columns.any():
-        values[[0, 2, 3]] = degrees(np.column_stack([table, columns])[None])[[0, 2, 3], 0]
-    return Imbalance(*(float(value) for value in values))
-
-
-def _mean(layers: Sequence[Imbalance]) -> Imbalance:
-    names = ("worker", "step", "total", "critical")
-    return Imbalance(*(float(np.mean([getattr(d, name) for d in layers])) for name in names))
+def _mean(layers: Sequence[np.ndarray]) -> Imbalance:
+    return Imbalance(*(float(np.mean(values)) for values in zip(*layers, strict=True)))
 
 
 def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: int) -> np.ndarray:

@@ -73,7 +73,11 @@ def open_run(folder: Path) -> MeasuredRun:
 
     folder = find_shipped(folder)
     if not folder.is_dir():
-        names = [name for name in shipped_with(f"*/{record_files.INDEX}") if _is_complete(name)]
+        names = [
+            name
+            for name in shipped_with(f"*/{record_files.INDEX}")
+            if record_files.open_records(resource_dir("profiles") / name).complete
+        ]
         saved = {name: advice for name in names if (advice := _saved_predictions(name))}
         alone = [name for name in names if name not in saved]
         paired = [f"{name} with {advice}" for name, advice in saved.items()]
@@ -99,10 +103,6 @@ def open_run(folder: Path) -> MeasuredRun:
     if not cases:
         raise refuse("no records; measure again")
     return MeasuredRun(folder, recorded, cases, indices)
-
-
-def _is_complete(name: str) -> bool:
-    return record_files.open_records(resource_dir("profiles") / name).complete
 
 
 def _saved_predictions(name: str) -> str:
