@@ -230,7 +230,6 @@ def _composed(request: SimulateRequest) -> Config | None:
 
 
 def _with_choice(compared: list[str], chosen: str) -> list[str]:
-    """Add ``chosen`` to the compared names, unless it is auto or one of them."""
     return compared if chosen in (*compared, "auto") else [*compared, chosen]
 
 

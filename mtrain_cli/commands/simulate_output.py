@@ -139,7 +139,6 @@ def _mean_degree(prediction: Prediction, of: str, name: str) -> float:
 
 
 def _computed(prediction: Prediction) -> float:
-    """Return the share of both passes' time in which the slowest worker computes."""
     both = [prediction.passes[name] for name in _BOTH]
     return sum(b.computed * b.duration.value for b in both) / sum(b.duration.value for b in both)
 
@@ -220,7 +219,6 @@ def step_table(
 
 
 def _exposed_rows(steps: Sequence[PredictedStep]) -> list[str]:
-    """Return the exposed and the hidden time of rows of each step; [] if none has rows."""
     found = [step.experts for step in steps]
     if not any(found):
         return []
@@ -401,14 +399,12 @@ def recommendation_lines(
 
 
 def _degrees(config: Config) -> dict[str, int]:
-    """Return the degrees of tensor, pipeline and expert parallelism that are above 1, by key."""
     names = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
     degrees = {f"topology.{name}": getattr(config.topology, name) for name in names}
     return {key: degree for key, degree in degrees.items() if degree > 1}
 
 
 def _smallest(result: Recommendation) -> str:
-    """Return the memory that the smallest configuration needs, or "" if none was planned."""
     plan = result.least
     if plan is None:
         return ""

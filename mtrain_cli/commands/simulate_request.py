@@ -407,7 +407,6 @@ class SimulateRequest:
         )
 
     def _typed(self, name: str) -> str:
-        """Return density or columns with its value, as an option or as an axis of a sweep."""
         value = getattr(self, name)
         text = f"{value:g}" if isinstance(value, float) else str(value)
         return f"{name}={text}" if name in self.swept else f"--{name} {text}"
@@ -465,7 +464,6 @@ class SimulateRequest:
 
 
 def _allowed(config: Config) -> str:
-    """Name the pairs that dense attention computes."""
     from mtrain_cli.training.first_masks import first_masks
 
     read = first_masks(config)
@@ -554,7 +552,6 @@ def _with_dense_layers(problem: AttentionWorkload, config: Config, file: Path) -
 
 
 def _compare(config: Config, file: Path, setup: Any) -> None:
-    """Raise ConfigError if the settings differ from the shape that the file was recorded with."""
     shapes = {
         "seq": (config.seq, setup.seq),
         "model.num_heads": (config.model.num_heads, setup.heads),

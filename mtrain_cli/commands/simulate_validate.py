@@ -116,7 +116,6 @@ def _folder(out: Path | None, files: bool) -> Iterator[Path]:
 
 
 def _predictions_in(path: Path) -> list[Path]:
-    """Return ``path`` if it is a prediction, else the predictions in the folder ``path``."""
     if not path.is_dir() or (path / "summary.json").is_file():
         return [path]
     return sorted(file.parent for file in path.glob("*/summary.json")) or [path]
@@ -129,7 +128,6 @@ def _compare(
     calibration: Calibration | None,
     folder: Path,
 ) -> tuple[list[CaseComparison], list[str]]:
-    """Compare the measured cases. Also return a line for each case that has no prediction."""
     given: dict[Any, PredictedCase] = {}
     for path in predictions:
         given |= open_prediction(path)
@@ -354,7 +352,6 @@ def _cells(p: PassComparison) -> Iterator[str]:
 
 
 def _definition(compared: Sequence[CaseComparison]) -> str:
-    """Return which measured times are compared: with or without recording."""
     kinds = {p.bare is not None for case in compared for p in case.passes.values()}
     bare = "without recording, the median (`mtrain report`: bare)"
     recorded = "while recording, the mean (`mtrain report`: pass ms)"

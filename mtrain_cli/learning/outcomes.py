@@ -212,7 +212,6 @@ class Evaluated:
 
 
 def _is_sample(row: dict[str, Any]) -> bool:
-    """Return whether a row has a key, and hits and places as `needles` reads them, if any."""
     hits, places = row.get("hits", []), row.get("places", [])
     if not (isinstance(hits, list) and isinstance(places, list)):
         return False
@@ -512,7 +511,6 @@ def outcome(prediction: Prediction, measured: Sequence[Measured], tier: Tier) ->
 
 
 def _with(measured: Sequence[Measured], name: str, attention: str) -> list[Measured]:
-    """Return the measurements of a variant with dense attention, or with its own."""
     return [
         one
         for one in measured

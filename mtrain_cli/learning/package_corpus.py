@@ -267,7 +267,6 @@ def _tokenizer(
 def _write_needles(
     folder: Path, tier: Tier, tokenizer: Tokenizer, report: Callable[[PreparationProgress], None]
 ) -> None:
-    """Write needles between lines of the training code, for the base and for the cells."""
     haystack = text_corpus(str(folder / CODE), "text")
     base, cells = tier.base_steps * tier.base_batch, tier.steps * tier.batch
     of_base, of_cells = (tier.base_seq, tier.base_pairs), (tier.long_seq, tier.long_pairs)

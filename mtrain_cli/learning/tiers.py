@@ -133,7 +133,6 @@ _BEFORE_AGAIN = 2  # variants of a tier that come before the repetition of dense
 
 
 def _toy_slash(*more: str) -> tuple[str, ...]:
-    """Return vertical_slash for sequences of 1k tokens."""
     sizes = ("block=32", "last_q=32", "min_columns=8", "max_columns=64")
     return _vertical_slash(0.6, *(f"sparsity.{size}" for size in sizes), *more)
 

@@ -115,8 +115,6 @@ _Times = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Random q, k and v, and the gradient of the output."""
-
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     dout: torch.Tensor
 

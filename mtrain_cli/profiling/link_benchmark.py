@@ -56,7 +56,6 @@ class LinkBenchmarkPlan(BenchmarkPlan):
 
     sizes: sizes of the messages in bytes. In a hop, a rank sends this size to one peer. In a
         collective, a rank receives this size from all peers together.
-    loaded: whether to also time messages during a computation.
     nodes: number of nodes in the cluster file; None for the measured number.
     per_node: number of GPUs per node in the cluster file; None for the measured number.
     """
@@ -420,7 +419,6 @@ class _Load:
         return float(np.mean(ms)) / self.alone if len(ms) > 1 else None
 
     def _alone(self) -> float:
-        """Return the time of one product in ms, averaged over many products in a row."""
         count = 20
 
         def many() -> None:

@@ -146,7 +146,6 @@ class MeasurementCase:
         }
 
     def _pipeline(self, dims: ParallelDims) -> dict[str, Any]:
-        """Return the fact ``pipeline`` of a case with a pipeline."""
         if dims.pp == 1:
             return {}
         train = self.config.train

@@ -262,7 +262,6 @@ def _heads(
 
 @contextmanager
 def _alone(environment: Environment) -> Iterator[None]:
-    """Provide a process group that contains only this process."""
     backend = "cpu:gloo,cuda:nccl" if environment.device == "cuda" else "gloo"
     device = (
         torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None

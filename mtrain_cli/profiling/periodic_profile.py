@@ -210,7 +210,6 @@ class TrainingProfile(Callback):
         return f"{count}; {cost_of_recording(more, statistics.median(self._after))}"
 
     def _warn(self) -> None:
-        """Show a problem that occurred since the last call."""
         problem, self.problem = self.problem, None
         if problem:
             self._message(problem, warning=True)

@@ -322,5 +322,4 @@ def _received(
 
 
 def _in_parts(index: Index) -> bool:
-    """Return whether the index holds only one worker's query blocks."""
     return isinstance(index, BlockBitmap) and len(index.rows) < index.blocks

@@ -128,12 +128,7 @@ def _calls(worker: _Worker) -> Iterator[KernelTime]:
 def _time_step(
     worker: _Worker, call: Compute, what: str, work: StepWork, masked: StepWork
 ) -> KernelTime:
-    """Time one kernel call of a program.
-
-    what: name of the call in the results.
-    work: work of all steps with mask and index.
-    masked: work of all steps with the mask only.
-    """
+    """Time one kernel call of a program."""
     bench, case, index, step = worker.bench, worker.case, worker.index, call.step
     gathered = call.keys == WHOLE_SEQUENCE
     keys = positions_of(worker.layout, call.keys)

@@ -94,13 +94,7 @@ class Ratios:
 
 
 def _estimates(degrees: np.ndarray, ratios: np.ndarray, owners: np.ndarray) -> dict[str, Any]:
-    """Return the fields time, work and computation of an analysis.
-
-    Args:
-        degrees: imbalance degrees of (time, number of pairs), [2, 4 degrees, samples].
-        ratios: computation ratios, [2 ratios, samples].
-        owners: number of the iteration of each sample.
-    """
+    """Return the fields time, work and computation of an analysis."""
     time, work = (Degrees(*(Estimate.of(v, owners) for v in kind)) for kind in degrees)
     computation = Ratios(*(Estimate.of(v, owners) for v in ratios))
     return {"time": time, "work": work, "computation": computation}
@@ -123,7 +117,6 @@ class PassAnalysis:
     column_pairs: number of query-key pairs of these columns, [workers].
     time: imbalance degrees of attention time.
     work: imbalance degrees of the number of query-key pairs.
-    computation: computation ratios.
     duration: time of one layer's pass on the slowest worker, as an estimate over iterations.
     p50, p95, longest: 50th and 95th percentiles and maximum of the time of one worker's step.
     layers: for each layer, the time of the slowest worker's pass, and the times of attention, late

@@ -61,8 +61,6 @@ class RecordedSetup:
 
     seq: number of tokens of a sequence before padding.
     dtype_bytes: size of a number of the compute dtype in bytes.
-    workers: number of ranks in the context group.
-    per_node: number of ranks in a node.
     layout, exchange, block_size, chunk: settings of the topology. A chunk of None means auto.
     needs_out: whether the kernel's backward pass needs the output (`program_builder.Traits`).
     columns: largest number of single columns per head, by pattern label; None without a bound
@@ -264,7 +262,6 @@ def _packed_mask(mask: SequenceMask) -> np.ndarray:
 
 
 def _masks(file: Any, name: str) -> tuple[SequenceMask, ...]:
-    """Read the masks of a batch. name: ``mask`` or ``full``, the start of the names of arrays."""
     sizes = zip(file["lengths"], file["padded"], strict=True)
     return tuple(
         _mask(file[f"{name}{row}"], int(length), int(padded))

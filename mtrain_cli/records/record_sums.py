@@ -45,7 +45,6 @@ _SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank", "
 class RecordedShape:
     """The iterations, layers, ranks and steps that a case's rows cover.
 
-    case: number of the case.
     facts: entry of the case in the summary.
     iterations, micros, layers: numbers of the iterations, micro-batches and layers with rows.
     workers: number of ranks in a context group.

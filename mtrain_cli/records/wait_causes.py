@@ -90,7 +90,6 @@ def _links(waits: WaitAttribution) -> list[WaitCause]:
 
 
 def _in_tensor_groups(tensor: TensorWaits, degree: int) -> list[WaitCause]:
-    """Return a cause for each rank that starts messages late, and one for exposed messages."""
     causes = []
     for rank, lost in enumerate(tensor.late.sum(0).tolist()):
         first = rank // degree * degree
@@ -231,7 +230,6 @@ def _slow(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
 
 
 def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
-    """Return a rank's attention time minus the mean of the other ranks, in ms per layer."""
     group, worker = divmod(rank, waits.shape.workers)
     computed = waits.attention[d, group] / (waits.iterations * waits.layers)
     others = max(1, int((computed > 0).sum()) - 1)

@@ -80,13 +80,11 @@ def attention_figures(named: Named) -> list[Figure]:
 
 
 def _found(named: Named, say: Callable[[AttentionFiles], str]) -> str:
-    """Return what ``say`` finds in each run, with the names of the runs if there are several."""
     found = [(name, text) for name, files in named if (text := say(files))]
     return " ".join(text if len(named) == 1 else f"{name}: {text}" for name, text in found)
 
 
 def _top_lines(files: AttentionFiles, run: str) -> Iterator[FigureView]:
-    """Yield the mean mass by step, if there are several steps, and by layer at the last step."""
     rows = files.top_keys
     steps, layers = (sorted({getattr(row, key) for row in rows}) for key in ("step", "layer"))
     counts = sorted({row.k for row in rows})

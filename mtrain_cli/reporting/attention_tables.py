@@ -42,7 +42,6 @@ def _share(value: float | None) -> str:
 def _by_layer(
     rows: Sequence[Any], columns: Sequence[Callable[[list[Any]], str]], step: int | None = None
 ) -> list[list[str]]:
-    """Return a row per layer and one for all layers. Each column makes a cell from its rows."""
     layers = sorted({row.layer for row in rows})
     groups = [(str(layer), [row for row in rows if row.layer == layer]) for layer in layers]
     lead = [] if step is None else [str(step)]

@@ -114,7 +114,6 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
 
 
 def _expert_figures(source: ReportSource, case: int) -> dict[str, Estimate]:
-    """Return the quantities of a case of a model with experts. case: number of the case."""
     each = next((experts for experts in source.experts if experts.case == case), None)
     if each is None:
         return {}
@@ -214,7 +213,6 @@ def _workers_of(source: ReportSource) -> str:
 
 
 def _machine_of(source: ReportSource) -> str:
-    """Return the GPU model and the host; for a prediction, the cluster."""
     if isinstance(source.summary.get("cluster"), dict):
         return source.where
     gpus, host = source.facts.get("gpus") or [], source.facts.get("host")

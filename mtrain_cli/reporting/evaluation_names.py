@@ -123,7 +123,6 @@ def _kind(setting: str) -> str:
 
 
 def _with_settings(table: Sequence[Result]) -> list[str]:
-    """Return a name of the attention for each result of a table, with settings that differ."""
     different = [set[str]() for _ in table]
     for same in _grouped(table, lambda result: result.attention):
         found = _different([_of_model(table[at]) for at in same])
@@ -152,7 +151,6 @@ def _of_model(result: Result) -> list[str]:
 
 
 def _different(every: Iterable[Iterable[str]]) -> set[str]:
-    """Return the settings that not all results have. every: the settings of each result."""
     sets = [set(own) for own in every]
     common = sets[0].intersection(*sets) if sets else set()
     return {one for own in sets for one in own if one not in common}
@@ -209,15 +207,11 @@ def _short_key(result: Result) -> str:
 
 
 def _alike(group: Sequence[Result], names: Sequence[str]) -> Iterable[Collection[int]]:
-    """Return the numbers of the results that share a name and a place with others.
-
-    A place is a length and a step.
-    """
+    """Return the numbers of the results that share a name and a place with others."""
     return _same([(r.length, r.step, name) for r, name in zip(group, names, strict=True)])
 
 
 def _same(keys: Sequence[Hashable]) -> list[list[int]]:
-    """Return the numbers of the keys that are equal to others."""
     return [same for same in grouped(range(len(keys)), keys.__getitem__).values() if len(same) > 1]
 
 

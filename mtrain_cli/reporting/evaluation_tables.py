@@ -98,7 +98,6 @@ def _ruler(results: Sequence[Result]) -> Iterator[TextTable]:
 
 
 def _mean(found: Sequence[Result | None]) -> str:
-    """Return the mean over tasks, or ``-`` if one is missing."""
     if not found or any(result is None or result.score is None for result in found):
         return "-"
     present = [result for result in found if result is not None]

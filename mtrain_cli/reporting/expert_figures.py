@@ -96,8 +96,8 @@ def _ranks(loads: Loads) -> Figure:
             continue
         for i, layer in _some_layers(each, len(each.ranks), len(loads)):
             table, _ = fold(each.by_rank[i], _SIDE)
-            across = _labels(range(each.experts), table.shape[1])
-            down = _labels(each.ranks, table.shape[0])
+            across = plots.cell_labels(range(each.experts), table.shape[1])
+            down = plots.cell_labels(each.ranks, table.shape[0])
             trace = plots.heat(
                 plots.numbers(table, 4),
                 across,
@@ -115,7 +115,6 @@ def _ranks(loads: Loads) -> Figure:
 
 
 def _folded(loads: Loads) -> str:
-    """Return a note if the tables are too large to show all their cells."""
     size = max((max(each.shares.shape[1:]) for _, _, each in loads), default=0)
     ranks = max((len(each.ranks) for _, _, each in loads), default=0)
     if max(size, ranks) <= _SIDE:
@@ -141,21 +140,12 @@ def _share(
     table, _ = fold(whole, _SIDE)
     return plots.heat(
         plots.numbers(table, 4),
-        _labels(across, table.shape[1]),
-        _labels(down, table.shape[0]),
+        plots.cell_labels(across, table.shape[1]),
+        plots.cell_labels(down, table.shape[0]),
         "share",
         f"{row} %{{y}}, {column} %{{x}}: %{{z:.2%}} of the tokens",
         zmax=most or float(table.max(initial=0)) or 1.0,
     )
-
-
-def _labels(numbers: Sequence[int], cells: int) -> list[Any]:
-    """Return a label for each cell of an axis: the number, or the numbers that the cell covers."""
-    of_cell = -(-len(numbers) // max(1, cells))
-    if of_cell == 1:
-        return list(numbers)
-    groups = (numbers[i : i + of_cell] for i in range(0, len(numbers), of_cell))
-    return [f"{group[0]}-{group[-1]}" for group in groups]
 
 
 def _layout(rows: int, x: dict[str, Any], y: dict[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,9 @@ def heat_map_figure(cases: Cases) -> plots.Figure:
     for labels, unit, table in tables:
         small, folded = fold(table, side)
         thinned |= folded
-        steps, workers = (_positions(table.shape[at], small.shape[at]) for at in (1, 0))
+        steps, workers = (
+            plots.cell_labels(range(table.shape[at]), small.shape[at]) for at in (1, 0)
+        )
         trace = plots.heat(
             plots.numbers(small),
             steps,
@@ -130,14 +132,6 @@ def heat_map_figure(cases: Cases) -> plots.Figure:
         note += f" Larger tables shrink to {side} x {side} cells, each the maximum of its group."
     selectors = ("case", "pass", "quantity")
     return plots.Figure("heat", "Attention by worker and step", selectors, views, note)
-
-
-def _positions(size: int, cells: int) -> list[Any]:
-    """Return a label for each cell of an axis: the position or positions that the cell covers."""
-    each = -(-size // cells)
-    if each == 1:
-        return list(range(size))
-    return [f"{first}-{min(first + each, size) - 1}" for first in range(0, size, each)]
 
 
 def rank_figure(cases: Cases) -> plots.Figure:

@@ -130,7 +130,6 @@ def _restarts(source: ReportSource) -> str | None:
 
 
 def _settings(source: ReportSource) -> str:
-    """Return the main settings of a run, and a list of all settings that a reader can unfold."""
     if not source.settings:
         return ""
     every = elements.definition_list(
@@ -258,9 +257,7 @@ def _experts(sources: Sequence[ReportSource]) -> str:
         ),
     )
     content = "".join(
-        f"{table}{elements.note(f'{note[:1].upper()}{note[1:]}.')}"
-        for note, table in tables_of
-        if table
+        f"{table}{elements.note(elements.sentence(note))}" for note, table in tables_of if table
     )
     return elements.section("Experts", content)
 
@@ -296,7 +293,6 @@ def _evaluations(sources: Sequence[ReportSource]) -> str:
 
 
 def _legend(results: Sequence[Result]) -> str:
-    """Return what names of tables and figures stand for, if they have more than an attention."""
     named = named_settings(results)
     listed = elements.definition_list(
         [(f"{one.task}: {one.name}", "; ".join(one.settings)) for one in named]
@@ -309,7 +305,7 @@ def _attention(source: ReportSource) -> str:
         elements.section(
             f"{table.title}: {source.name}",
             elements.table(table.heads, table.rows, range(table.words)),
-            f"{table.note[:1].upper()}{table.note[1:]}.",
+            elements.sentence(table.note),
         )
         for table in attention_tables.tables(source.attention)
     )
@@ -330,7 +326,7 @@ def _steps(source: ReportSource) -> str:
 
 def _pipelines(sources: Sequence[ReportSource]) -> str:
     table = elements.table(HEADS, pipeline_cells(sources), words=(0, 1))
-    return elements.section("Pipeline", table, f"{NOTE[:1].upper()}{NOTE[1:]}.")
+    return elements.section("Pipeline", table, elements.sentence(NOTE))
 
 
 def _compared(sources: Sequence[ReportSource]) -> str:

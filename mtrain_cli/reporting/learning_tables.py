@@ -92,7 +92,6 @@ def _is_done(study: Study, cell: Cell, damage: list[str]) -> bool:
 
 
 def _attention(cell: Cell) -> str:
-    """Return the settings of the attention in training; the name of the cell says the pattern."""
     variant = cell.variant
     if variant is None or not (variant.words or not variant.is_trained):
         return "dense"
@@ -287,7 +286,6 @@ def _prices(summary: Summary) -> TextTable:
 
 
 def _about(summary: Summary) -> str:
-    """Return what a reader must know of the control and of the cell for equal time."""
     text, steps = "", summary.tier.steps
     for variant in (each.variant for each in summary.compared if each.attention != DENSE):
         if variant.name == FIXED:

@@ -17,9 +17,8 @@ from rich.table import Table
 from mtrain_cli.parallel.pipeline_player import Played
 from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, Pipeline
 from mtrain_cli.records.pipeline_times import PipelineTimes, predicted_pipeline, recorded_step
-from mtrain_cli.records.record_sums import select
 from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.report_source import ReportSource, typical_rows
 from mtrain_cli.reporting.tables import fixed, ms
 from mtrain_cli.reporting.terminal_width import new_table
 
@@ -112,7 +111,6 @@ def pipeline_cells(sources: Sequence[ReportSource]) -> list[list[str]]:
 
 
 def _listed(work: np.ndarray) -> str:
-    """Return the work of each stage; of many stages, the first, the least and the most."""
     if len(work) > 8:
         return f"{ms(float(work[0]))}, ..., from {ms(float(work.min()))} to {ms(float(work.max()))}"
     return ", ".join(ms(float(each)) for each in work)
@@ -175,13 +173,7 @@ def pipeline_figure(sources: Sequence[ReportSource]) -> plots.Figure:
 
 def _recorded(shown: _Shown) -> Played:
     assert shown.source.recorded is not None
-    columns = (*_COLUMNS, *_TIMES)
-    parts = []
-    for batch in shown.source.recorded.batches(columns):
-        mine = (batch["case"] == shown.case.number) & (batch["iteration"] == shown.case.typical)
-        if mine.any():
-            parts.append(select(batch, mine))
-    rows = {name: np.concatenate([part[name] for part in parts]) for name in columns}
+    rows = typical_rows(shown.source.recorded, shown.case, (*_COLUMNS, *_TIMES))
     ranks = shown.case.workers * shown.case.groups
     return recorded_step(shown.times.pipeline, rows, ranks // shown.times.pipeline.stages)
 
@@ -216,12 +208,7 @@ def _view(label: str, played: Played, pipeline: Pipeline) -> plots.FigureView:
                 text = [str(number) for number in numbers]
                 trace |= {"text": text, "textposition": "inside", "insidetextanchor": "middle"}
             data.append(trace)
-    stages = range(pipeline.stages)
-    y = {
-        "tickvals": list(stages),
-        "ticktext": [f"stage {stage}" for stage in stages],
-        "autorange": "reversed",
-    }
+    y = plots.named_rows([f"stage {stage}" for stage in range(pipeline.stages)])
     shape = plots.layout(
         130 + 34 * pipeline.stages,
         plots.from_zero("ms since the first pass"),

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
@@ -34,6 +36,7 @@ from mtrain_cli.records.record_files import (
     RecordedFolder,
     open_records,
 )
+from mtrain_cli.records.record_sums import select
 from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
 from mtrain_cli.reporting.run_files import (
     CHOICES_LOST,
@@ -150,7 +153,6 @@ class ReportSource:
 
     @property
     def _stopped(self) -> bool:
-        """Whether training steps are missing."""
         wanted = self.steps_wanted or 0
         return bool(self.metrics) and self.metrics[-1].step < wanted
 
@@ -187,7 +189,6 @@ class ReportSource:
         return list(map(one_line, remarks))
 
     def _progress(self) -> str:
-        """Return the number of recorded iterations, and the cases that have fewer."""
         done = max((case.iterations for case in self.cases), default=0)
         wanted = self.summary.get("samples_wanted")
         behind = [
@@ -211,6 +212,23 @@ def labelled_cases(sources: Sequence[ReportSource]) -> list[tuple[str, ReportSou
         for source in sources
         for case in source.cases
     ]
+
+
+def typical_rows(
+    recorded: RecordedFolder,
+    case: CaseAnalysis,
+    columns: Sequence[str],
+    layers: Sequence[int] | None = None,
+) -> dict[str, np.ndarray]:
+    """Read the rows of the iteration `CaseAnalysis.typical`, of some layers or of all."""
+    parts = []
+    for batch in recorded.batches(columns):
+        mine = (batch["case"] == case.number) & (batch["iteration"] == case.typical)
+        if layers is not None:
+            mine &= np.isin(batch["layer"], layers)
+        if mine.any():
+            parts.append(select(batch, mine))
+    return {name: np.concatenate([part[name] for part in parts]) for name in columns}
 
 
 def find(name: str, holding: str = "") -> Path:
@@ -391,7 +409,6 @@ def _with_files(source: ReportSource, files: RunFiles) -> ReportSource:
 
 
 def _with_experts(source: ReportSource, recorded: RecordedFolder) -> ReportSource:
-    """Add the loads of the experts, or a line about a damaged file of them."""
     try:
         return replace(source, experts=tuple(analyse_experts(recorded)))
     except ConfigError as error:
@@ -400,10 +417,7 @@ def _with_experts(source: ReportSource, recorded: RecordedFolder) -> ReportSourc
 
 
 def _settings(recorded: RecordedFolder | None, files: RunFiles) -> dict[str, Any]:
-    """Return `ReportSource.settings`.
-
-    The choices come from the state of the run, or else from the recorded cases.
-    """
+    """Return `ReportSource.settings`."""
     if files.state is not None and files.state.chosen:
         chosen = {k: str(v) for k, v in files.state.chosen.items() if k in _CHOSEN}
         return with_choices(files.settings, chosen)

@@ -113,7 +113,6 @@ def curves(
 
 
 def _density_note(sources: Sequence[ReportSource]) -> str:
-    """Return why density changes from step to step, if documents are masked and it does."""
     for source in sources:
         own = [step.density for step in source.metrics if step.density]
         if source.settings.get("data.document_mask") and own and min(own) < 0.95 * max(own):
@@ -190,7 +189,6 @@ def _marks(source: ReportSource, key: str, colour: str) -> list[Trace]:
 
 
 def _scale(values: Sequence[float]) -> dict[str, Any]:
-    """Return a logarithmic axis if the values span a wide range, else an axis from zero."""
     least, most = min((v for v in values if v > 0), default=1.0), max(values, default=1.0)
     return log_ticks(least, most) if most / least > _LOG_FROM else {"rangemode": "tozero"}
 

@@ -261,10 +261,7 @@ class Costs:
 
 
 def _longer(link: Link, ranks: int) -> float:
-    """Return the factor from the measured latency of a ring to that of ``ranks`` ranks, at least 1.
-
-    Latency grows with the number of hops.
-    """
+    """Return the factor, at least 1, from the measured latency of a ring to that of more ranks."""
     return max(1.0, (ranks - 1) / max(1.0, link.collective_ranks.value - 1))
 
 

@@ -195,7 +195,6 @@ class NonAttentionCost:
     root_gathered, root_reduced: the same copies for the weights outside the layers.
     added: accumulation of a layer's unsharded gradients.
     optimizer: work of gradient norm, clipping and AdamW per step.
-    host: traffic between the rank and its host.
     gather, reduce: number of bytes that a rank receives in the all-gather of a layer's weights and
         in the reduce-scatter of its gradients.
     dealt_gather, dealt_reduce: the same numbers for experts with expert parallelism, which are not

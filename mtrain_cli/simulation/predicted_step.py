@@ -32,7 +32,6 @@ from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
-from mtrain_cli.simulation.weight_transfers import WeightTransfer, overlapped_us
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
@@ -437,7 +436,6 @@ class _StepEstimate:
         self.hidden_states += times * found.size
 
     def _row_waits(self, direction: str, layers: int) -> None:
-        """Add the waits for rows that travel to experts. direction: `FORWARD` or `BACKWARD`."""
         exchange = self.exchange
         if exchange is None or not self.with_experts:
             return
@@ -526,10 +524,7 @@ class _StepEstimate:
         self.us["host"] += spent.host * times
 
     def _layer_transfers(self) -> tuple[list[WeightTransfer], list[WeightTransfer]]:
-        """Return the gathers of a layer's weights, and the reduce-scatters of its gradients.
-
-        Experts that are dealt over workers have collectives of their own.
-        """
+        """Return the gathers of a layer's weights, and the reduce-scatters of its gradients."""
         sizes, degree = self.non_attention, dealt_over(self.plan)
         found = (
             [self._transfer(sizes.gather, self.plan.dims.tp)],
@@ -580,3 +575,40 @@ class _StepEstimate:
             late = min(needed, carried[outer])
         self.us["weights"] += times * (needed - hidden + share * hidden + late)
         self.hidden += times * hidden / 1e6
+
+
+@dataclass(frozen=True)
+class WeightTransfer:
+    """A collective that moves weights or gradients.
+
+    us: duration in microseconds without other messages.
+    busy: time in microseconds for which the collective occupies the link.
+    outer: whether the collective crosses nodes.
+    size: number of bytes that each rank receives.
+    """
+
+    us: float
+    busy: float
+    outer: bool
+    size: float = 0.0
+
+
+def overlapped_us(
+    transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
+) -> float:
+    """Return the total time of successive collectives that start with a computation.
+
+    All times are in microseconds. Attention's messages use the same links. During the computation,
+    the collectives get the bandwidth that these messages leave; afterwards they get the whole link.
+    The low bound assumes that the collectives never meet attention's messages.
+
+    Args:
+        computing: time of the computation.
+        carried: times for which attention's messages occupy the (inner, outer) link.
+    """
+    alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
+    if not alone or not computing or bound == LOW:
+        return alone
+    left = max(0.0, 1.0 - carried[transfers[0].outer] / computing)
+    speed = min(1.0, left * alone / busy) if busy else 1.0
+    return alone / speed if alone <= speed * computing else computing + alone - speed * computing

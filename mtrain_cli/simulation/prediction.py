@@ -310,7 +310,6 @@ def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | 
 
 
 def _measured(cluster: Cluster, first: Index) -> bool:
-    """Return whether estimating this kind of index was measured on the cluster's GPU."""
     return isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, cluster.gpu.name)
 
 

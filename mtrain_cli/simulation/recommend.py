@@ -267,8 +267,6 @@ class _Candidates:
     fitting: the plans that fit in memory, one list for each group with such a plan.
     unfit: all plans that do not fit.
     tight: the plan that recomputes the most, for each group without a plan that fits.
-    rejected: impossible groups, for tables.
-    mistakes: the error of each impossible group.
     seen: exchange, layout, groups of workers and ``train.shard`` of each group.
     """
 

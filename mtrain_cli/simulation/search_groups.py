@@ -63,7 +63,6 @@ def groupings(scenario: Scenario, workers: int, per_node: int) -> Iterator[Group
 
 
 def _stage_counts(scenario: Scenario, workers: int) -> list[int]:
-    """Return the numbers of stages to try. If the user set the number, return only this one."""
     config, given = scenario.config, scenario.config.topology.pipeline_parallel
     if (
         given > 1

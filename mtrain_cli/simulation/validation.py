@@ -106,7 +106,6 @@ def open_run(folder: Path) -> MeasuredRun:
 
 
 def _saved_predictions(name: str) -> str:
-    """Return the option that compares a shipped profile with its shipped predictions, or ""."""
     has_some = (resource_dir("profiles") / name / "predictions").is_dir()
     return f"--prediction {name}/predictions" if has_some else ""
 

@@ -509,11 +509,7 @@ _LATEST: dict[tuple[int, int, int, bytes, bytes], _Diagonals] = {}
 
 
 def _latest_diagonals(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
-    """Make the diagonals, or take them from a cache if the last call had the same arguments.
-
-    The cache has one entry, because diagonals are large. Counters that differ only in their
-    exchange use the same diagonals.
-    """
+    """Make the diagonals, or take them from a cache if the last call had the same arguments."""
     key = mask.length, block, groups, _digest(mask.first), _digest(owner)
     if key not in _LATEST:
         _LATEST.clear()
