@@ -66,7 +66,6 @@ class _Group(TyperGroup):
             raise
 
     def _name_owners(self, error: Any) -> None:
-        """Raise ConfigError if the error is about an option that only other commands take."""
         option_name, ctx = getattr(error, "option_name", None), getattr(error, "ctx", None)
         owners = [
             name

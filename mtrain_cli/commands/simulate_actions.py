@@ -172,7 +172,6 @@ def recommend(job: SimulateJob) -> None:
 
 
 def _recommendation(job: SimulateJob, scenario: Scenario, result: Recommendation) -> dict[str, Any]:
-    """Return summary.json of a recommendation."""
     rows = [row_of(outcome) for outcome in result.ranked]
     entries: dict[str, Any] = {"workers": job.workers}
     if rows:
@@ -247,7 +246,6 @@ def predict_sweep(
 
 
 def _check_axes(job: SimulateJob, swept: Mapping[str, Sequence[str]]) -> None:
-    """Raise ConfigError if an axis contradicts an option or the cluster."""
     options = {name: getattr(job.typed, name) for name in OWN}
     # --workers would give every number of nodes the same GPUs.
     for axis, name in (*zip(OWN, OWN, strict=True), (NODES, WORKERS)):
@@ -268,7 +266,6 @@ def _check_axes(job: SimulateJob, swept: Mapping[str, Sequence[str]]) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar if stderr is a terminal."""
     columns = (TextColumn("configurations"), BarColumn(), MofNCompleteColumn())
     hidden, console = not sys.stderr.isatty(), Console(stderr=True)
     with Progress(

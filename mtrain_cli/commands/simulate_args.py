@@ -50,10 +50,8 @@ class SimulateJob:
 
     cluster_name: name or file of the cluster.
     cluster_typed: the word that names the cluster, such as ``topology=a100_4x8``.
-    workers: number of GPUs in total.
     tokens: tokens to train on, to predict days and dollars; None to predict neither.
     price: dollars per GPU-hour; None if unknown.
-    typed: the options as typed, such as those about files.
     """
 
     request: SimulateRequest
@@ -160,7 +158,6 @@ def parse_job(
     """Parse options, and load the cluster.
 
     Args:
-        typed: options and settings.
         swept: axes of a sweep, such as nodes=1,2.
         every_exchange: compare all exchanges if none is typed.
 
@@ -233,16 +230,11 @@ def _composed(request: SimulateRequest) -> Config | None:
 
 
 def _with_choice(compared: list[str], chosen: str) -> list[str]:
-    """Add ``chosen`` to the compared names, unless it is auto or one of them."""
     return compared if chosen in (*compared, "auto") else [*compared, chosen]
 
 
 def _usual_exchanges(casts: Sequence[str], sweeps: bool, every_exchange: bool) -> list[str]:
-    """Return the exchanges to compare if none is typed.
-
-    casts: the group casts to compare.
-    sweeps: whether the settings are those of a sweep, without its axes.
-    """
+    """Return the exchanges to compare if none is typed."""
     if every_exchange:
         compared = (*COMPARED_EXCHANGES, *casts, *HEAD_SHARING)
         return [name for name in EXCHANGES if name in compared]
@@ -250,14 +242,7 @@ def _usual_exchanges(casts: Sequence[str], sweeps: bool, every_exchange: bool) -
 
 
 def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str], str, str]:
-    """Return the settings without ``cluster=NAME``, the cluster's name, and the word that names it.
-
-    A cluster is named by ``--cluster``, ``cluster=`` or ``topology.cluster``, or by an option of
-    the group topology.
-
-    Raises:
-        ConfigError: two different clusters are given, or several values for a setting.
-    """
+    """Return settings without ``cluster=NAME``, the cluster's name, and the word that names it."""
     from mtrain_cli.composition.compose import composed_values
     from mtrain_cli.config.groups import open_groups
     from mtrain_cli.config.overrides import ONE_VALUE, parse
@@ -286,7 +271,6 @@ def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str],
 
 
 def _refuse_options(words: Sequence[str]) -> None:
-    """Raise ConfigError for a word such as nodes=2 or price=2: these are options, not settings."""
     from mtrain_cli.simulation.sweep_axes import OWN
 
     for word in words:
@@ -301,13 +285,7 @@ def _refuse_options(words: Sequence[str]) -> None:
 
 
 def _compared(key: str, option: str | None, overrides: Sequence[str]) -> tuple[str, str] | None:
-    """Return the option --KEY or the setting topology.KEY, and its value: the names to compare.
-
-    Return None if neither is given.
-
-    Raises:
-        ConfigError: the option and the setting are both given.
-    """
+    """Return the option --KEY or the setting topology.KEY, and its value: the names to compare."""
     setting = setting_of(overrides, f"topology.{key}")
     if setting is None or setting == "auto":
         return None if option is None else (f"--{key}", option)
@@ -322,11 +300,7 @@ def _compared(key: str, option: str | None, overrides: Sequence[str]) -> tuple[s
 def _parse_workers(
     cluster: Cluster, typed: SimulateOptions, cluster_typed: str, request: SimulateRequest
 ) -> int:
-    """Return the number of workers.
-
-    Raises:
-        ConfigError: the cluster has fewer GPUs, or the workers would fill only a part of a node.
-    """
+    """Return the number of workers."""
     from mtrain_cli.config.cluster import uneven_nodes
 
     count = cluster.gpus if typed.workers is None else typed.workers

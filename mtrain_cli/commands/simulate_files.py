@@ -42,9 +42,6 @@ def deliver(
 
     Args:
         folder: folder for the files; None to write none.
-        content: content of summary.json.
-        predictions: predictions whose records are written.
-        show: prints the tables.
     """
     if folder is not None:
         write_files(folder, content, predictions)

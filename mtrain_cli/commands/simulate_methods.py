@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import typer
@@ -21,7 +22,6 @@ from mtrain_cli.simulation.methods import (
 )
 from mtrain_cli.simulation.scenario import plan_on
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.run_plan import RunPlan
 
 _WORDS = ("method", "workers")
 _SIZES = ("weights", "gradients", "optimizer", "activations", "received")
@@ -40,7 +40,8 @@ _LEGEND = (
 def show_methods(job: SimulateJob) -> None:
     """Print what each method costs a worker, as a table or as JSON."""
     config = job.request.compose(job.request.words)
-    found = compare(config, job.workers, min(job.cluster.gpus_per_node, job.workers), _planner(job))
+    plan = partial(plan_on, job.cluster, workers=job.workers, kernel=job.request.typed_kernel)
+    found = compare(config, job.workers, min(job.cluster.gpus_per_node, job.workers), plan)
     if job.typed.as_json:
         typer.echo(json_text(_document(job, config, found), indent=1))
         return
@@ -67,13 +68,6 @@ def show_methods(job: SimulateJob) -> None:
     for each in found:
         if isinstance(each, ImpossibleMethod):
             say(console, f"not    {each.name}: {each.why}", _LABEL)
-
-
-def _planner(job: SimulateJob) -> Any:
-    def plan(config: Config) -> RunPlan:
-        return plan_on(job.cluster, config, workers=job.workers, kernel=job.request.typed_kernel)
-
-    return plan
 
 
 def _document(

@@ -139,7 +139,6 @@ def _mean_degree(prediction: Prediction, of: str, name: str) -> float:
 
 
 def _computed(prediction: Prediction) -> float:
-    """Return the share of both passes' time in which the slowest worker computes."""
     both = [prediction.passes[name] for name in _BOTH]
     return sum(b.computed * b.duration.value for b in both) / sum(b.duration.value for b in both)
 
@@ -192,7 +191,10 @@ def step_table(
     steps = [o.step for o in outcomes]
     columns |= {
         "s / step": [number(step.seconds.value, 4) for step in steps],
-        "best - worst": [_bounds(step.seconds) for step in steps],
+        "best - worst": [
+            f"{number(s.low)} - {number(s.high)}" if s.low < s.high else ""
+            for s in (step.seconds for step in steps)
+        ],
         "tokens/s/GPU": [f"{step.tokens_per_second_per_gpu.value:,.0f}" for step in steps],
         **({"MFU": [f"{step.mfu:.1%}" for step in steps]} if first.dense else {}),
         "HFU": [f"{step.hfu:.1%}" for step in steps],
@@ -217,15 +219,10 @@ def step_table(
 
 
 def _exposed_rows(steps: Sequence[PredictedStep]) -> list[str]:
-    """Return the exposed and the hidden time of rows of each step; [] if none has rows."""
     found = [step.experts for step in steps]
     if not any(found):
         return []
     return [f"{rows.exposed:.2f} + {rows.hidden:.2f}" if rows else "none" for rows in found]
-
-
-def _bounds(time: BoundedTime) -> str:
-    return f"{number(time.low)} - {number(time.high)}" if time.low < time.high else ""
 
 
 def _table(
@@ -396,18 +393,18 @@ def recommendation_lines(
     by_reason: dict[str, list[str]] = {}
     for rejected in result.rejected:
         by_reason.setdefault(rejected.why, []).append(rejected.what)
-    yield from (f"not    {_first_few(names)}: {why}" for why, names in by_reason.items())
+    for why, names in by_reason.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"not    {'; '.join(names[:3])}{more}: {why}"
 
 
 def _degrees(config: Config) -> dict[str, int]:
-    """Return the degrees of tensor, pipeline and expert parallelism that are above 1, by key."""
     names = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
     degrees = {f"topology.{name}": getattr(config.topology, name) for name in names}
     return {key: degree for key, degree in degrees.items() if degree > 1}
 
 
 def _smallest(result: Recommendation) -> str:
-    """Return the memory that the smallest configuration needs, or "" if none was planned."""
     plan = result.least
     if plan is None:
         return ""
@@ -419,10 +416,6 @@ def _smallest(result: Recommendation) -> str:
         f": a GPU needs at least {plan.memory.total / GIB:.1f} GiB{host}, of {available} usable "
         f"({label(plan)})"
     )
-
-
-def _first_few(names: Sequence[str]) -> str:
-    return "; ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _figures(outcome: PredictedScenario) -> str:

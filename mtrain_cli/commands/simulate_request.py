@@ -27,13 +27,7 @@ class SimulateRequest:
     """The settings and options as typed. None: the option was not given.
 
     words: settings, such as model=qwen3b.
-    index: a file, a folder, or the name of a family of synthetic indices.
-    density: share of the causal blocks that slashes cover.
-    columns: number of single key columns per head.
-    layers: number of layers to predict, each with its own index.
     slow: RANK=X,..., the factors by which computation on these ranks takes longer.
-    jitter: standard deviation of the logarithm of message times.
-    cluster: name or file of the cluster.
     expert_loads: zipf:X, or a run whose loads to take.
     swept: which of density and columns come from a sweep instead of an option.
     """
@@ -166,9 +160,6 @@ class SimulateRequest:
 
         With neither, --density or --columns choose the default family.
 
-        Args:
-            words: the typed settings and, in a sweep, the settings of the point.
-            config: the configuration that the settings compose.
 
         Raises:
             ConfigError: options and settings contradict each other.
@@ -209,11 +200,7 @@ class SimulateRequest:
     def _pairs_within(
         self, settings: PatternSettings, words: Sequence[str], config: Config, layers: int
     ) -> PairSource:
-        """Return pairs within the bounds of a pattern, as `pair_source` does.
-
-        Raises:
-            ConfigError: an option is beyond the bounds of the pattern.
-        """
+        """Return pairs within the bounds of a pattern, as `pair_source` does."""
         from mtrain_cli.simulation.scenario import PairSource
 
         pattern, density, columns = settings.pattern, self.density, self.columns
@@ -251,7 +238,6 @@ class SimulateRequest:
         )
 
     def _check_columns(self, settings: PatternSettings) -> None:
-        """Raise ConfigError if --columns is above the bound of the pattern."""
         bound = settings.column_bound
         if self.columns is None or bound is None or self.columns <= bound:
             return
@@ -266,7 +252,6 @@ class SimulateRequest:
         )
 
     def _check_mask(self, config: Config) -> None:
-        """Raise ConfigError if an option asks for what the mask does not allow."""
         mixed = next((name for name in FULL_LAYERS if getattr(config.mask, name)), None)
         if self.layers is not None and mixed is not None:
             raise ConfigError(
@@ -422,7 +407,6 @@ class SimulateRequest:
         )
 
     def _typed(self, name: str) -> str:
-        """Return density or columns with its value, as an option or as an axis of a sweep."""
         value = getattr(self, name)
         text = f"{value:g}" if isinstance(value, float) else str(value)
         return f"{name}={text}" if name in self.swept else f"--{name} {text}"
@@ -480,7 +464,6 @@ class SimulateRequest:
 
 
 def _allowed(config: Config) -> str:
-    """Name the pairs that dense attention computes."""
     from mtrain_cli.training.first_masks import first_masks
 
     read = first_masks(config)
@@ -492,7 +475,6 @@ def _allowed(config: Config) -> str:
 
 
 def _blocks(config: Config) -> int:
-    """Return the number of blocks of an index that `PairSource` draws."""
     return -(-config.seq // (config.sparsity.block or config.topology.block_size))
 
 
@@ -510,10 +492,7 @@ def _percent(share: float) -> str:
 
 
 def _check_index(index: str | None, pattern: str | None) -> None:
-    """Raise ConfigError if a synthetic index contradicts the settings' pattern.
-
-    pattern: pattern of the settings, None if the settings choose no pattern.
-    """
+    """Raise ConfigError if a synthetic index contradicts the settings' pattern."""
     if index is None:
         return
     if pattern is not None and (index == DENSE) != (pattern == DENSE):
@@ -536,7 +515,6 @@ def _sparsity(words: Sequence[str]) -> bool:
 
 
 def _own_sparsity(words: Sequence[str], config: Config) -> bool:
-    """Return whether the settings, or a recipe among them, choose a pattern."""
     return _sparsity(words) or config.sparsity.pattern != DENSE
 
 
@@ -556,11 +534,7 @@ def _recorded_settings(
 
 
 def _with_dense_layers(problem: AttentionWorkload, config: Config, file: Path) -> AttentionWorkload:
-    """Return recorded attention with the dense layers of the settings.
-
-    Raises:
-        ConfigError: the file has no index of a layer that is sparse under the settings.
-    """
+    """Return recorded attention with the dense layers of the settings."""
     given = config.sparsity.dense_layers or 0
     recorded = 0 if problem.full is None else len(problem.full.layers)
     if given < recorded:
@@ -578,7 +552,6 @@ def _with_dense_layers(problem: AttentionWorkload, config: Config, file: Path) -
 
 
 def _compare(config: Config, file: Path, setup: Any) -> None:
-    """Raise ConfigError if the settings differ from the shape that the file was recorded with."""
     shapes = {
         "seq": (config.seq, setup.seq),
         "model.num_heads": (config.model.num_heads, setup.heads),

@@ -70,11 +70,8 @@ def validate(
     """Compare predictions with measurements, and print the errors of the predictions.
 
     Args:
-        runs: folders of profiles, or names of shipped profiles.
         saved: folders of predictions, or folders that contain folders of predictions. If empty,
             predict the cases now.
-        out: folder for the files; None for a new one in measurements/.
-        files: write validation.json and any new predictions.
     """
     with _folder(out, files) as folder:
         measured = [open_run(run) for run in runs]
@@ -103,11 +100,7 @@ def validate(
 
 @contextmanager
 def _folder(out: Path | None, files: bool) -> Iterator[Path]:
-    """Yield a folder for the files, or a temporary folder if ``files`` is false.
-
-    Raises:
-        ConfigError: the folder holds results already, or cannot be written.
-    """
+    """Yield a folder for the files, or a temporary folder if ``files`` is false."""
     if not files:
         require_no_out(out)
         with tempfile.TemporaryDirectory() as place:
@@ -123,7 +116,6 @@ def _folder(out: Path | None, files: bool) -> Iterator[Path]:
 
 
 def _predictions_in(path: Path) -> list[Path]:
-    """Return ``path`` if it is a prediction, else the predictions in the folder ``path``."""
     if not path.is_dir() or (path / "summary.json").is_file():
         return [path]
     return sorted(file.parent for file in path.glob("*/summary.json")) or [path]
@@ -136,7 +128,6 @@ def _compare(
     calibration: Calibration | None,
     folder: Path,
 ) -> tuple[list[CaseComparison], list[str]]:
-    """Compare the measured cases. Also return a line for each case that has no prediction."""
     given: dict[Any, PredictedCase] = {}
     for path in predictions:
         given |= open_prediction(path)
@@ -216,11 +207,7 @@ def _document(
 def _device_mismatches(
     runs: Sequence[MeasuredRun], gpu: str | None, on_cpu: bool, cluster: str | None
 ) -> list[str]:
-    """Return a line for each run that was measured on another device than was predicted.
-
-    gpu: device of the predicted cluster; None if the prediction does not name it.
-    on_cpu: whether this device is a CPU.
-    """
+    """Return a line for each run that was measured on another device than was predicted."""
     if gpu is None:
         return []
     return [
@@ -350,7 +337,6 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
 
 
 def _cells(p: PassComparison) -> Iterator[str]:
-    """Yield the cells of a pass, in the order of `_NUMBERS`."""
     measured, predicted = p.ranks
     rank_errors = predicted / np.maximum(measured, 1e-9) - 1
     yield f"{p.measured:.2f} ±{p.std:.2f}"
@@ -366,7 +352,6 @@ def _cells(p: PassComparison) -> Iterator[str]:
 
 
 def _definition(compared: Sequence[CaseComparison]) -> str:
-    """Return which measured times are compared: with or without recording."""
     kinds = {p.bare is not None for case in compared for p in case.passes.values()}
     bare = "without recording, the median (`mtrain report`: bare)"
     recorded = "while recording, the mean (`mtrain report`: pass ms)"

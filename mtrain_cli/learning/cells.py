@@ -181,7 +181,6 @@ class Study:
 
 
 def _has_results(cell: Cell, results: Iterable[Result]) -> bool:
-    """Return whether a cell has the results of its tasks, with dense attention and its own."""
     tasks: dict[str, set[str]] = {}
     for result in results:
         tasks.setdefault(result.attention, set()).add(result.task)
@@ -238,7 +237,6 @@ def _replicas(tier: Tier, batch: int) -> tuple[int, int]:
 
 
 def _mix(*, is_base: bool) -> str:
-    """Return the value of data.mix."""
     shares = package_corpus.mix(is_base=is_base)
     return "{" + ", ".join(f"{name}: {weight:g}" for name, weight in shares.items()) + "}"
 
@@ -314,7 +312,6 @@ def unfinished(study: Study, cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _begun(study: Study, base: Cell) -> list[str]:
-    """Return the keys of the finished cells that began with a base."""
     of_seed = (Cell(base.seed, variant) for variant in study.tier.variants)
     return [cell.key for cell in of_seed if (study.path(cell) / DONE).is_file()]
 
@@ -366,7 +363,6 @@ def compute(
     """Train and measure a cell. A stopped one continues where it was.
 
     Args:
-        train: trains a run with settings, or resumes the run of the same settings.
         below_gate: whether a base may miss the gate.
 
     Raises:
@@ -449,13 +445,7 @@ def _empty(folder: Path) -> None:
 
 
 def _trained(run: Path, steps: int) -> tuple[float, float, float]:
-    """Return the seconds of a training, the median seconds of a step, and the mean density.
-
-    A step whose line is damaged counts as a median step.
-
-    Raises:
-        ConfigError: no line can be read.
-    """
+    """Return the seconds of a training, the median seconds of a step, and the mean density."""
     metrics, _ = read_readable_metrics(run / METRICS_FILE)
     whole = [row for row in metrics if None not in (row.seconds, row.density)]
     if not whole:
@@ -510,11 +500,7 @@ def export_base(study: Study, cell: Cell) -> None:
 
 
 def _measure_base(study: Study, cell: Cell, *, below_gate: bool) -> float | None:
-    """Measure needles of a base at its length. Return the percent found.
-
-    Raises:
-        ConfigError: they are fewer than the gate asks for, and not ``below_gate``.
-    """
+    """Measure needles of a base at its length. Return the percent found."""
     tier, folder = study.tier, study.path(cell)
     source = _source(study, folder / HF)
     _evaluate(study, folder, NIAH, folder / HF, {DENSE: source.config}, tier.base_seq)

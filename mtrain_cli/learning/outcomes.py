@@ -212,7 +212,6 @@ class Evaluated:
 
 
 def _is_sample(row: dict[str, Any]) -> bool:
-    """Return whether a row has a key, and hits and places as `needles` reads them, if any."""
     hits, places = row.get("hits", []), row.get("places", [])
     if not (isinstance(hits, list) and isinstance(places, list)):
         return False
@@ -338,7 +337,9 @@ def needles(
 
 def dense_of(measured: Sequence[Measured], seed: int) -> Measured | None:
     """Return the dense cell of a seed."""
-    return _find(measured, DENSE, seed, DENSE)
+    wanted = DENSE, seed, DENSE
+    cells = (one for one in measured if (one.cell.name, one.cell.seed, one.attention) == wanted)
+    return next(cells, None)
 
 
 def spread_of(measured: Sequence[Measured]) -> dict[str, float]:
@@ -510,7 +511,6 @@ def outcome(prediction: Prediction, measured: Sequence[Measured], tier: Tier) ->
 
 
 def _with(measured: Sequence[Measured], name: str, attention: str) -> list[Measured]:
-    """Return the measurements of a variant with dense attention, or with its own."""
     return [
         one
         for one in measured
@@ -554,17 +554,6 @@ def _value(
         lost = reference - sparse.values[name]
         return 100 * (own - sparse.values[name]) / lost, "% of the lost points"
     return reference - own, "points lost"
-
-
-def _find(measured: Sequence[Measured], name: str, seed: int, attention: str) -> Measured | None:
-    return next(
-        (
-            one
-            for one in measured
-            if (one.cell.name, one.cell.seed, one.attention) == (name, seed, attention)
-        ),
-        None,
-    )
 
 
 def _is_loss(name: str) -> bool:

@@ -75,8 +75,6 @@ def build(
 
     Args:
         packages: folder of the packages; None for those of this Python.
-        before_writing: called once the texts are known to suffice.
-        report: function that receives the progress of writing.
 
     Raises:
         ConfigError: there is too little text, and nothing was written; or as `read`.
@@ -145,7 +143,6 @@ def read(folder: Path) -> CorpusFacts | None:
 
 
 def _digest(folder: Path) -> str:
-    """Return the SHA-256 of the texts."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.jsonl")):
         digest.update(file.read_bytes())
@@ -205,7 +202,6 @@ def _powers(base: int, count: int) -> np.ndarray:
 def _split(
     root: Path, tier: Tier
 ) -> tuple[list[tuple[str, list[bytes]]], list[tuple[str, list[bytes]]]]:
-    """Return the packages to train on, up to the size of the tier, and those to hold out."""
     training: list[tuple[str, list[bytes]]] = []
     held_out: list[tuple[str, list[bytes]]] = []
     wanted, total, spare = tier.corpus_mib << 20, 0, 0
@@ -261,7 +257,6 @@ def _write(path: Path, packages: Iterable[tuple[str, list[bytes]]]) -> None:
 def _tokenizer(
     folder: Path, tier: Tier, report: Callable[[PreparationProgress], None]
 ) -> Tokenizer:
-    """Return the tokenizer of a tier. A BPE is trained on the code."""
     if tier.vocabulary:
         code = text_corpus(str(folder / CODE), "text")
         prepare_store(code, folder / "store", "bpe", tier.vocabulary, report)
@@ -272,7 +267,6 @@ def _tokenizer(
 def _write_needles(
     folder: Path, tier: Tier, tokenizer: Tokenizer, report: Callable[[PreparationProgress], None]
 ) -> None:
-    """Write needles between lines of the training code, for the base and for the cells."""
     haystack = text_corpus(str(folder / CODE), "text")
     base, cells = tier.base_steps * tier.base_batch, tier.steps * tier.batch
     of_base, of_cells = (tier.base_seq, tier.base_pairs), (tier.long_seq, tier.long_pairs)

@@ -15,7 +15,6 @@ class Interval:
     """A mean and its confidence interval.
 
     low, high: None for fewer than two values.
-    count: number of values.
     """
 
     mean: float

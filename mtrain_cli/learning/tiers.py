@@ -26,14 +26,12 @@ OTHER_ORDER = 1000  # added to the seed of a cell that reads its data in another
 class Variant:
     """One way to continue a base.
 
-    name: name of the cell.
     words: settings of the attention in training; without any, attention is dense.
     is_trained: whether the cell trains at all.
     other_order: whether the data have another order than those of the other cells.
     density_of: the cell whose density this cell takes; "" for none.
     time_of: the cell whose seconds of training this cell takes; "" for as many steps as others.
     pace_of: with time_of, the cell whose seconds a step give the number of steps.
-    about: what the cell is for.
     """
 
     name: str
@@ -58,7 +56,6 @@ class Tier:
     """One size of the experiment.
 
     seeds: a base and all cells are trained with each.
-    model: settings of the model.
     machine: settings of the workers and of their memory.
     vocabulary: ids of a BPE that is trained on the corpus; 0 for bytes.
     corpus_mib: most MiB of code to train on.
@@ -72,7 +69,6 @@ class Tier:
     texts, documents: sequences of held-out code, and of needles, to measure.
     gate: least percent of needles that a base must find at ``base_seq``; None for no gate.
     base_flops, flops: assumed FLOP/s of a base and of the cells, for estimates of time.
-    variants: the cells of each seed.
     """
 
     name: str
@@ -137,7 +133,6 @@ _BEFORE_AGAIN = 2  # variants of a tier that come before the repetition of dense
 
 
 def _toy_slash(*more: str) -> tuple[str, ...]:
-    """Return vertical_slash for sequences of 1k tokens."""
     sizes = ("block=32", "last_q=32", "min_columns=8", "max_columns=64")
     return _vertical_slash(0.6, *(f"sparsity.{size}" for size in sizes), *more)
 
@@ -331,7 +326,6 @@ def _with_needs(tier: Tier, names: Iterable[str]) -> set[str]:
 
 
 def _ordered(tier: Tier) -> list[Variant]:
-    """Return the variants, each after those that it needs."""
     done: list[Variant] = []
     while len(done) < len(tier.variants):
         names = [variant.name for variant in done]

@@ -166,7 +166,8 @@ def _collectives(
     gather, reduce = (GROUP_CAST, GROUP_REDUCE) if by_mask else ("all_gather", "reduce_scatter")
 
     def collective(peers, holds, channel, after=None, shards=everyone) -> Transfer:
-        others = tuple(s for s in shards if s not in holds)
+        held = set(holds)
+        others = tuple(s for s in shards if s not in held)
         kind, sends, receives = (gather, holds, others) if gathers else (reduce, others, holds)
         route = channel, sends, receives
         return Transfer(next(number), kind, payload, *route, peers=peers, after=after, part=part)
@@ -185,10 +186,11 @@ def _collectives(
         return (collective(node_ranks, (rank,), INNER, shards=node_ranks),) if splits else ()
 
     def inside(after=None) -> Transfer:
-        shards = tuple(s for s in everyone if not splits or s not in node_ranks)
-        return collective(
-            node_ranks, tuple(s for s in counterparts if s in shards), INNER, after, shards
+        near_ranks = set(node_ranks) if splits else set()
+        holds, shards = (
+            tuple(s for s in ranks if s not in near_ranks) for ranks in (counterparts, everyone)
         )
+        return collective(node_ranks, holds, INNER, after, shards)
 
     if gathers:
         outer = across()

@@ -405,6 +405,20 @@ class Program:
             yield op, live
             live.difference_update(op.frees)
 
+    def _alive(self, names: Iterable[str]) -> Iterator[tuple[Operation, list[Size]]]:
+        """Yield operations with the sizes of those of `names` that exist while they run.
+
+        Leave out repetitions: the steps of a long ring differ only in the names of their buffers.
+        """
+        kinds: dict[Size, int] = {}
+        kind = {name: kinds.setdefault(self.buffers[name].size, len(kinds)) for name in names}
+        sizes, seen = list(kinds), set()
+        for op, live in self.live():
+            alive = tuple(sorted(kind[name] for name in live if name in kind))
+            if (what := (type(op), op.scratch, alive)) not in seen:
+                seen.add(what)
+                yield op, [sizes[number] for number in alive]
+
     @cached_property
     def _held(self) -> frozenset[tuple[type[Operation], Size]]:
         """(class, size) of each operation.
@@ -414,11 +428,8 @@ class Program:
         """
         apart = self.pooled.union(self.inputs)
         return frozenset(
-            (
-                type(op),
-                total_size([op.scratch, *(self.buffers[name].size for name in live - apart)]),
-            )
-            for op, live in self.live()
+            (type(op), total_size([op.scratch, *sizes]))
+            for op, sizes in self._alive(self.buffers.keys() - apart)
         )
 
     def peak_bytes(self, sizes: ShardSizes, call: int = 0, columns: int = 0) -> int:
@@ -435,10 +446,7 @@ class Program:
     @cached_property
     def _pooled_groups(self) -> frozenset[frozenset[tuple[Size, int]]]:
         """The sets of pooled buffers that are live at the same time, as (size, count) pairs."""
-        return frozenset(
-            frozenset(Counter(self.buffers[name].size for name in live & self.pooled).items())
-            for _, live in self.live()
-        )
+        return frozenset(frozenset(Counter(sizes).items()) for _, sizes in self._alive(self.pooled))
 
     def pooled_at_once(self, sizes: ShardSizes) -> Counter[Shape]:
         """Return for each shape the largest number of pooled buffers that are live at one time.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from mtrain_cli.parallel.gather_schedules import (
     all_gather,
@@ -23,6 +24,7 @@ from mtrain_cli.parallel.schedule import (
 )
 
 
+@lru_cache(maxsize=16)  # planning asks for few schedules, each many times
 def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
     """Make the schedule of an exchange.
 

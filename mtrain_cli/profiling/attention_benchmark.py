@@ -92,7 +92,7 @@ def _measure(
                     kept = [attention.estimated]
                     writer.recorded(attention.case, sample + 1, kept)
             attention.times.append(seconds[False])
-            writer.timed(attention.case, *(_total(seconds[way]) for way in (False, True)))
+            writer.timed(attention.case, *(sum(map(sum, seconds[way])) for way in (False, True)))
             progress.done()
         last = cases[-1] is writer.cases[-1]
         writer.sampled(first_part + sample, sample + 1 if last else 0)
@@ -115,8 +115,6 @@ _Times = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Random q, k and v, and the gradient of the output."""
-
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     dout: torch.Tensor
 
@@ -139,11 +137,7 @@ class _Inputs:
 
 @dataclass
 class _Attention:
-    """One layer's attention in one case, on this worker; a layer of each kind if masks differ.
-
-    times: (forward, backward) times in seconds of each layer, for each iteration without recording.
-    estimated: what the latest iteration computed.
-    """
+    """One layer's attention in one case, on this worker; a layer of each kind if masks differ."""
 
     case: MeasurementCase
     bench: Bench
@@ -218,7 +212,6 @@ def _samples(config: Config, bench: Bench) -> list[Sample]:
 
 
 def _heads(config: Config) -> tuple[int, ...]:
-    """Return the numbers of heads of (q, k, v, dout)."""
     model = config.model
     return model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads
 
@@ -266,10 +259,6 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
     return {"label": PEER, "seq": config.seq, "workers": world, **found}
 
 
-def _total(seconds: _Times) -> float:
-    return sum(map(sum, seconds))
-
-
 def _note_times(
     facts: dict[str, Any],
     attention: _Attention,
@@ -310,7 +299,6 @@ def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, fl
 
 
 def _row(label: str, density: float, times: dict[str, Any]) -> str:
-    """Format one case under `HEADER`."""
     forward, backward = times["forward_ms"], times["backward_ms"]
     return (
         f"{label:48s} {density:7.2%} {forward:9.2f} {backward:9.2f} "

@@ -50,7 +50,6 @@ def profile_checkpoints(
     the first sequences of its corpus, which training may have read.
 
     Args:
-        config: the configuration of the run.
         checkpoints: folders ``step-N`` of the run, in ascending order.
         samples: number of sequences. Density and recall are measured on the first.
         rows: number of queries to sample per layer, the same for every checkpoint.
@@ -141,21 +140,11 @@ def _rows(
 ) -> Iterator[OverlapRow]:
     """Yield a row per head. values: Jaccard index of each head."""
     for head, value in enumerate(values):
-        yield OverlapRow(
-            kind=kind,
-            k=k,
-            pattern=pattern,
-            first=one.step,
-            second=other.step,
-            sample=one.sample,
-            layer=one.layer,
-            head=head,
-            jaccard=value,
-        )
+        where = one.step, other.step, one.sample, one.layer, head
+        yield OverlapRow(kind, k, pattern, *where, value)
 
 
 def _require_memory(config: Config, inputs: int, rows: int, counts: Sequence[int]) -> None:
-    """Raise ConfigError if the largest keys do not fit. inputs: samples of all checkpoints."""
     model = config.model
     size = 4 * inputs * model.num_layers * model.num_heads * rows * max(counts, default=0)
     if size > _HOST_SHARE * host_memory():
@@ -167,7 +156,6 @@ def _require_memory(config: Config, inputs: int, rows: int, counts: Sequence[int
 
 
 def _inputs(trainer: Trainer, samples: int) -> list[Sample]:
-    """Return the sequences to measure."""
     held_out, data = trainer.held_out, trainer.dataset
     there = len(held_out) or len(data)
     if samples > there:
@@ -188,7 +176,6 @@ def _load(trainer: Trainer, step: int, weights: dict[str, Any]) -> None:
 
 
 def _run(trainer: Trainer, sample: Sample, *, gradients: bool) -> float | None:
-    """Run the model on a sequence. Return the mean loss; None without labels."""
     make = trainer.next_batch_maker()
     batch = make.to_device(make.on_host([sample]))
     attend = trainer.attention_of(batch)

@@ -64,9 +64,7 @@ _ACCESS = {
 class DetectedGpu:
     """One GPU.
 
-    memory_gib: total memory in GiB.
     free_gib: memory that no process uses, in GiB.
-    capability: compute capability, (major, minor).
     """
 
     index: int
@@ -281,7 +279,6 @@ print(int(number.item()))
 
 
 def _check_gloo() -> CheckResult:
-    """Check that two processes can sum a number over gloo, which CPU workers need."""
     name = "two processes over gloo"
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, **loopback_variables(), "OMP_NUM_THREADS": "1"}

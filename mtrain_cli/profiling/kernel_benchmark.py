@@ -36,10 +36,7 @@ SCHEMA = 1
 class KernelCase:
     """One shape to time.
 
-    seq: number of tokens in the sequence.
-    block: number of tokens in a block.
     density: share of the causal block pairs that lie on slashes; None for dense attention.
-    columns: number of single key columns per head.
     """
 
     seq: int
@@ -76,7 +73,6 @@ class KernelTime:
         None without a dense time.
     form: form of the call, one of the names in `simulation.calibration`; None to derive the form
         from the density.
-    workers: number of workers that share the sequence.
     what: name of the call that was timed for one worker (`profiling.worker_calls`); `whole` for a
         call on the whole sequence.
     mask_pairs: number of query-key pairs that the mask allows; None if not counted.
@@ -116,7 +112,6 @@ class KernelTime:
             ms: (forward, backward) times in milliseconds.
             counts: numbers of (pairs, blocks, column_pairs).
             dense: times of dense attention in the same run; None to compute no ratios.
-            more: values of other fields.
         """
         (forward, backward), (pairs, blocks, column_pairs) = ms, counts
         products = case.head_dim * pairs
@@ -274,7 +269,6 @@ def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
     """Return the median time of a call in milliseconds, after two warm-up calls.
 
     device: `cuda` to measure with CUDA events. Any other device uses the monotonic clock.
-    repeats: number of timed calls.
     """
     for _ in range(2):
         call()
@@ -303,11 +297,7 @@ def save_times(
     kind: str = "kernels",
     **settings: Any,
 ) -> None:
-    """Write a calibration file: hardware, versions, command, settings and all times.
-
-    times: `KernelTime` or `NonAttentionTime` objects.
-    settings: additional entries of the file.
-    """
+    """Write a calibration file: hardware, versions, command, settings and all times."""
     document = {
         "schema": SCHEMA,
         "kind": kind,

@@ -56,9 +56,6 @@ class LinkBenchmarkPlan(BenchmarkPlan):
 
     sizes: sizes of the messages in bytes. In a hop, a rank sends this size to one peer. In a
         collective, a rank receives this size from all peers together.
-    repeats: number of timed rounds per operation.
-    loaded: whether to also time messages during a computation.
-    name: name of the cluster in the cluster file.
     nodes: number of nodes in the cluster file; None for the measured number.
     per_node: number of GPUs per node in the cluster file; None for the measured number.
     """
@@ -118,12 +115,8 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
 class _Operation:
     """One kind of message on one class of links.
 
-    link: name of the link class in the results.
-    what: name of the operation in the results.
-    ranks: number of ranks that take part.
     start: a function that takes a size in bytes and prepares a message. It returns a function that
         starts the message, and the number of bytes per rank.
-    takes_part: whether this rank takes part.
     """
 
     link: str
@@ -336,7 +329,6 @@ def _finish(works: Sequence[dist.Work]) -> None:
 def _on_gpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
     """Return the time per message in microseconds, and the factor by which the load slows down.
 
-    count: number of messages to average over.
     load: matrix products to run at the same time. If it is None, the factor is None.
     """
     computing, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -427,7 +419,6 @@ class _Load:
         return float(np.mean(ms)) / self.alone if len(ms) > 1 else None
 
     def _alone(self) -> float:
-        """Return the time of one product in ms, averaged over many products in a row."""
         count = 20
 
         def many() -> None:

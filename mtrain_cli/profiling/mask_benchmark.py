@@ -212,13 +212,7 @@ def _divisor(number: int, most: int) -> int:
 def profile_masks(
     bench: KernelBench, names: Sequence[str], cases: Sequence[KernelCase], *, flex: bool
 ) -> Iterator[MaskTime]:
-    """Yield the time of each kernel under each mask, FlexAttention's first.
-
-    Args:
-        names: masks, of `MASKS`.
-        cases: dense cases.
-        flex: whether to time FlexAttention, too.
-    """
+    """Yield the time of each kernel under each mask, FlexAttention's first."""
     for name in names:
         for case in cases:
             timed = make_mask(name, case.seq)

@@ -146,7 +146,6 @@ class MeasurementCase:
         }
 
     def _pipeline(self, dims: ParallelDims) -> dict[str, Any]:
-        """Return the fact ``pipeline`` of a case with a pipeline."""
         if dims.pp == 1:
             return {}
         train = self.config.train
@@ -216,7 +215,6 @@ class Bench:
 
         Args:
             dims: dimensions that replace those of the environment.
-            options: arguments of `make_context_group`.
         """
         e = self.environment
         return make_context_group(e.rank, dims or e.dims, self.device, self._timeout, **options)
@@ -298,7 +296,6 @@ def entry_point(
 
 
 def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:
-    """Return the key of a case's communicators. Cases with equal keys share communicators."""
     chosen = choices.exchange
     return chosen.per_node, chosen.heads, tuple(chosen.channels)
 

@@ -48,13 +48,10 @@ class NonAttentionTime:
         backward: backward pass of a layer without attention, with recomputation
         loss: embedding, last norm, LM head and loss, both directions
         index: estimate of one index
-    tokens: number of tokens of one worker.
     rows: number of tokens in a tile of the MLP.
-    ms: time in milliseconds.
     flop: number of FLOP of matrix products, as the simulator counts them; 0 for an index.
     moved: number of bytes that element-wise kernels read and write, as the simulator counts them;
         0 for an index.
-    heads: number of query heads.
     """
 
     part: str
@@ -70,7 +67,6 @@ def profile_non_attention(configs: Sequence[Config], repeats: int) -> Iterator[N
     """Yield the times of all parts.
 
     configs: one configuration per number of tokens, each with one worker and one micro-batch.
-    repeats: number of timed runs per median.
     """
     for config in configs:
         torch.compiler.reset()  # each length compiles anew, and PyTorch caps recompilations

@@ -71,8 +71,6 @@ def profile_sparsity(
         steps: numbers of the training steps in which to measure, from 1.
         rows: number of queries to sample per layer. The number of the step is the seed. The sample
             excludes the queries from which a pattern estimates its index.
-        progress: called with step and loss after each step.
-        analyzer: analyzes attention itself, and collects its results.
 
     Raises:
         ConfigError: the patterns probe every query.
@@ -96,7 +94,6 @@ def profile_sparsity(
 
 @torch.no_grad()
 def _forward_loss(trainer: Trainer) -> float | None:
-    """Run the forward passes of the next step. Return the mean loss."""
     batches, _ = trainer.next_batches()
     valid, _ = trainer.totals(batches)
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
@@ -265,7 +262,6 @@ def _heads(
 
 @contextmanager
 def _alone(environment: Environment) -> Iterator[None]:
-    """Provide a process group that contains only this process."""
     backend = "cpu:gloo,cuda:nccl" if environment.device == "cuda" else "gloo"
     device = (
         torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None

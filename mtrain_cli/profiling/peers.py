@@ -49,7 +49,6 @@ def torch_context_parallel(
     head_dim]. It uses PyTorch's own load balancing.
 
     Args:
-        world: number of ranks.
         group: number of query heads per KV head. The call repeats each KV head this many times,
             because PyTorch's context parallelism needs as many KV heads as query heads.
     """

@@ -156,12 +156,7 @@ class TrainingProfile(Callback):
         self._warn()
 
     def _collect(self, seconds: float, loads: OwnLoads | None) -> None:
-        """If the step was recorded, collect and write its rows.
-
-        Args:
-            seconds: duration of the whole step, in seconds.
-            loads: loads of the experts by this worker's tokens.
-        """
+        """If the step was recorded, collect and write its rows."""
         if self._trainer.recorder is None or self._writer is None:
             self._plain.append(seconds)
             return
@@ -191,7 +186,6 @@ class TrainingProfile(Callback):
         self._warn()
 
     def _complete(self) -> str:
-        """Complete the files. Return a sentence for the user; empty if no step was recorded."""
         if self._writer is None:
             return ""
         steady = self._plain[1:]  # The first step also compiles kernels and connects the ranks.
@@ -216,7 +210,6 @@ class TrainingProfile(Callback):
         return f"{count}; {cost_of_recording(more, statistics.median(self._after))}"
 
     def _warn(self) -> None:
-        """Show a problem that occurred since the last call."""
         problem, self.problem = self.problem, None
         if problem:
             self._message(problem, warning=True)

@@ -142,7 +142,6 @@ class ProfileWriter:
         return self._document["cases"][case.number]
 
     def _note_density(self, rows: np.ndarray) -> None:
-        """Set the density of each case."""
         alone = self.plan.mode == ATTENTION_ONLY
         forward = rows[rows["direction"] == record_files.WORDS["direction"].index("forward")]
         for case in self.cases:
@@ -282,10 +281,7 @@ class ProfileWriter:
     def _indices_of_stages(
         self, cases: Sequence[MeasurementCase], first_group: bool
     ) -> Iterator[tuple[str, int, Index | None]]:
-        """Yield as `_parts_of_indices`. The stage of a layer has its index.
-
-        first_group: whether this worker is in the first context group of its stage.
-        """
+        """Yield as `_parts_of_indices`. The stage of a layer has its index."""
         for case in cases:
             pattern, (indices, dense) = case.config.sparsity.pattern, self._computed(case)
             for layer in self._layers(case):
@@ -303,7 +299,6 @@ class ProfileWriter:
         return latest.indices, frozenset() if latest.full is None else latest.full.layers
 
     def _gathered(self, mine: Index | None) -> Sequence[Index]:
-        """Return the indices of all workers on the first worker, and [] on other workers."""
         sent = None
         if isinstance(mine, BlockBitmap):
             sent = mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy(), -1
@@ -327,5 +322,4 @@ def _received(
 
 
 def _in_parts(index: Index) -> bool:
-    """Return whether the index holds only one worker's query blocks."""
     return isinstance(index, BlockBitmap) and len(index.rows) < index.blocks

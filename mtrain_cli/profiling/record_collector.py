@@ -73,7 +73,6 @@ def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> C
 
 
 def _boot() -> str:
-    """Return an id of this machine and its last boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

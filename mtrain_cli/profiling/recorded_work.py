@@ -20,7 +20,6 @@ class Estimated(NamedTuple):
     """What attention computed in a micro-batch.
 
     layout: which rank holds which tokens.
-    masks: one per sequence.
     indices: the indices by layer; None for dense attention.
     full: the layers that see all earlier tokens instead of a window, or that have no index in a
         sparse model; None if all layers are alike.
@@ -47,8 +46,6 @@ def own_work(
     """Return the work of this worker by (micro-batch, layer).
 
     Args:
-        heads: number of query heads.
-        layers: numbers of the layers whose attention ran.
         micro_batches: what each micro-batch computed. A bitmap may hold only this worker's query
             blocks.
     """

@@ -58,10 +58,7 @@ def run(bench: Bench, plan: MeasurementPlan) -> bool:
 
 
 class _Rehearsal(Callback):
-    """Runs every case on the sequences of a training step, without and with recording.
-
-    due: whether to run the cases in the next step.
-    """
+    """Runs every case on the sequences of a training step, without and with recording."""
 
     needs_samples = True
 

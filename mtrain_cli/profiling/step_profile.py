@@ -41,12 +41,9 @@ _COMPRESSION = 5  # of gzip; higher levels hardly make a trace of 100 MB smaller
 class StepProfilePlan(BenchmarkPlan):
     """Which steps to record.
 
-    warmup: number of training steps before the recorded steps.
     alike: number, from 1, of the first warm-up step to compare with the recorded steps. In a sparse
         run, this is not one of the dense first steps. If ``warmup`` allows, it is not the first
         sparse step either, because that step compiles.
-    steps: number of recorded steps.
-    trace: whether to keep the trace of every rank.
     """
 
     warmup: int
@@ -119,13 +116,7 @@ def _train(
     kind: str,
     loads: list[np.ndarray] | None = None,
 ) -> list[StepMetrics] | None:
-    """Run training steps, with idle GPUs before and after each step.
-
-    loads: receives the loads of the experts by this worker's tokens, of each step.
-
-    Returns:
-        The metrics of the steps, or None if a stop was requested.
-    """
+    """Run training steps, with idle GPUs before and after each step."""
     metrics = []
     for number in range(trainer.step + 1, trainer.step + 1 + count):
         progress.now(f"step {number}, {kind}")
@@ -167,11 +158,7 @@ def _profiler(bench: Bench) -> torch.profiler.profile:
 def _read(
     profiler: torch.profiler.profile, folder: Path, plan: StepProfilePlan, bench: Bench
 ) -> StepBreakdown:
-    """Write the trace of this rank, and break its recorded steps down into parts.
-
-    Raises:
-        RunError: the trace cannot be written, or a GPU's trace has no kernel.
-    """
+    """Write the trace of this rank, and break its recorded steps down into parts."""
     rank = bench.environment.rank
     trace = folder / f"trace-rank-{rank}.json.gz"
     draft = folder / f".trace-rank-{rank}.json"
@@ -212,12 +199,7 @@ def _document(
     metrics: Sequence[StepMetrics],
     losses: list[float | None],
 ) -> dict[str, Any]:
-    """Return the content of summary.json. Times are in milliseconds per step.
-
-    Args:
-        metrics: metrics of the unrecorded steps with the same work as the recorded steps.
-        losses: losses of all steps.
-    """
+    """Return the content of summary.json. Times are in milliseconds per step."""
     config, choices, e = trainer.config, trainer.choices, trainer.environment
     gpu, facts = trainer.device.type == "cuda", bench.facts()
     return {
@@ -293,7 +275,6 @@ def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
 
 
 def _of_experts(breakdown: StepBreakdown) -> list[dict[str, Any]]:
-    """Return the times of each pass of a layer with experts, in milliseconds per step."""
     scale = 1e6 * breakdown.steps
     return [
         {
@@ -308,7 +289,6 @@ def _of_experts(breakdown: StepBreakdown) -> list[dict[str, Any]]:
 
 
 def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
-    """Return the kernels or operators that take the most time per step, averaged over ranks."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for breakdown in everyone:
         for kind in breakdown.kinds:
@@ -327,11 +307,7 @@ def _write_results(
     everyone: Sequence[_RankSummary],
     loads: np.ndarray,
 ) -> None:
-    """Write kernels.csv, the loads of experts and summary.json.
-
-    Raises:
-        RunError: the folder cannot be written.
-    """
+    """Write kernels.csv, the loads of experts and summary.json."""
     try:
         with (folder / record_files.KERNELS).open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)

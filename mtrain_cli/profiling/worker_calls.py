@@ -40,10 +40,7 @@ RING, GATHER = (exchange_name(gathers=gathers, hierarchical=False) for gathers i
 
 @dataclass(frozen=True)
 class _Worker:
-    """The worker with the last rank, whose kernel calls are timed.
-
-    index: the index for the whole sequence; None for dense attention.
-    """
+    """The worker with the last rank, whose kernel calls are timed."""
 
     bench: KernelBench
     kernel: Kernel
@@ -131,12 +128,7 @@ def _calls(worker: _Worker) -> Iterator[KernelTime]:
 def _time_step(
     worker: _Worker, call: Compute, what: str, work: StepWork, masked: StepWork
 ) -> KernelTime:
-    """Time one kernel call of a program.
-
-    what: name of the call in the results.
-    work: work of all steps with mask and index.
-    masked: work of all steps with the mask only.
-    """
+    """Time one kernel call of a program."""
     bench, case, index, step = worker.bench, worker.case, worker.index, call.step
     gathered = call.keys == WHOLE_SEQUENCE
     keys = positions_of(worker.layout, call.keys)
@@ -155,7 +147,6 @@ def _time_step(
 
 
 def _time_columns(worker: _Worker, index: VerticalSlash) -> KernelTime:
-    """Time the kernel call that computes gathered single columns."""
     bench, case, kernel, own = worker.bench, worker.case, worker.kernel, worker.queries
     moved = index.to(bench.device)
     everything = worker.tiles(np.arange(worker.layout.padded_seq)).with_index(moved)

@@ -94,13 +94,7 @@ class Ratios:
 
 
 def _estimates(degrees: np.ndarray, ratios: np.ndarray, owners: np.ndarray) -> dict[str, Any]:
-    """Return the fields time, work and computation of an analysis.
-
-    Args:
-        degrees: imbalance degrees of (time, number of pairs), [2, 4 degrees, samples].
-        ratios: computation ratios, [2 ratios, samples].
-        owners: number of the iteration of each sample.
-    """
+    """Return the fields time, work and computation of an analysis."""
     time, work = (Degrees(*(Estimate.of(v, owners) for v in kind)) for kind in degrees)
     computation = Ratios(*(Estimate.of(v, owners) for v in ratios))
     return {"time": time, "work": work, "computation": computation}
@@ -123,7 +117,6 @@ class PassAnalysis:
     column_pairs: number of query-key pairs of these columns, [workers].
     time: imbalance degrees of attention time.
     work: imbalance degrees of the number of query-key pairs.
-    computation: computation ratios.
     duration: time of one layer's pass on the slowest worker, as an estimate over iterations.
     p50, p95, longest: 50th and 95th percentiles and maximum of the time of one worker's step.
     layers: for each layer, the time of the slowest worker's pass, and the times of attention, late
@@ -176,7 +169,6 @@ class PassAnalysis:
 class CaseAnalysis:
     """One case of a profile.
 
-    number: number of the case in the summary.
     label: name of the case in the summary, and the kind of layers.
     kind: the kind of the analyzed layers (`EVERY_KIND`); empty for all layers.
     facts: entry of the case in the summary.
@@ -187,15 +179,10 @@ class CaseAnalysis:
         of ``bins``.
     iteration_ms: time of a whole iteration on the slowest rank, in milliseconds.
     tokens: number of tokens per iteration, over all context groups; None if unknown.
-    iterations: number of recorded iterations.
-    wanted: number of requested iterations.
     samples: number of samples. A sample is one layer of one micro-batch in one context group.
     workers: number of ranks in a context group.
-    groups: number of context groups.
     typical: number of the iteration whose passes took the median time.
-    missing: the ranks without rows.
     partial: whether iterations or ranks are missing.
-    causes: causes of waits, the costliest first.
     kinds: the same analysis of each kind of layers, if there are two.
     tensor: waits for messages of tensor groups per iteration; None without tensor parallelism.
     pipeline: the passes of a pipeline per iteration; None without a pipeline.
@@ -323,7 +310,6 @@ def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
 def _analyse(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> list[CaseAnalysis]:
-    """Analyze the layers that the shapes cover. shapes, last: as in `iterations`."""
     uncertainty = float((recorded.summary.get("clock") or {}).get("uncertainty_us") or 0.0) / 1e3
     ends_together = recorded.summary.get("mode") != "training"
     totals = {
@@ -339,8 +325,6 @@ def _analyse(
 
 
 class _CaseTotals:
-    """Sums and samples of one case, collected from one iteration after another."""
-
     def __init__(self, shape: RecordedShape, waits: WaitAttribution) -> None:
         self.shape, self.waits = shape, waits
         directions, layers = len(shape.directions), len(shape.layers)
@@ -431,8 +415,8 @@ class _CaseTotals:
         attention, columns = spent[SPENT.index(ATTENTION)], spent[SPENT.index(COLUMNS), ..., 0]
         in_steps = attention[..., 1 : steps + 1]
         elapsed = spent[..., 1 : steps + 1].sum(0)
-        work = _degrees(pairs[..., 1 : steps + 1], pairs[..., 0])
-        self.degrees[d].append(np.stack([_degrees(in_steps, columns), work]))
+        work = degrees(pairs[..., 1 : steps + 1], pairs[..., 0])
+        self.degrees[d].append(np.stack([degrees(in_steps, columns), work]))
         self.owners[d].append(np.full(len(in_steps), len(self.numbers)))
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
         # Draw a random subset: a fixed stride would pick the same steps or layers every time.
@@ -508,7 +492,6 @@ class _CaseTotals:
         )
 
     def _by_rank(self, table: np.ndarray) -> np.ndarray:
-        """Return a table [directions, groups, workers, ...] as [directions, ranks, ...]."""
         flat = table.reshape(len(table), self.shape.ranks, *table.shape[3:])
         return flat[:, self.shape.places]
 
@@ -553,22 +536,6 @@ class _CaseTotals:
             across_workers=np.quantile(tables, QUANTILES, axis=(0, 1)).T,
             across_steps=np.quantile(tables, QUANTILES, axis=(0, 2)).T,
         )
-
-
-def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return imbalance degrees, [4, samples], in the order of `Imbalance`.
-
-    Gathered single columns count as one more step in the degrees that compare workers. The degree
-    that compares the steps of a worker ignores these columns.
-
-    Args:
-        tables: time or number of pairs of the steps, [samples, workers, steps].
-        columns: time or number of pairs of single columns, [samples, workers].
-    """
-    values = degrees(tables)
-    if columns.any():
-        values[[0, 2, 3]] = degrees(np.concatenate([tables, columns[..., None]], -1))[[0, 2, 3]]
-    return values
 
 
 def _json(value: Any) -> Any:

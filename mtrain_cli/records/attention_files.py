@@ -33,7 +33,6 @@ Row = TypeVar("Row")
 class TopKeyRow:
     """The attention that the largest keys of sampled queries hold (MTraining, figure 2b).
 
-    k: number of keys.
     queries: positions of the sampled queries that see more than k keys.
     mass: share of attention of each of these queries that its k largest keys hold.
     mean: mean of ``mass``; None if no query sees more than k keys.
@@ -193,7 +192,6 @@ def _rows(file: Path, kind: type[Row]) -> list[Row]:
 
 
 def _fits(row: dict[str, Any]) -> bool:
-    """Return whether all values have the types of the rows."""
     for name, value in row.items():
         if name in _LISTS:
             fits = isinstance(value, list) and all(isinstance(v, int | float) for v in value)

@@ -232,8 +232,6 @@ def _samples(file: Path) -> Iterator[tuple[int, int, dict[str, np.ndarray]]]:
 
 
 class _CaseSums:
-    """Collects the samples of one case."""
-
     def __init__(self, case: int, facts: dict[str, Any], file: Path) -> None:
         self._case, self._facts, self._file = case, facts, file
         about = facts.get(FACT)
@@ -356,7 +354,6 @@ def _time_degree(times: dict[tuple[int, int], dict[str, dict[int, float]]]) -> E
 
 
 def _mean_ms(times: dict[tuple[int, int], dict[str, dict[int, float]]]) -> dict[str, float]:
-    """Return the ms of a layer by direction, as the mean over ranks, layers and steps."""
     found: dict[str, list[float]] = {}
     for directions in times.values():
         for direction, by_rank in directions.items():

@@ -40,18 +40,25 @@ def imbalance(table: ArrayLike) -> Imbalance:
     return Imbalance(*(float(degree[0]) for degree in degrees(t[None])))
 
 
-def degrees(tables: ArrayLike) -> np.ndarray:
+def degrees(tables: ArrayLike, columns: np.ndarray | None = None) -> np.ndarray:
     """Return the imbalance degrees of many tables, [4, samples].
 
-    The first axis has the order of the fields of `Imbalance`.
+    The first axis has the order of the fields of `Imbalance`. Gathered single columns count as one
+    more step in the degrees that compare workers. The degree that compares the steps of a worker
+    ignores these columns.
 
     Args:
         tables: non-negative numbers, [samples, workers, steps].
+        columns: the same numbers of gathered single columns, [samples, workers]; None for no
+            columns.
 
     Raises:
         ValueError: a table is empty, or an entry is negative or not finite.
     """
     t = _checked(tables, 3)
+    if columns is not None and columns.any():
+        worker, _, total, critical = degrees(np.concatenate([t, columns[..., None]], -1))
+        return np.stack([worker, degrees(t)[1], total, critical])
     live = t.sum(1) > 0  # [samples, steps]: some worker computes
     busy = t.sum(2) > 0  # [samples, workers]: computes in some step
     largest, mean, totals = t.max(1), t.mean(1), t.sum(2)
@@ -105,7 +112,6 @@ def _checked(table: ArrayLike, dimensions: int) -> np.ndarray:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Return part / whole, or 1 where the whole is 0."""
     return np.divide(part, whole, out=np.ones_like(part), where=whole > 0)
 
 

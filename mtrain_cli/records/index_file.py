@@ -60,16 +60,12 @@ class RecordedSetup:
     """Settings of the recorded run that a replay needs.
 
     seq: number of tokens of a sequence before padding.
-    heads, kv_heads, head_dim: shape of the model's attention.
     dtype_bytes: size of a number of the compute dtype in bytes.
-    workers: number of ranks in the context group.
-    per_node: number of ranks in a node.
     layout, exchange, block_size, chunk: settings of the topology. A chunk of None means auto.
     needs_out: whether the kernel's backward pass needs the output (`program_builder.Traits`).
     columns: largest number of single columns per head, by pattern label; None without a bound
         (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the columns of
         the index.
-    iteration: number of the training step.
     """
 
     seq: int
@@ -233,7 +229,6 @@ def _check(
     stored: Mapping[tuple[str, int], Sequence[dict[str, Any]]],
     present: set[str],
 ) -> None:
-    """Raise ValueError or KeyError if parts of the file contradict each other."""
     numbers = (
         *(setup.seq, setup.heads, setup.kv_heads, setup.head_dim, setup.dtype_bytes),
         *(setup.workers, setup.per_node, setup.block_size),
@@ -267,7 +262,6 @@ def _packed_mask(mask: SequenceMask) -> np.ndarray:
 
 
 def _masks(file: Any, name: str) -> tuple[SequenceMask, ...]:
-    """Read the masks of a batch. name: ``mask`` or ``full``, the start of the names of arrays."""
     sizes = zip(file["lengths"], file["padded"], strict=True)
     return tuple(
         _mask(file[f"{name}{row}"], int(length), int(padded))

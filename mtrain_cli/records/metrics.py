@@ -25,10 +25,8 @@ WARM_UP_STEPS = 2
 class StepMetrics:
     """Metrics of one optimizer step. They cover all workers, unless a line says otherwise.
 
-    step: number of the optimizer step, from 1.
     loss: mean loss of the tokens with a label, in nats; None if no token has a label.
     grad_norm: global L2 norm of the gradients before clipping; None if not computed.
-    lr: learning rate of this step.
     tokens: number of tokens trained on since the start, without padding, including this step.
     tokens_per_second_per_gpu: number of tokens of this step / seconds / workers.
     mfu_model: MFU, a share of the GPU's peak FLOP/s (`flops.FlopsPerToken`). None on a CPU, on an
@@ -206,8 +204,6 @@ def read_readable_metrics(path: Path) -> tuple[list[StepMetrics], list[int]]:
     Skip an incomplete last line, which a crash cut short. Ignore unknown keys and replace missing
     values by None, so files of other versions can be read.
 
-    Args:
-        path: the file, or the run folder that holds the file.
 
     Returns:
         The steps, and the numbers of the damaged lines, from 1.

@@ -153,7 +153,6 @@ def recorded_step(pipeline: Pipeline, rows: Mapping[str, np.ndarray], of_a_stage
     """Return the passes in the pipeline of rank 0, in milliseconds from the first pass.
 
     Args:
-        rows: rows of one iteration.
         of_a_stage: number of ranks of a stage.
     """
     passes = (rows["phase"] == _PASS) & (rows["rank"] % of_a_stage == 0)

@@ -222,12 +222,7 @@ def delete_parts_after(folder: Path, last: int, kind: str = PARTS) -> int:
 
 
 def join_parts(folder: Path, kind: str = PARTS, joined: str = RECORDS) -> None:
-    """Join all parts into one file, and remove the parts.
-
-    Args:
-        kind: name of the folder of parts.
-        joined: name of the file.
-    """
+    """Join all parts into one file, and remove the parts."""
     import pyarrow.parquet as pq
 
     parts = sorted((folder / kind).glob("*.parquet"))

@@ -45,7 +45,6 @@ _SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank", "
 class RecordedShape:
     """The iterations, layers, ranks and steps that a case's rows cover.
 
-    case: number of the case.
     facts: entry of the case in the summary.
     iterations, micros, layers: numbers of the iterations, micro-batches and layers with rows.
     workers: number of ranks in a context group.
@@ -109,12 +108,7 @@ class RecordedShape:
 
 
 def places_of(ranks: int, workers: int, tensor: int) -> np.ndarray:
-    """Return `RecordedShape.places` of all ranks.
-
-    Args:
-        workers: number of ranks in a context group.
-        tensor: tensor-parallel degree.
-    """
+    """Return `RecordedShape.places` of all ranks."""
     return np.arange(ranks).reshape(-1, workers, tensor).swapaxes(1, 2).argsort(axis=None)
 
 
@@ -125,7 +119,6 @@ class Iteration:
     A sample is one layer of one micro-batch. `RecordedShape.slots` explains slots. Single columns
     belong to no step, so slot 0 holds their time and their number of pairs.
 
-    number: number of the iteration.
     spent: time by category, [SPENT, direction, sample, group, worker, slot].
     pairs: number of computed query-key pairs, [direction, sample, group, worker, slot].
     blocks: number of block pairs with computed pairs, in the shape of ``pairs``.
@@ -256,8 +249,6 @@ def iterations(
 
 
 class _RecordSums:
-    """Sums of the rows of one iteration."""
-
     def __init__(self, shape: RecordedShape, number: int) -> None:
         self.shape, self.number = shape, number
         self.samples = len(shape.micros) * len(shape.layers)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +37,13 @@ from mtrain_cli.parallel.profiler_labels import (
     EXPERTS,
     INDEX,
     LOSS,
+    MESSAGE,
     OPTIMIZER,
     PREFIX,
     ROUTER,
     STEP,
+    layer_of,
 )
-from mtrain_cli.records.step_experts import ExpertTime, device_times, expert_times, thread_times
 from mtrain_cli.records.trace_spans import (
     CATEGORIES,
     DEVICE,
@@ -52,6 +53,7 @@ from mtrain_cli.records.trace_spans import (
     Interval,
     Span,
     claim,
+    innermost,
     inside,
     launched_in,
     length,
@@ -98,6 +100,7 @@ _OPERATORS = (
         ),
     ),
 )
+_NO_EXPERTS = ""  # label of the work that no layer with experts does
 _FUSED_OPERATOR = "## Call CompiledFxGraph"  # compiled CPU code outside of operators
 _LAUNCH = re.compile(r"^cu(da)?Launch")
 _SYNCHRONISING = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
@@ -120,19 +123,33 @@ class OperationTotals:
 
 
 @dataclass(frozen=True)
+class ExpertTime:
+    """The time of one pass of a layer with experts, in all recorded steps of one rank.
+
+    layer, direction: number of the layer, and ``forward``, ``recompute`` or ``backward``.
+    router: nanoseconds of the router, without its backward pass.
+    computing: nanoseconds of the products and element-wise kernels of the experts.
+    waiting: nanoseconds of messages of router and experts that do not overlap with computation.
+    """
+
+    layer: int
+    direction: str
+    router: int
+    computing: int
+    waiting: int
+
+
+@dataclass(frozen=True)
 class StepBreakdown:
     """Sums over all recorded steps of one rank. Times are in nanoseconds.
 
-    steps: number of steps.
     step: wall-clock time of all steps.
     parts: wall-clock time by part. The sum of the parts is `step`.
     hidden: time of communication that overlaps with computation. The parts for links and waits hold
         the exposed communication.
-    kinds: totals by name of kernel or operator, the longest first.
 
     The fields below are for GPUs. On a CPU, these fields keep their defaults:
 
-    launches: number of launched kernels.
     launching: host time in launch calls.
     syncs: number of calls that wait for the device.
     syncing: host time in calls that wait for the device.
@@ -216,7 +233,6 @@ def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
 
 
 def _kept(events: Iterable[Event]) -> tuple[list[Span], list[Span]]:
-    """Return the spans of known categories, and the spans of the steps."""
     kept = [Span.of(e) for e in events if e.get("ph") == "X" and e.get("cat") in CATEGORIES]
     steps = sorted(
         (s for s in kept if s.category == "user_annotation" and s.name == _STEP),
@@ -264,10 +280,7 @@ def range_part(name: str) -> str | None:
 
 
 def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
-    """Sum calls by name and part, the longest sum first.
-
-    calls: (name, part, time in nanoseconds) of each call.
-    """
+    """Sum calls by name and part, the longest sum first."""
     kinds = [
         OperationTotals(*key, len(of_kind), sum(ns for *_, ns in of_kind))
         for key, of_kind in grouped(calls, lambda call: call[:2]).items()
@@ -334,7 +347,7 @@ def _of_gpu(
         syncing=sum(s.end - s.begin for s in syncing),
         ahead=statistics.median(ahead) if ahead else None,
         unmatched=unmatched,
-        experts=expert_times(device_times(device, launches, spans, steps)),
+        experts=_expert_times(_device_times(device, launches, spans, steps)),
     )
 
 
@@ -409,7 +422,7 @@ def _of_cpu(spans: Sequence[Span], steps: Sequence[Span]) -> StepBreakdown:
     parts[HOST] = length(free)
     kinds = _kinds((span.name, word, length(own)) for span, word, own in worked)
     hidden = in_all[LINKS] - parts[LINKS]
-    experts = expert_times(thread_times(spans, steps))
+    experts = _expert_times(_thread_times(spans, steps))
     return StepBreakdown(len(steps), length(whole), parts, hidden, kinds, experts=experts)
 
 
@@ -451,3 +464,66 @@ def _self_times(spans: Sequence[Span]) -> list[tuple[Span, str | None, list[Inte
         stack.append([len(times) - 1, end, around, span.begin])
     close(max((s.end for s in spans), default=0))
     return times
+
+
+def _device_times(
+    device: Sequence[Span],
+    launches: Mapping[Any, Span],
+    spans: Sequence[Span],
+    steps: Sequence[Span],
+) -> Iterator[tuple[str, bool, int]]:
+    """Yield (annotation, whether a wait, nanoseconds) of the work of layers with experts."""
+    labels = launched_in(device, launches, spans, _expert_label)
+    if not any(labels):
+        return
+    messages: list[tuple[int, int, str]] = []
+    others: list[tuple[int, int, str]] = []
+    for span, label in zip(device, labels, strict=True):
+        is_message = span.category == "kernel" and NCCL.search(span.name)
+        if not is_message:
+            others.append((span.begin, span.end, _NO_EXPERTS))
+            if label is not None:
+                yield label, False, span.end - span.begin
+        elif label is not None:
+            messages.append((span.begin, span.end, label))
+    free = claim([(s.begin, s.end) for s in steps], others, {_NO_EXPERTS: 0})
+    exposed = dict.fromkeys((label for *_, label in messages), 0)
+    claim(free, messages, exposed)
+    for label, ns in exposed.items():
+        yield label, True, ns
+
+
+def _expert_label(name: str) -> str | None:
+    return name if layer_of(name) is not None else None
+
+
+def _expert_times(times: Iterable[tuple[str, bool, int]]) -> list[ExpertTime]:
+    """Add up (annotation, whether a wait, nanoseconds) by layer and direction."""
+    sums: dict[tuple[int, str], dict[str, int]] = defaultdict(Counter)
+    for annotation, is_wait, ns in times:
+        found = layer_of(annotation)
+        assert found is not None
+        name, layer, direction = found
+        sums[layer, direction]["waiting" if is_wait else name] += ns
+    return [
+        ExpertTime(*key, found[ROUTER], found[EXPERTS], found["waiting"])
+        for key, found in sorted(sums.items())
+    ]
+
+
+def _thread_times(spans: Sequence[Span], steps: Sequence[Span]) -> Iterator[tuple[str, bool, int]]:
+    """Yield (annotation, whether a wait, nanoseconds) of layers with experts.
+
+    The whole time of an annotation counts, except waits for messages inside it.
+    """
+    own = [s for s in spans if s.category == "user_annotation" and s.name.startswith(PREFIX)]
+    own = inside(own, steps)
+    waits = [s for s in own if s.name == PREFIX + MESSAGE]
+    ranges = [(s, s.name) for s in own if _expert_label(s.name) is not None]
+    around = innermost(ranges, [(s.thread, s.begin) for s in waits])
+    for span, name in ranges:
+        yield name, False, span.end - span.begin
+    for span, label in zip(waits, around, strict=True):
+        if label is not None:
+            yield label, False, span.begin - span.end
+            yield label, True, span.end - span.begin

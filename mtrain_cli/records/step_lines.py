@@ -79,6 +79,5 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
 
 
 def _step_of(row: dict[str, Any] | None) -> int | None:
-    """Return the number of a step; None for a row that is no step."""
     step = None if row is None else row.get("step")
     return step if isinstance(step, int) and documents.is_number(step) and step >= 0 else None

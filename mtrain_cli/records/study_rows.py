@@ -57,7 +57,6 @@ class StudyTable:
     """A published table with all its values.
 
     where: section and table of the paper.
-    cluster: the cluster of the predictions.
     remarks: sentences about the whole table, such as numbers that are left out.
     """
 

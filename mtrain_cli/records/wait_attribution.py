@@ -146,7 +146,6 @@ class WaitAttribution:
     uncertainty: largest difference between the clocks of two ranks.
     ends_together: whether all ranks wait for the last rank at the end of a pass. In training, a
         rank continues and waits in the next pass instead.
-    iterations: number of iterations so far.
     layers: number of samples of an iteration: layers times micro-batches.
     passes: time of all passes of all ranks, including the waits at the end of a pass.
     charges: lost time by direction.
@@ -183,7 +182,6 @@ class WaitAttribution:
                 self._add(iteration, d, int(group))
 
     def _add(self, iteration: Iteration, d: int, group: int) -> None:
-        """Trace the waits of direction ``d`` in one context group to their origins."""
         s = self.shape
         times = _Times.of(iteration, d, group, s.present[group])
         late, behind = times.late, times.behind

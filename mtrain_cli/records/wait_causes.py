@@ -71,7 +71,6 @@ def causes_of(waits: WaitAttribution, tensor: TensorWaits | None = None) -> list
 
 
 def _links(waits: WaitAttribution) -> list[WaitCause]:
-    """Return a cause for each direction and link class with exposed communication."""
     causes = []
     ranks = int(waits.shape.present.sum())
     for d, direction in enumerate(waits.shape.directions):
@@ -91,7 +90,6 @@ def _links(waits: WaitAttribution) -> list[WaitCause]:
 
 
 def _in_tensor_groups(tensor: TensorWaits, degree: int) -> list[WaitCause]:
-    """Return a cause for each rank that starts messages late, and one for exposed messages."""
     causes = []
     for rank, lost in enumerate(tensor.late.sum(0).tolist()):
         first = rank // degree * degree
@@ -195,10 +193,7 @@ def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) ->
 
 
 def _more_work(waits: WaitAttribution, rank: int, places: list[Place], step: int) -> str:
-    """Say how much more work a rank has than other ranks.
-
-    step: slot in which the waiting rank waits.
-    """
+    """Say how much more work a rank has than other ranks."""
     ms, (most, d, slot) = sum(p[0] for p in places), places[0]
     charge, at = waits.charges[d], (*divmod(rank, waits.shape.workers), slot)
     own = charge.own[(slice(None), *at)] / charge.lost[at]
@@ -235,7 +230,6 @@ def _slow(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
 
 
 def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
-    """Return a rank's attention time minus the mean of the other ranks, in ms per layer."""
     group, worker = divmod(rank, waits.shape.workers)
     computed = waits.attention[d, group] / (waits.iterations * waits.layers)
     others = max(1, int((computed > 0).sum()) - 1)
@@ -243,12 +237,7 @@ def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
 
 
 def _against(waits: WaitAttribution, name: str, d: int, rank: int) -> float:
-    """Return a rank's total divided by the mean total of the other ranks.
-
-    The mean leaves out ranks whose total is 0.
-
-    name: `attention` or `pairs`.
-    """
+    """Return a rank's total divided by the mean total of the other ranks."""
     group, worker = divmod(rank, waits.shape.workers)
     values = getattr(waits, name)[d, group]
     mine = float(values[worker])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -28,78 +29,62 @@ Named = Sequence[tuple[str, AttentionFiles]]  # (name of a run, its results)
 
 def attention_figures(named: Named) -> list[Figure]:
     """Draw largest keys, overlap of checkpoints, maps and scores by distance."""
-    several = len(named) > 1
+    several, findings = len(named) > 1, attention_findings
+
+    def figure(name: str, title: str, selectors: str, views, finding, note: str = "") -> Figure:
+        drawn = [view for run, files in named for view in views(files, run)]
+        told = _found(named, finding)
+        return Figure(name, title, tuple(selectors.split()), drawn, note, finding=told)
+
+    top_keys = figure(
+        *("top-keys", "Attention of the largest keys", ""),
+        lambda files, run: _top_lines(files, run if several else ""),
+        findings.largest_keys,
+        "Share of attention that the k largest keys of a query hold, for queries that see more "
+        "than k keys. Means over heads, samples and queries.",
+    )
     return [
-        Figure(
-            "top-keys",
-            "Attention of the largest keys",
-            (),
-            [view for name, files in named for view in _top_lines(files, name if several else "")],
-            "Share of attention that the k largest keys of a query hold, for queries that see more "
-            "than k keys. Means over heads, samples and queries.",
-            together=True,
-            finding=_found(named, attention_findings.largest_keys),
+        replace(top_keys, together=True),
+        figure(
+            *("top-heads", "Attention of the largest keys by layer and head", "run step keys"),
+            *(_top_heads, findings.heads_of_largest_keys),
         ),
-        Figure(
-            "top-heads",
-            "Attention of the largest keys by layer and head",
-            ("run", "step", "keys"),
-            [view for name, files in named for view in _top_heads(files, name)],
-            finding=_found(named, attention_findings.heads_of_largest_keys),
+        figure(
+            *("top-samples", "Attention of the largest keys by step and sample", "run keys"),
+            *(_top_samples, findings.samples_of_largest_keys),
         ),
-        Figure(
-            "top-samples",
-            "Attention of the largest keys by step and sample",
-            ("run", "keys"),
-            [view for name, files in named for view in _top_samples(files, name)],
-            finding=_found(named, attention_findings.samples_of_largest_keys),
-        ),
-        Figure(
-            "overlap",
-            "Overlap of checkpoints",
-            ("run", "what"),
-            [view for name, files in named for view in _overlap_matrices(files, name)],
+        figure(
+            *("overlap", "Overlap of checkpoints", "run what"),
+            *(_overlap_matrices, findings.overlaps),
             "Jaccard index of what two checkpoints choose for the same input: intersection / "
             "union. Means over layers, heads and samples.",
-            finding=_found(named, attention_findings.overlaps),
         ),
-        Figure(
-            "overlap-layers",
-            "Overlap of checkpoints by layer",
-            ("run", "what"),
-            [view for name, files in named for view in _overlap_lines(files, name)],
-            finding=_found(named, attention_findings.overlaps_of_layers),
+        figure(
+            *("overlap-layers", "Overlap of checkpoints by layer", "run what"),
+            *(_overlap_lines, findings.overlaps_of_layers),
         ),
         maps_figure(named),
-        Figure(
-            "rope",
-            "Mean score by distance of query and key",
-            ("run", "step", "head"),
-            [view for name, files in named for view in _rope_curves(files, name)],
+        figure(
+            *("rope", "Mean score by distance of query and key", "run step head"),
+            *(_rope_curves, findings.rotary_prediction),
             "Predicted: score of the mean query and the mean key, turned by the distance. Distance "
             f"0 is left out. Bins of equal logarithmic width. At most {_HEATS} heads.",
-            finding=_found(named, attention_findings.rotary_prediction),
         ),
-        Figure(
-            "rope-heads",
-            "Scores by layer and head",
-            ("run", "step", "quantity"),
-            [view for name, files in named for view in _rope_heads(files, name)],
+        figure(
+            *("rope-heads", "Scores by layer and head", "run step quantity"),
+            *(_rope_heads, findings.variance),
             "Slash, vertical, both: share of the variance of scores that the distance, the key, "
             "and the sum of both explain. Rest: 1 - both.",
-            finding=_found(named, attention_findings.variance),
         ),
     ]
 
 
 def _found(named: Named, say: Callable[[AttentionFiles], str]) -> str:
-    """Return what ``say`` finds in each run, with the names of the runs if there are several."""
     found = [(name, text) for name, files in named if (text := say(files))]
     return " ".join(text if len(named) == 1 else f"{name}: {text}" for name, text in found)
 
 
 def _top_lines(files: AttentionFiles, run: str) -> Iterator[FigureView]:
-    """Yield the mean mass by step, if there are several steps, and by layer at the last step."""
     rows = files.top_keys
     steps, layers = (sorted({getattr(row, key) for row in rows}) for key in ("step", "layer"))
     counts = sorted({row.k for row in rows})
@@ -128,7 +113,6 @@ def _top_lines(files: AttentionFiles, run: str) -> Iterator[FigureView]:
 def _heat(
     values: dict[tuple[int, int], float | None], x: str, y: str, unit: str, digits: str = ".2%"
 ) -> tuple[list[Trace], dict[str, Any]]:
-    """Return a heat map. values: {(y, x): value}; None leaves a cell empty."""
     most = max((value for value in values.values() if value is not None), default=0.0)
     ys, xs = (sorted({place[at] for place in values}) for at in (0, 1))
     trace = plots.heat(
@@ -151,7 +135,6 @@ def _heat(
 def _grouped(
     rows: Sequence[Any], y: str, x: str, value: str
 ) -> dict[tuple[int, int], float | None]:
-    """Return the mean value of the rows at each (y, x)."""
     groups: dict[tuple[int, int], list[float | None]] = {}
     for row in rows:
         groups.setdefault((getattr(row, y), getattr(row, x)), []).append(getattr(row, value))
@@ -159,7 +142,6 @@ def _grouped(
 
 
 def _last_first(rows: Sequence[Any]) -> list[int]:
-    """Return the last step, then the first."""
     steps = sorted({row.step for row in rows})
     return list(dict.fromkeys([*steps[-1:], *steps[:1]]))
 
@@ -193,7 +175,6 @@ def _overlap_matrices(files: AttentionFiles, run: str) -> Iterator[FigureView]:
 
 
 def _overlap_lines(files: AttentionFiles, run: str) -> Iterator[FigureView]:
-    """Yield the overlap of each checkpoint with the next, by layer, for each kind of set."""
     rows = files.overlap
     steps = sorted({row.first for row in rows} | {row.second for row in rows})
     layers = sorted({row.layer for row in rows})
@@ -248,7 +229,6 @@ def maps_figure(named: Named) -> Figure:
 
 
 def _map(each: HeadMap, side: int) -> tuple[list[Trace], dict[str, Any], bool]:
-    """Return the two heat maps of a head, their layout, and whether they shrank."""
     data, annotations, shrank = [], [], False
     for at, (title, values) in enumerate((("|A|", each.attention), ("|dL/dS|", each.gradient))):
         z, folded = fold(np.where(np.isnan(values), -np.inf, values), side)
@@ -309,7 +289,6 @@ def _scale(logs: np.ndarray) -> tuple[float, float]:
 
 
 def _ticks(tokens: int) -> dict[str, Any]:
-    """Return ticks at round positions, such as 4k."""
     step = 1 << max(0, (tokens // _TICKS).bit_length() - 1)
     step = step if tokens // step <= _TICKS else 2 * step
     places = list(range(0, tokens + 1, step))

@@ -53,7 +53,7 @@ def largest_keys(files: AttentionFiles) -> str:
 def heads_of_largest_keys(files: AttentionFiles) -> str:
     """Name the heads whose attention is most and least concentrated at the last step."""
     rows = _of_largest_count(files)
-    heads = _by(_at_last(rows), _place, "mean")
+    heads = _by(_at_last(rows), lambda row: (row.layer, row.head), "mean")
     if len(heads) < 2:
         return ""
     most, least = max(heads, key=heads.__getitem__), min(heads, key=heads.__getitem__)
@@ -202,16 +202,11 @@ def _at_last(rows: Sequence[Any]) -> list[Any]:
 
 
 def _by(rows: Iterable[Any], key: Callable[[Any], Any], value: str) -> dict[Any, float]:
-    """Return the mean value of the rows of each key, without keys that have no value."""
     groups: dict[Any, list[float | None]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(getattr(row, value))
     means = {place: mean(values) for place, values in groups.items()}
     return {place: found for place, found in means.items() if found is not None}
-
-
-def _place(row: TopKeyRow) -> tuple[int, int]:
-    return row.layer, row.head
 
 
 def _head(place: tuple[int, int]) -> str:

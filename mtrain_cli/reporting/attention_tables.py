@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mtrain_cli.console import Console
-from mtrain_cli.records.attention_files import AttentionFiles, HeadMap
+from mtrain_cli.records.attention_files import AttentionFiles
 from mtrain_cli.reporting import attention_findings
 from mtrain_cli.reporting.attention_findings import (
     STRIPS,
@@ -17,26 +16,10 @@ from mtrain_cli.reporting.attention_findings import (
     overlap_label,
     rank_correlation,
 )
-from mtrain_cli.reporting.terminal_width import new_table, print_table, say
+from mtrain_cli.reporting.terminal_width import TextTable, new_table, print_table, say
 
 
-@dataclass(frozen=True)
-class AttentionTable:
-    """A table. The first ``words`` columns hold text.
-
-    note: what a reader must know to read the table.
-    finding: what the table shows, in sentences.
-    """
-
-    title: str
-    heads: tuple[str, ...]
-    rows: list[list[str]]
-    note: str
-    words: int = 1
-    finding: str = ""
-
-
-def tables(files: AttentionFiles) -> list[AttentionTable]:
+def tables(files: AttentionFiles) -> list[TextTable]:
     """Return the tables that have rows."""
     made = [_top_keys(files), _overlap(files), _maps(files), _rope(files)]
     return [table for table in made if table.rows]
@@ -45,12 +28,9 @@ def tables(files: AttentionFiles) -> list[AttentionTable]:
 def show_attention(console: Console, files: AttentionFiles) -> None:
     """Print each table, what it shows, and how to read it."""
     for table in tables(files):
-        made = new_table(table.heads, table.words)
-        for row in table.rows:
-            made.add_row(*row)
         # A title or caption of the table would wrap at its width, which may be 20 characters.
         say(console, table.title, style="italic")
-        print_table(console, made)
+        print_table(console, new_table(table.heads, table.words, rows=table.rows))
         for line in filter(None, (table.finding, table.note)):
             say(console, line, style="dim" if line == table.note else None)
 
@@ -62,7 +42,6 @@ def _share(value: float | None) -> str:
 def _by_layer(
     rows: Sequence[Any], columns: Sequence[Callable[[list[Any]], str]], step: int | None = None
 ) -> list[list[str]]:
-    """Return a row per layer and one for all layers. Each column makes a cell from its rows."""
     layers = sorted({row.layer for row in rows})
     groups = [(str(layer), [row for row in rows if row.layer == layer]) for layer in layers]
     lead = [] if step is None else [str(step)]
@@ -78,7 +57,7 @@ def first_and_last(rows: Sequence[Any]) -> list[int]:
     return sorted({*steps[:1], *steps[-1:]})
 
 
-def _top_keys(files: AttentionFiles) -> AttentionTable:
+def _top_keys(files: AttentionFiles) -> TextTable:
     rows = files.top_keys
     counts = sorted({row.k for row in rows})
 
@@ -92,19 +71,18 @@ def _top_keys(files: AttentionFiles) -> AttentionTable:
             [row for row in rows if row.step == step], [column(k) for k in counts], step
         )
     ]
-    return AttentionTable(
+    return TextTable(
         "Attention of the largest keys",
         ("step", "layer", *(f"top {k}" for k in counts)),
         cells,
+        0,
         "share of attention that the k largest keys of a query hold; mean over heads, samples and "
         "the sampled queries that see more than k keys",
-        words=0,
         finding=attention_findings.largest_keys(files),
     )
 
 
-def _overlap(files: AttentionFiles) -> AttentionTable:
-    """Return the overlap of each checkpoint with the next, and of the first with the last."""
+def _overlap(files: AttentionFiles) -> TextTable:
     rows = files.overlap
     steps = sorted({row.first for row in rows} | {row.second for row in rows})
     pairs = list(itertools.pairwise(steps))
@@ -127,43 +105,40 @@ def _overlap(files: AttentionFiles) -> AttentionTable:
         ]
         for first, second in pairs
     ]
-    return AttentionTable(
+    return TextTable(
         "Overlap of checkpoints",
         ("steps", *kinds),
         cells,
+        1,
         "Jaccard index of what two checkpoints choose for the same input: intersection / union; "
         "mean over layers, heads and samples",
         finding=attention_findings.overlaps(files),
     )
 
 
-def _maps(files: AttentionFiles) -> AttentionTable:
+def _maps(files: AttentionFiles) -> TextTable:
     steps = first_and_last(files.maps)
     cells = [
         [
             m.label,
             *(_share(near_share(m, name)) for name in ("attention", "gradient")),
-            _correlation(m),
+            "-" if (value := rank_correlation(m)) is None else f"{value:.3f}",
         ]
         for m in files.maps
         if m.step in steps
     ]
-    return AttentionTable(
+    return TextTable(
         "Maps of attention and its gradient",
         ("map", "|A| near", "|dL/dS| near", "correlation"),
         cells,
+        1,
         f"near: share in the {STRIPS}th of all cells that is closest to the diagonal; "
         "correlation: rank correlation of |A| and |dL/dS| over cells",
         finding=attention_findings.maps(files),
     )
 
 
-def _correlation(each: HeadMap) -> str:
-    value = rank_correlation(each)
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _rope(files: AttentionFiles) -> AttentionTable:
+def _rope(files: AttentionFiles) -> TextTable:
     names = ("r2", "slash", "vertical", "both", "rest")
 
     def column(name: str) -> Callable[[list[Any]], str]:
@@ -176,14 +151,14 @@ def _rope(files: AttentionFiles) -> AttentionTable:
             [row for row in files.rope if row.step == step], [column(n) for n in names], step
         )
     ]
-    return AttentionTable(
+    return TextTable(
         "Scores and rotary embedding",
         ("step", "layer", "R²", *names[1:]),
         cells,
+        0,
         "means over heads and samples; R²: how well the mean query and key predict the mean score "
         "at each distance; slash, vertical, both: share of the variance of scores that the "
         "distance, the key, and their sum explain; rest: 1 - both",
-        words=0,
         finding=f"{attention_findings.rotary_prediction(files)} "
         f"{attention_findings.variance(files)}".strip(),
     )

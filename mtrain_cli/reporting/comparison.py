@@ -26,11 +26,6 @@ SPARE_OF_COMPARISON = ("first",)  # columns that a narrow terminal drops
 class RatioComparison:
     """One quantity of a run, compared with the first run.
 
-    run: name of the run.
-    case: label of the case.
-    what: name of the quantity.
-    first: value in the first run.
-    other: value in this run.
     noise: twice the standard error of the ratio. A ratio within 1 ± noise is not significant.
     """
 
@@ -119,7 +114,6 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
 
 
 def _expert_figures(source: ReportSource, case: int) -> dict[str, Estimate]:
-    """Return the quantities of a case of a model with experts. case: number of the case."""
     each = next((experts for experts in source.experts if experts.case == case), None)
     if each is None:
         return {}
@@ -133,11 +127,7 @@ def _expert_figures(source: ReportSource, case: int) -> dict[str, Estimate]:
 
 
 def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
-    """Return the quantities of a training run. Only the losses include warm-up steps.
-
-    Args:
-        unit: unit of the throughput, from `rate_unit`.
-    """
+    """Return the quantities of a training run. Only the losses include warm-up steps."""
     metrics = source.metrics
     rest = timed_steps(steady_steps(metrics, [restart.step for restart in source.restarts]))
     last = metrics[-max(1, len(metrics) // 10) :]
@@ -223,7 +213,6 @@ def _workers_of(source: ReportSource) -> str:
 
 
 def _machine_of(source: ReportSource) -> str:
-    """Return the GPU model and the host; for a prediction, the cluster."""
     if isinstance(source.summary.get("cluster"), dict):
         return source.where
     gpus, host = source.facts.get("gpus") or [], source.facts.get("host")

@@ -63,6 +63,10 @@ def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
+def sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
 def definition_list(rows: Sequence[tuple[str, Any]]) -> str:
     """Return a definition list of (name, value)."""
     listed = (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows)

@@ -21,7 +21,6 @@ def evaluation_figures(sources: Named) -> list[Figure]:
 
 
 def _depth_maps(sources: Named) -> Figure:
-    """Draw a map per run, task, checkpoint and attention: depth x length, dense beside sparse."""
     views = []
     for run, results in sources:
         found = [result for result in results if result.parts and result.unit != NATS]
@@ -86,7 +85,6 @@ def _by_context(sources: Named) -> Figure:
 
 
 def _over_steps(sources: Named) -> Figure:
-    """Draw the scores over the checkpoints of a run, for results of several checkpoints."""
     views = []
     for run, results in sources:
         for unit in dict.fromkeys(result.unit for result in results if result.unit):

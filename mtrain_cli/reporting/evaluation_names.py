@@ -82,7 +82,6 @@ def named_settings(results: Sequence[Result]) -> list[NamedSettings]:
 def _grouped(
     results: Sequence[Result], key: Callable[[Result], Hashable]
 ) -> Iterable[Sequence[int]]:
-    """Return the numbers of the results of each group."""
     return grouped(range(len(results)), lambda at: key(results[at])).values()
 
 
@@ -91,7 +90,6 @@ def _by_rows(
     table: Sequence[Result],
     names: Sequence[str],
 ) -> list[str]:
-    """Change the names of the results of each row."""
     found = list(names)
     for row in _grouped(table, _row):
         changed = change([table[at] for at in row], [names[at] for at in row])
@@ -101,7 +99,6 @@ def _by_rows(
 
 
 def _table(result: Result) -> str:
-    """Return what names the table of a result. Tasks of a suite share one."""
     suite, colon, _ = result.task.partition(":")
     return suite + colon
 
@@ -126,7 +123,6 @@ def _kind(setting: str) -> str:
 
 
 def _with_settings(table: Sequence[Result]) -> list[str]:
-    """Return a name of the attention for each result of a table, with settings that differ."""
     different = [set[str]() for _ in table]
     for same in _grouped(table, lambda result: result.attention):
         found = _different([_of_model(table[at]) for at in same])
@@ -150,13 +146,11 @@ def _with_settings(table: Sequence[Result]) -> list[str]:
 
 
 def _of_model(result: Result) -> list[str]:
-    """Return the settings that all tasks of a suite have."""
     keys = {*_OF_MODEL, *pattern_keys(result.attention)}
     return [one for one in result.settings if one.partition(" ")[0] in keys]
 
 
 def _different(every: Iterable[Iterable[str]]) -> set[str]:
-    """Return the settings that not all results have. every: the settings of each result."""
     sets = [set(own) for own in every]
     common = sets[0].intersection(*sets) if sets else set()
     return {one for own in sets for one in own if one not in common}
@@ -213,20 +207,15 @@ def _short_key(result: Result) -> str:
 
 
 def _alike(group: Sequence[Result], names: Sequence[str]) -> Iterable[Collection[int]]:
-    """Return the numbers of the results that share a name and a place with others.
-
-    A place is a length and a step.
-    """
+    """Return the numbers of the results that share a name and a place with others."""
     return _same([(r.length, r.step, name) for r, name in zip(group, names, strict=True)])
 
 
 def _same(keys: Sequence[Hashable]) -> list[list[int]]:
-    """Return the numbers of the keys that are equal to others."""
     return [same for same in grouped(range(len(keys)), keys.__getitem__).values() if len(same) > 1]
 
 
 def _shortened(details: Sequence[str]) -> list[str]:
-    """Return ``in FOLDER`` with the last name of each folder, if these differ."""
     if not all(one.startswith("in ") for one in details):
         return list(details)
     short = [f"in {Path(one.removeprefix('in ')).name}" for one in details]

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
 from mtrain_cli.reporting.evaluation_names import distinguished
-from mtrain_cli.reporting.terminal_width import new_table, print_table, say
+from mtrain_cli.reporting.terminal_width import TextTable, say
 
 RULER, LM_EVAL = "ruler:", "lm-eval:"
 _MARK = "@"  # in the name of a task with another haystack, which no mean includes
-
-
-@dataclass(frozen=True)
-class EvaluationTable:
-    """One table of a report, as text.
-
-    words: number of columns with text, which come first.
-    """
-
-    title: str
-    heads: tuple[str, ...]
-    rows: list[list[str]]
-    words: int = 1
-    note: str = ""
 
 
 def score(value: float | None, error: float | None, unit: str) -> str:
@@ -38,38 +24,29 @@ def score(value: float | None, error: float | None, unit: str) -> str:
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
-def evaluation_tables(results: Sequence[Result]) -> list[EvaluationTable]:
+def evaluation_tables(results: Sequence[Result]) -> list[TextTable]:
     """Return the tables of results, by the steps of the checkpoints."""
-    tables: list[EvaluationTable] = []
+    tables: list[TextTable] = []
     results = distinguished(results)
     steps = sorted({result.step for result in results}, key=lambda step: step or 0)
     for step in steps:
         own = [result for result in results if result.step == step]
         suffix = "" if len(steps) == 1 else f", step {step}"
         kinds = (_by_length, _ruler, _lm_eval, _depths, _contexts)
-        tables += [_with_title(table, suffix) for kind in kinds for table in kind(own)]
+        made = (table for kind in kinds for table in kind(own))
+        tables += [replace(table, title=f"{table.title}{suffix}") for table in made]
     return tables
 
 
 def show_evaluations(console: Console, results: Sequence[Result]) -> None:
     """Print the tables of results."""
     for each in evaluation_tables(results):
-        table = new_table(each.heads, words=each.words, title=each.title, caption=each.note or None)
-        for row in each.rows:
-            table.add_row(*row)
-        print_table(console, table)
+        each.print(console)
     if not results:
         say(console, "no results")
 
 
-def _with_title(table: EvaluationTable, suffix: str) -> EvaluationTable:
-    return EvaluationTable(
-        f"{table.title}{suffix}", table.heads, table.rows, table.words, table.note
-    )
-
-
-def _by_length(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield a table per task with lengths: a row per length, a column per attention."""
+def _by_length(results: Sequence[Result]) -> Iterator[TextTable]:
     others = (RULER, LM_EVAL)
     for task in dict.fromkeys(r.task for r in results if not r.task.startswith(others)):
         own = [result for result in results if result.task == task]
@@ -91,11 +68,11 @@ def _by_length(results: Sequence[Result]) -> Iterator[EvaluationTable]:
         heads = ["length", *attentions]
         if keyed:
             heads += [f"{name}\nkey tokens" for name in keyed] + ["key\ntokens"]
-        yield EvaluationTable(f"{task}, {_unit(own)}", (*heads, "samples"), rows, note=_notes(own))
+        notes = "; ".join(dict.fromkeys(result.note for result in own if result.note))
+        yield TextTable(f"{task}, {_unit(own)}", (*heads, "samples"), rows, note=notes)
 
 
-def _ruler(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield the table of RULER: a row per length and attention, a column per task."""
+def _ruler(results: Sequence[Result]) -> Iterator[TextTable]:
     own = [result for result in results if result.task.startswith(RULER)]
     if not own:
         return
@@ -117,11 +94,10 @@ def _ruler(results: Sequence[Result]) -> Iterator[EvaluationTable]:
     note = "new tokens attend to everything, whatever the attention of the prompt"
     left_out = [task.removeprefix(RULER) for task in tasks if _MARK in task]
     note += f"; mean without {', '.join(left_out)}" if left_out else ""
-    yield EvaluationTable(f"RULER, {_unit(own)}", heads, rows, words=2, note=note)
+    yield TextTable(f"RULER, {_unit(own)}", heads, rows, words=2, note=note)
 
 
 def _mean(found: Sequence[Result | None]) -> str:
-    """Return the mean over tasks, or ``-`` if one is missing."""
     if not found or any(result is None or result.score is None for result in found):
         return "-"
     present = [result for result in found if result is not None]
@@ -133,8 +109,7 @@ def _mean(found: Sequence[Result | None]) -> str:
     return score(mean, error, present[0].unit)
 
 
-def _lm_eval(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield the table of lm-eval: a row per task and metric, a column per attention."""
+def _lm_eval(results: Sequence[Result]) -> Iterator[TextTable]:
     own = [result for result in results if result.task.startswith(LM_EVAL)]
     if not own:
         return
@@ -151,11 +126,10 @@ def _lm_eval(results: Sequence[Result]) -> Iterator[EvaluationTable]:
         samples = ", ".join(str(n) for n in sorted({result.samples for result in present}))
         rows.append([name, label, note, *(_cell(result) for result in found), samples])
     heads = ("task", "metric", "shots", *attentions, "samples")
-    yield EvaluationTable("lm-eval ± standard error", heads, rows, words=3)
+    yield TextTable("lm-eval ± standard error", heads, rows, words=3)
 
 
-def _depths(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield the depth x length map of each attention."""
+def _depths(results: Sequence[Result]) -> Iterator[TextTable]:
     note = "depth: share of the text before the needle"
     yield from _parts_tables(
         [r for r in results if r.parts and r.unit != NATS], "depth",
@@ -163,8 +137,7 @@ def _depths(results: Sequence[Result]) -> Iterator[EvaluationTable]:
     )  # fmt: skip
 
 
-def _contexts(results: Sequence[Result]) -> Iterator[EvaluationTable]:
-    """Yield the losses by context."""
+def _contexts(results: Sequence[Result]) -> Iterator[TextTable]:
     note = "mean over the tokens with this context"
     yield from _parts_tables(
         [r for r in results if r.parts and r.unit == NATS], "earlier tokens",
@@ -174,8 +147,7 @@ def _contexts(results: Sequence[Result]) -> Iterator[EvaluationTable]:
 
 def _parts_tables(
     results: Sequence[Result], head: str, name: Callable[[Part], str], note: str
-) -> Iterator[EvaluationTable]:
-    """Yield a table per task: a row per part, a column per length and attention."""
+) -> Iterator[TextTable]:
     for task in dict.fromkeys(result.task for result in results):
         own = sorted((r for r in results if r.task == task), key=lambda result: result.length)
         spans = sorted({(part.begin, part.end) for result in own for part in result.parts})
@@ -188,11 +160,10 @@ def _parts_tables(
             cells = [_part(part, own[0].unit) for part in parts]
             rows.append([named[span], *cells])
         heads = (head, *(f"{format_size(r.length)}\n{r.attention}" for r in own))
-        yield EvaluationTable(f"{task} by {head}, {_unit(own)}", heads, rows, note=note)
+        yield TextTable(f"{task} by {head}, {_unit(own)}", heads, rows, note=note)
 
 
 def _find(results: Sequence[Result], length: int, attention: str) -> Result | None:
-    """Return the last result of a length and an attention."""
     found = [r for r in results if r.length == length and r.attention == attention]
     return found[-1] if found else None
 
@@ -208,7 +179,3 @@ def _part(part: Part | None, unit: str) -> str:
 def _unit(results: Sequence[Result]) -> str:
     unit = results[0].unit
     return f"{unit} per token ± standard error" if unit == NATS else f"{unit} ± standard error"
-
-
-def _notes(results: Sequence[Result]) -> str:
-    return "; ".join(dict.fromkeys(result.note for result in results if result.note))

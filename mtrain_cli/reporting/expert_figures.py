@@ -51,7 +51,6 @@ def _routing_figures(sources: Sequence[ReportSource]) -> list[Figure]:
 
 
 def _shares(loads: Loads) -> Figure:
-    """Draw heat maps of the shares of tokens, experts x layers: the mean, and single steps."""
     views = []
     for label, _, each in loads:
         size = max(1, len(each.layers) * each.experts)
@@ -74,7 +73,6 @@ def _shares(loads: Loads) -> Figure:
 
 
 def _over_steps(loads: Loads) -> Figure:
-    """Draw the share of each expert over the recorded steps, in a view per layer."""
     views = []
     for label, _, each in loads:
         if len(each.steps) < 2:
@@ -92,14 +90,14 @@ def _over_steps(loads: Loads) -> Figure:
 
 
 def _ranks(loads: Loads) -> Figure:
-    """Draw which ranks' tokens each expert computes, in a view per layer."""
     views = []
     for label, _, each in loads:
         if len(each.ranks) < 2:
             continue
         for i, layer in _some_layers(each, len(each.ranks), len(loads)):
             table, _ = fold(each.by_rank[i], _SIDE)
-            across, down = (_labels(axis, size) for axis, size in _axes(each, table.shape))
+            across = plots.cell_labels(range(each.experts), table.shape[1])
+            down = plots.cell_labels(each.ranks, table.shape[0])
             trace = plots.heat(
                 plots.numbers(table, 4),
                 across,
@@ -117,7 +115,6 @@ def _ranks(loads: Loads) -> Figure:
 
 
 def _folded(loads: Loads) -> str:
-    """Return a note if the tables are too large to show all their cells."""
     size = max((max(each.shares.shape[1:]) for _, _, each in loads), default=0)
     ranks = max((len(each.ranks) for _, _, each in loads), default=0)
     if max(size, ranks) <= _SIDE:
@@ -126,12 +123,7 @@ def _folded(loads: Loads) -> str:
 
 
 def _some_layers(each: ExpertAnalysis, cells: int, cases: int) -> list[tuple[int, int]]:
-    """Return (place, number) of the layers to draw, so that the cells stay within `NUMBERS`.
-
-    Args:
-        cells: positions on the other axis than the experts.
-        cases: number of cases on the page.
-    """
+    """Return (place, number) of the layers to draw, so that the cells stay within `NUMBERS`."""
     size = max(1, min(cells, _SIDE) * min(each.experts, _SIDE) * cases)
     return plots.evenly(list(enumerate(each.layers)), max(1, NUMBERS // size))
 
@@ -144,35 +136,16 @@ def _share(
     column: str,
     most: float = 0.0,
 ) -> plots.Trace:
-    """Return a heat map of shares.
-
-    Args:
-        across, down: numbers of the columns and of the rows.
-        row, column: what a row and a column is.
-        most: end of the color scale; 0 for the largest share.
-    """
+    """Return a heat map of shares."""
     table, _ = fold(whole, _SIDE)
     return plots.heat(
         plots.numbers(table, 4),
-        _labels(across, table.shape[1]),
-        _labels(down, table.shape[0]),
+        plots.cell_labels(across, table.shape[1]),
+        plots.cell_labels(down, table.shape[0]),
         "share",
         f"{row} %{{y}}, {column} %{{x}}: %{{z:.2%}} of the tokens",
         zmax=most or float(table.max(initial=0)) or 1.0,
     )
-
-
-def _axes(each: ExpertAnalysis, shape: tuple[int, ...]) -> list[tuple[Sequence[int], int]]:
-    return [(range(each.experts), shape[1]), (each.ranks, shape[0])]
-
-
-def _labels(numbers: Sequence[int], cells: int) -> list[Any]:
-    """Return a label for each cell of an axis: the number, or the numbers that the cell covers."""
-    of_cell = -(-len(numbers) // max(1, cells))
-    if of_cell == 1:
-        return list(numbers)
-    groups = (numbers[i : i + of_cell] for i in range(0, len(numbers), of_cell))
-    return [f"{group[0]}-{group[-1]}" for group in groups]
 
 
 def _layout(rows: int, x: dict[str, Any], y: dict[str, Any]) -> dict[str, Any]:

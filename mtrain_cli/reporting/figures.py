@@ -109,7 +109,9 @@ def heat_map_figure(cases: Cases) -> plots.Figure:
     for labels, unit, table in tables:
         small, folded = fold(table, side)
         thinned |= folded
-        steps, workers = (_positions(table.shape[at], small.shape[at]) for at in (1, 0))
+        steps, workers = (
+            plots.cell_labels(range(table.shape[at]), small.shape[at]) for at in (1, 0)
+        )
         trace = plots.heat(
             plots.numbers(small),
             steps,
@@ -130,19 +132,6 @@ def heat_map_figure(cases: Cases) -> plots.Figure:
         note += f" Larger tables shrink to {side} x {side} cells, each the maximum of its group."
     selectors = ("case", "pass", "quantity")
     return plots.Figure("heat", "Attention by worker and step", selectors, views, note)
-
-
-def _positions(size: int, cells: int) -> list[Any]:
-    """Return a label for each cell of an axis: the position or positions that the cell covers.
-
-    Args:
-        size: number of positions on the axis.
-        cells: number of cells that cover the positions.
-    """
-    each = -(-size // cells)
-    if each == 1:
-        return list(range(size))
-    return [f"{first}-{min(first + each, size) - 1}" for first in range(0, size, each)]
 
 
 def rank_figure(cases: Cases) -> plots.Figure:
@@ -229,12 +218,7 @@ def layer_figure(cases: Cases) -> plots.Figure:
 def _bin(
     name: str, ms: list[Any], places: Sequence[Any], horizontal: bool = False
 ) -> dict[str, Any]:
-    """Return the bars of one of `BINS`: a bar for each case or rank.
-
-    Args:
-        ms: length of each bar.
-        places: the case or rank of each bar.
-    """
+    """Return the bars of one of `BINS`: a bar for each case or rank."""
     kind, _, link = name.partition(" ")
     colour = plots.link_colour(link) if kind == EXPOSED else plots.COLOURS[name]
     label = (

@@ -130,7 +130,6 @@ def _restarts(source: ReportSource) -> str | None:
 
 
 def _settings(source: ReportSource) -> str:
-    """Return the main settings of a run, and a list of all settings that a reader can unfold."""
     if not source.settings:
         return ""
     every = elements.definition_list(
@@ -141,7 +140,6 @@ def _settings(source: ReportSource) -> str:
 
 
 def _differences(sources: Sequence[ReportSource]) -> str:
-    """Return warnings if workers or machines of the runs differ, then the settings that differ."""
     if len(sources) < 2:
         return ""
     content = elements.remarks(incomparable(sources))
@@ -226,7 +224,6 @@ def _trained(sources: Sequence[ReportSource]) -> str:
 
 
 def _recorded_steps(sources: Sequence[ReportSource]) -> str:
-    """Return the results of `mtrain profile step`: a table of the parts, and other facts."""
     content = ""
     for source in sources:
         if source.step is None:
@@ -245,7 +242,6 @@ def _recorded_steps(sources: Sequence[ReportSource]) -> str:
 
 
 def _experts(sources: Sequence[ReportSource]) -> str:
-    """Return the tables of experts: the routing of runs, recorded times and recorded loads."""
     steps = [(source.name, source.step) for source in sources if source.step is not None]
     tables_of = (
         (
@@ -262,15 +258,12 @@ def _experts(sources: Sequence[ReportSource]) -> str:
         ),
     )
     content = "".join(
-        f"{table}{elements.note(f'{note[:1].upper()}{note[1:]}.')}"
-        for note, table in tables_of
-        if table
+        f"{table}{elements.note(elements.sentence(note))}" for note, table in tables_of if table
     )
     return elements.section("Experts", content)
 
 
 def _sparsity(sources: Sequence[ReportSource]) -> str:
-    """Return the results of `mtrain profile sparsity`, one row per pattern and measured step."""
     rows = []
     for source in sources:
         for pattern, step in sorted({(row["pattern"], row["step"]) for row in source.sparsity}):
@@ -289,7 +282,6 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
 
 
 def _evaluations(sources: Sequence[ReportSource]) -> str:
-    """Return the results of `mtrain eval`: tables of each run, one below the other."""
     content = ""
     for source in sources:
         if source.results and len(sources) > 1:
@@ -302,7 +294,6 @@ def _evaluations(sources: Sequence[ReportSource]) -> str:
 
 
 def _legend(results: Sequence[Result]) -> str:
-    """Return what names of tables and figures stand for, if they have more than an attention."""
     named = named_settings(results)
     listed = elements.definition_list(
         [(f"{one.task}: {one.name}", "; ".join(one.settings)) for one in named]
@@ -311,19 +302,17 @@ def _legend(results: Sequence[Result]) -> str:
 
 
 def _attention(source: ReportSource) -> str:
-    """Return what `mtrain profile sparsity` found about attention itself, a section per table."""
     return "".join(
         elements.section(
             f"{table.title}: {source.name}",
             elements.table(table.heads, table.rows, range(table.words)),
-            f"{table.note[:1].upper()}{table.note[1:]}.",
+            elements.sentence(table.note),
         )
         for table in attention_tables.tables(source.attention)
     )
 
 
 def _steps(source: ReportSource) -> str:
-    """Return the table of predicted training steps."""
     if not source.steps:
         return ""
     heads, rows, states = cells(source.steps)
@@ -337,9 +326,8 @@ def _steps(source: ReportSource) -> str:
 
 
 def _pipelines(sources: Sequence[ReportSource]) -> str:
-    """Return the table of measured and predicted pipelines."""
     table = elements.table(HEADS, pipeline_cells(sources), words=(0, 1))
-    return elements.section("Pipeline", table, f"{NOTE[:1].upper()}{NOTE[1:]}.")
+    return elements.section("Pipeline", table, elements.sentence(NOTE))
 
 
 def _compared(sources: Sequence[ReportSource]) -> str:

@@ -74,7 +74,6 @@ def figures(summary: Summary) -> list[Figure]:
 
 
 def _frontier(summary: Summary) -> Figure:
-    """Draw the difference from dense against the density and the seconds of training."""
     views = []
     for measure in (LOSS, LONG_LOSS, NEEDLES):
         unit = "points from dense" if measure == NEEDLES else "nats above dense"
@@ -98,7 +97,6 @@ def _frontier(summary: Summary) -> Figure:
 
 
 def _point(summary: Summary, each: Compared, x: float, measure: str) -> plots.Trace:
-    """Return a point with its interval."""
     over = each.difference[measure]
     half = 0.0 if over.high is None else over.high - over.mean
     colour, turn = _colour(summary, each)
@@ -130,7 +128,6 @@ def _height(traces: Sequence[plots.Trace]) -> int:
 
 
 def _by_context(summary: Summary) -> Figure:
-    """Draw the loss by context, and its difference from dense."""
     drawn: dict[str, list[plots.Trace]] = {"nats per token": [], "nats above dense": []}
     for each in summary.compared:
         own = _of(summary, each)
@@ -179,11 +176,13 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 def _by_depth(summary: Summary) -> Figure:
-    """Draw a map per variant and attention: depth of the needle x place of the question."""
     views = []
     for each in summary.compared:
         own = _of(summary, each)
-        grid = [[_mean_at(own, place, at) for place in PLACES] for at in range(DEPTHS)]
+        grid = [
+            [_mean([one.depths.get((place, at)) for one in own]) for place in PLACES]
+            for at in range(DEPTHS)
+        ]
         map_ = plots.heat(
             plots.numbers(grid),
             [MEASURES[place].removeprefix("asked ") for place in PLACES],
@@ -219,7 +218,3 @@ def _of(summary: Summary, compared: Compared) -> list[Measured]:
         for one in summary.measured
         if (one.cell.name, one.attention) == (compared.variant.name, compared.attention)
     ]
-
-
-def _mean_at(measured: Sequence[Measured], place: str, at: int) -> float:
-    return _mean([one.depths.get((place, at)) for one in measured])

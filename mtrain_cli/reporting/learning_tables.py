@@ -34,10 +34,9 @@ from mtrain_cli.learning.outcomes import (
     unknown_bases,
 )
 from mtrain_cli.learning.t_interval import Interval
-from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier, Variant
+from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier
 from mtrain_cli.printable import one_line
-from mtrain_cli.reporting.evaluation_tables import EvaluationTable
-from mtrain_cli.reporting.terminal_width import new_table, print_table, say
+from mtrain_cli.reporting.terminal_width import TextTable, new_table, print_table, say
 
 LOSSES = (LOSS, LONG_LOSS, KEY_LOSS)
 TOY = (
@@ -93,7 +92,6 @@ def _is_done(study: Study, cell: Cell, damage: list[str]) -> bool:
 
 
 def _attention(cell: Cell) -> str:
-    """Return the settings of the attention in training; the name of the cell says the pattern."""
     variant = cell.variant
     if variant is None or not (variant.words or not variant.is_trained):
         return "dense"
@@ -121,16 +119,13 @@ def show_summary(console: Console, summary: Summary) -> None:
         say(console, TOY)
         lines.remove(TOY)
     for each in tables(summary):
-        table = new_table(each.heads, words=each.words, title=each.title, caption=each.note or None)
-        for row in each.rows:
-            table.add_row(*row)
         if each.rows:
-            print_table(console, table)
+            each.print(console)
     for line in lines:
         say(console, line)
 
 
-def tables(summary: Summary) -> list[EvaluationTable]:
+def tables(summary: Summary) -> list[TextTable]:
     """Return the tables of the terminal and of the page."""
     return [
         _predictions(summary), _prices(summary), _differences(summary), _noise(summary),
@@ -244,7 +239,7 @@ def document(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _predictions(summary: Summary) -> EvaluationTable:
+def _predictions(summary: Summary) -> TextTable:
     """Return the predictions. A toy shows only those that it judges: most are about needles."""
     is_toy = summary.tier.gate is None
     shown = [each for each in summary.outcomes if not (is_toy and each.state == UNKNOWN)]
@@ -263,11 +258,10 @@ def _predictions(summary: Summary) -> EvaluationTable:
     if hidden := len(summary.outcomes) - len(shown):
         are = "is" if hidden == 1 else "are"
         note = f"{with_count(hidden, 'other')} {are} not judged yet, or not at this size."
-    return EvaluationTable("Predictions", heads, rows, words=5, note=note)
+    return TextTable("Predictions", heads, rows, words=5, note=note)
 
 
-def _prices(summary: Summary) -> EvaluationTable:
-    """Return a row per variant: what its steps cost, and what it loses with its own attention."""
+def _prices(summary: Summary) -> TextTable:
     rows, dense = [], _step_seconds(summary, DENSE)
     for each in summary.compared:
         seconds = _step_seconds(summary, each.variant.name)
@@ -288,11 +282,10 @@ def _prices(summary: Summary) -> EvaluationTable:
         "density: share of causal pairs that training computes. Loss and needles with the attention"
         f" of the training, and their difference from dense.{_about(summary)}"
     )
-    return EvaluationTable("Price and loss", heads, rows, note=note)
+    return TextTable("Price and loss", heads, rows, note=note)
 
 
 def _about(summary: Summary) -> str:
-    """Return what a reader must know of the control and of the cell for equal time."""
     text, steps = "", summary.tier.steps
     for variant in (each.variant for each in summary.compared if each.attention != DENSE):
         if variant.name == FIXED:
@@ -310,16 +303,12 @@ def _about(summary: Summary) -> str:
 
 def _step_seconds(summary: Summary, name: str) -> float | None:
     """Return the mean over seeds of a variant's median step; None if it did not train."""
-    keys = (Cell(seed, _named(summary.tier, name)).key for seed in summary.tier.seeds)
+    keys = (Cell(seed, summary.tier.variant(name)).key for seed in summary.tier.seeds)
     found = [summary.done[key].step_seconds for key in keys if key in summary.done]
     return sum(found) / len(found) if any(found) else None
 
 
-def _named(tier: Tier, name: str) -> Variant:
-    return next(each for each in tier.variants if each.name == name)
-
-
-def _differences(summary: Summary) -> EvaluationTable:
+def _differences(summary: Summary) -> TextTable:
     heads = ("trained with", "measure", "mean", "difference from dense", "verdict", "seeds")
     rows = []
     for each in summary.compared:
@@ -335,15 +324,14 @@ def _differences(summary: Summary) -> EvaluationTable:
                 ]
             )  # fmt: skip
     note = "[low, high]: 95 % t-interval over seeds, paired"
-    return EvaluationTable("Beside dense", heads, rows, words=2, note=note)
+    return TextTable("Beside dense", heads, rows, words=2, note=note)
 
 
-def _noise(summary: Summary) -> EvaluationTable:
-    """Return how much two dense trainings differ, by measure."""
+def _noise(summary: Summary) -> TextTable:
     again = next((each for each in summary.compared if each.variant.name == AGAIN), None)
     rows = [
         [
-            MEASURES[name], _number(summary.spread[name], loss=name in LOSSES),
+            MEASURES[name], f"{summary.spread[name]:.{4 if name in LOSSES else 1}f}",
             value(again.difference.get(name), loss=name in LOSSES, signed=True),
         ]
         for name in MEASURES
@@ -354,14 +342,10 @@ def _noise(summary: Summary) -> EvaluationTable:
         f'"{NOTHING}" needs the interval of a difference to lie between -spread and +spread. The '
         "largest of several seeds is a lenient limit: compare it with the interval of the mean"
     )
-    return EvaluationTable("Two dense trainings", heads, rows, note=note)
+    return TextTable("Two dense trainings", heads, rows, note=note)
 
 
-def _number(number: float, *, loss: bool) -> str:
-    return f"{number:.{4 if loss else 1}f}"
-
-
-def _needles(summary: Summary) -> EvaluationTable:
+def _needles(summary: Summary) -> TextTable:
     rows = [
         [label(each), *(_beside(each, name) for name in (NEEDLES, *PLACES))]
         for each in summary.compared
@@ -372,7 +356,7 @@ def _needles(summary: Summary) -> EvaluationTable:
         "% found exactly, by the place of the question, and points above dense [95 % interval]; "
         f"probed rows: the last {probe} tokens"
     )
-    return EvaluationTable("Needles", heads, rows, note=note)
+    return TextTable("Needles", heads, rows, note=note)
 
 
 def _beside(compared: Compared, name: str) -> str:
@@ -385,18 +369,15 @@ def _beside(compared: Compared, name: str) -> str:
     return f"{value(replace(mean, low=None, high=None), loss=loss)}{beside}"
 
 
-def _contexts(summary: Summary) -> EvaluationTable:
+def _contexts(summary: Summary) -> TextTable:
     spans = sorted({span for m in summary.measured for span in m.buckets})
     rows = []
     for each in summary.compared:
-        own = [m for m in summary.measured if _is_of(m, each)]
+        which = each.variant.name, each.attention
+        own = [m for m in summary.measured if (m.cell.name, m.attention) == which]
         found = [[m.buckets[span] for m in own if span in m.buckets] for span in spans]
         means = [f"{sum(losses) / len(losses):.4f}" if losses else "-" for losses in found]
         rows.append([label(each), *means])
     heads = ("trained with", *(f"{format_size(a)} to {format_size(b)}" for a, b in spans))
     note = "nats per token by the number of earlier tokens, mean over seeds"
-    return EvaluationTable("Loss by context", heads, rows, note=note)
-
-
-def _is_of(measured: Any, compared: Compared) -> bool:
-    return (measured.cell.name, measured.attention) == (compared.variant.name, compared.attention)
+    return TextTable("Loss by context", heads, rows, note=note)

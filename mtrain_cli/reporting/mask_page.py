@@ -119,7 +119,6 @@ def _density(cells: list, middles: list[float]) -> plots.Trace:
 
 
 def _strip(share: LayoutShare, edges: np.ndarray, middles: list[float]) -> list[plots.Trace]:
-    """Return the strip, and an entry of the legend for each color."""
     held = holders(share.layout)
     ranks = []
     for start, stop in itertools.pairwise(edges):
@@ -262,7 +261,6 @@ def _layouts(view: MaskView, named: bool) -> str:
 
 
 def _ranks(view: MaskView, named: bool) -> str:
-    """Return a table with pairs, received rows and cost of each rank, by layout."""
     shown = plots.evenly(range(view.shares[0].layout.workers), _SHOWN)
     heads = ["rank"]
     columns = [[str(rank) for rank in shown]]

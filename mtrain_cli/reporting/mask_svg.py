@@ -61,7 +61,6 @@ def inline(mask: SequenceMask, side: int) -> str:
 
 
 def _cells(mask: SequenceMask, left: float, top: float, side: float) -> str:
-    """Return two paths: the cells in which all pairs are allowed, and those with some pairs."""
     table = density(mask, _CELLS)
     full, some = table == 1, (table > 0) & (table < 1)
     scale = side / len(table)

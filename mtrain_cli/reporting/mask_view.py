@@ -59,8 +59,6 @@ class LayoutShare:
 class MaskView:
     """The mask of one kind of layer.
 
-    title: the mask, and its layers if the others have another mask.
-    mask: the mask of the sequence, without padding.
     labels: number of labels that count.
     shares: one per layout.
     """

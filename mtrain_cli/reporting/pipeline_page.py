@@ -17,9 +17,8 @@ from rich.table import Table
 from mtrain_cli.parallel.pipeline_player import Played
 from mtrain_cli.parallel.pipeline_schedule import BACKWARD, FORWARD, Pipeline
 from mtrain_cli.records.pipeline_times import PipelineTimes, predicted_pipeline, recorded_step
-from mtrain_cli.records.record_sums import select
 from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.report_source import ReportSource, typical_rows
 from mtrain_cli.reporting.tables import fixed, ms
 from mtrain_cli.reporting.terminal_width import new_table
 
@@ -50,7 +49,6 @@ _TIMES = ("start_us", "dur_us")
 class _Shown:
     """One pipeline of a report.
 
-    label: run and case.
     source, case: where its records are; case is None for a prediction.
     """
 
@@ -61,7 +59,6 @@ class _Shown:
 
 
 def _found(sources: Sequence[ReportSource]) -> list[_Shown]:
-    """Return all pipelines: those of recorded cases, then those of predictions."""
 
     def label(source: ReportSource, text: object) -> str:
         return f"{source.name}: {text}" if len(sources) > 1 else str(text)
@@ -114,7 +111,6 @@ def pipeline_cells(sources: Sequence[ReportSource]) -> list[list[str]]:
 
 
 def _listed(work: np.ndarray) -> str:
-    """Return the work of each stage; of many stages, the first, the least and the most."""
     if len(work) > 8:
         return f"{ms(float(work[0]))}, ..., from {ms(float(work.min()))} to {ms(float(work.max()))}"
     return ", ".join(ms(float(each)) for each in work)
@@ -123,12 +119,8 @@ def _listed(work: np.ndarray) -> str:
 def pipeline_table(sources: Sequence[ReportSource]) -> Table | None:
     """Return the table of all pipelines; None without any."""
     rows = pipeline_cells(sources)
-    if not rows:
-        return None
-    table = new_table(HEADS, words=2, title="Pipeline, one step", caption=NOTE)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    title = "Pipeline, one step"
+    return new_table(HEADS, words=2, title=title, caption=NOTE, rows=rows) if rows else None
 
 
 def pipeline_rows(sources: Sequence[ReportSource]) -> list[dict[str, Any]]:
@@ -180,21 +172,13 @@ def pipeline_figure(sources: Sequence[ReportSource]) -> plots.Figure:
 
 
 def _recorded(shown: _Shown) -> Played:
-    """Return the recorded passes of the typical iteration, in the pipeline of rank 0."""
     assert shown.source.recorded is not None
-    columns = (*_COLUMNS, *_TIMES)
-    parts = []
-    for batch in shown.source.recorded.batches(columns):
-        mine = (batch["case"] == shown.case.number) & (batch["iteration"] == shown.case.typical)
-        if mine.any():
-            parts.append(select(batch, mine))
-    rows = {name: np.concatenate([part[name] for part in parts]) for name in columns}
+    rows = typical_rows(shown.source.recorded, shown.case, (*_COLUMNS, *_TIMES))
     ranks = shown.case.workers * shown.case.groups
     return recorded_step(shown.times.pipeline, rows, ranks // shown.times.pipeline.stages)
 
 
 def _view(label: str, played: Played, pipeline: Pipeline) -> plots.FigureView:
-    """Return the time line of one step: a line per stage, a bar per pass."""
     data = []
     labelled = 2 * pipeline.micro_batches * pipeline.virtual_stages <= _LABELS
     for kind, colours in _COLOURS.items():
@@ -224,12 +208,7 @@ def _view(label: str, played: Played, pipeline: Pipeline) -> plots.FigureView:
                 text = [str(number) for number in numbers]
                 trace |= {"text": text, "textposition": "inside", "insidetextanchor": "middle"}
             data.append(trace)
-    stages = range(pipeline.stages)
-    y = {
-        "tickvals": list(stages),
-        "ticktext": [f"stage {stage}" for stage in stages],
-        "autorange": "reversed",
-    }
+    y = plots.named_rows([f"stage {stage}" for stage in range(pipeline.stages)])
     shape = plots.layout(
         130 + 34 * pipeline.stages,
         plots.from_zero("ms since the first pass"),

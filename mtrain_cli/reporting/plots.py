@@ -38,8 +38,6 @@ class FigureView:
     """The content of a figure for one choice of its selectors (drop-down lists).
 
     labels: the chosen label of each selector.
-    data: plotly's traces.
-    layout: plotly's layout.
     """
 
     labels: tuple[str, ...]
@@ -51,7 +49,6 @@ class FigureView:
 class Figure:
     """A figure of the page.
 
-    name: name in the page's elements and data.
     selectors: name of each selector, with which a reader chooses a view.
     note: what a reader must know to read the figure, such as what the figure leaves out.
     together: whether to show all views side by side, without selectors.
@@ -165,6 +162,20 @@ def heat(z: Any, x: Sequence[Any], y: Sequence[Any], unit: str, hover: str, **mo
         "hovertemplate": f"{hover}<extra></extra>",
         **more,
     }
+
+
+def cell_labels(positions: Sequence[int], cells: int) -> list[Any]:
+    """Return a label for each cell of an axis: the position, or the positions that it covers."""
+    of_cell = -(-len(positions) // max(1, cells))
+    if of_cell == 1:
+        return list(positions)
+    groups = (positions[i : i + of_cell] for i in range(0, len(positions), of_cell))
+    return [f"{group[0]}-{group[-1]}" for group in groups]
+
+
+def named_rows(names: Sequence[str]) -> dict[str, Any]:
+    """Return a vertical axis with a named row at 0, 1, ... from the top."""
+    return {"tickvals": list(range(len(names))), "ticktext": names, "autorange": "reversed"}
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:

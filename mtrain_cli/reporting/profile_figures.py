@@ -42,7 +42,6 @@ def step_figures(named: Named) -> list[Figure]:
 
 
 def _step_views(named: Named) -> list[FigureView]:
-    """Return a view of the ranks of each run. With several runs, the first view compares runs."""
     parts = list(
         dict.fromkeys(
             part for _, document in named for rank in document["ranks"] for part in rank["parts"]
@@ -120,7 +119,6 @@ def sparsity_figures(sources: Sequence[ReportSource]) -> list[Figure]:
 
 
 def _by_layer(source: ReportSource, several: bool) -> list[FigureView]:
-    """Return a view per quantity. A view has a line per pattern and measured step."""
     rows = source.sparsity
     shown = plots.evenly(sorted({(row["pattern"], row["step"]) for row in rows}), 12)
     layers = sorted({row["layer"] for row in rows})
@@ -147,7 +145,6 @@ def _by_layer(source: ReportSource, several: bool) -> list[FigureView]:
 
 
 def _by_head(source: ReportSource) -> list[FigureView]:
-    """Return heat maps over layers and heads, for the last and the first measured step."""
     views: list[FigureView] = []
     steps = sorted({row["step"] for row in source.sparsity})
     patterns = dict.fromkeys(row["pattern"] for row in source.sparsity)

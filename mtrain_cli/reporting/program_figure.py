@@ -196,7 +196,6 @@ def describe(op: Operation, sizes: ShardSizes, sharing: int) -> str:
 
 
 def _message(post: Post, sizes: ShardSizes, sharing: int) -> tuple[str, str]:
-    """Return two texts: what a message moves, and to or among which ranks."""
     t, moved = post.transfer, format_bytes(float(post.sends.of(sizes, sharing)))
     if t.to is None:
         kind = t.kind.replace("_", "-")
@@ -283,7 +282,6 @@ def _view(labels: tuple[str, ...], programs: Sequence[Program], sizes: ShardSize
 
 
 def _look(op: Operation, program: Program) -> tuple[str, str, str]:
-    """Return the legend's entry, the color and the text of an operation."""
     if isinstance(op, Compute):
         if (stage := stage_of_keys(op.keys)) is not None:
             return "compute", _SHARDS[stage], f"*{stage}"

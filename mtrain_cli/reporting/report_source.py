@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
@@ -34,6 +36,7 @@ from mtrain_cli.records.record_files import (
     RecordedFolder,
     open_records,
 )
+from mtrain_cli.records.record_sums import select
 from mtrain_cli.records.study_rows import STUDY, STUDY_ROWS, StudyTable, tables_of
 from mtrain_cli.reporting.run_files import (
     CHOICES_LOST,
@@ -64,7 +67,6 @@ class ReportSource:
     facts: content of environment.json.
     recorded: the profile or simulation; None if the source has neither.
     cases: analysis of `recorded`.
-    metrics: metrics of the training steps.
     steps_wanted: planned number of training steps; None if unknown.
     shipped: content of a shipped profile in the older file format, which has tables only.
     evaluations: held-out losses.
@@ -74,8 +76,6 @@ class ReportSource:
     study: published tables with predictions, of `mtrain study`.
     settings: resolved configuration by dotted key, with the layout, exchange and kernel of the run
         instead of ``auto``.
-    restarts: restarts of the run after failures.
-    experts: loads of the experts in `recorded`.
     damage: a line on each damaged file, of which the report lacks a part.
     """
 
@@ -153,7 +153,6 @@ class ReportSource:
 
     @property
     def _stopped(self) -> bool:
-        """Whether training steps are missing."""
         wanted = self.steps_wanted or 0
         return bool(self.metrics) and self.metrics[-1].step < wanted
 
@@ -190,7 +189,6 @@ class ReportSource:
         return list(map(one_line, remarks))
 
     def _progress(self) -> str:
-        """Return the number of recorded iterations, and the cases that have fewer."""
         done = max((case.iterations for case in self.cases), default=0)
         wanted = self.summary.get("samples_wanted")
         behind = [
@@ -214,6 +212,23 @@ def labelled_cases(sources: Sequence[ReportSource]) -> list[tuple[str, ReportSou
         for source in sources
         for case in source.cases
     ]
+
+
+def typical_rows(
+    recorded: RecordedFolder,
+    case: CaseAnalysis,
+    columns: Sequence[str],
+    layers: Sequence[int] | None = None,
+) -> dict[str, np.ndarray]:
+    """Read the rows of the iteration `CaseAnalysis.typical`, of some layers or of all."""
+    parts = []
+    for batch in recorded.batches(columns):
+        mine = (batch["case"] == case.number) & (batch["iteration"] == case.typical)
+        if layers is not None:
+            mine &= np.isin(batch["layer"], layers)
+        if mine.any():
+            parts.append(select(batch, mine))
+    return {name: np.concatenate([part[name] for part in parts]) for name in columns}
 
 
 def find(name: str, holding: str = "") -> Path:
@@ -293,17 +308,16 @@ def _dated(root: Path) -> dict[Path, float]:
             # A profile without a sample, or a run without a step, has nothing to report.
             places = [place for place in (folder, folder / PROFILE) if _has_figures(place)]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
-            files += [place / evaluation_results.RESULTS for place in _evaluation_places(folder)]
+            files += [
+                place / evaluation_results.RESULTS
+                for place in (folder, folder / evaluation_results.FOLDER)
+            ]
             times = [
                 file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size
             ]
             if times and not folder.is_symlink():
                 dated[folder] = max(times)
     return dated
-
-
-def _evaluation_places(folder: Path) -> tuple[Path, ...]:
-    return folder, folder / evaluation_results.FOLDER
 
 
 def _has_figures(place: Path) -> bool:
@@ -336,11 +350,7 @@ def open_source(path: Path) -> ReportSource:
 
 
 def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSource:
-    """Return a source with a profile or simulation.
-
-    Raises:
-        ConfigError: a file of the profile is damaged, or the profile has no sample.
-    """
+    """Return a source with a profile or simulation."""
     source, kind = _bare(path, recorded, files), recorded.summary.get("kind")
     if kind == STEP:
         if damage := damage_of_step(recorded.summary):
@@ -367,10 +377,12 @@ def _recorded(path: Path, recorded: RecordedFolder, files: RunFiles) -> ReportSo
 
 
 def _bare(path: Path, recorded: RecordedFolder | None, files: RunFiles) -> ReportSource:
-    """Return a source with its name, facts, settings and damage."""
-    facts, settings = _facts(recorded, files), _settings(recorded, files)
+    summary = recorded.summary if recorded is not None else {}
+    command = {"command": summary["command"]} if summary.get("command") else {}
+    facts = {**(summary.get("environment") or {}), **command, **files.facts}
     damage = tuple(_without_recorded(line, recorded) for line in files.damage)
-    return ReportSource(_name(path), path, facts, settings=settings, damage=damage)
+    settings, name = _settings(recorded, files), os.path.basename(path.resolve()) or str(path)
+    return ReportSource(name, path, facts, settings=settings, damage=damage)
 
 
 def _without_recorded(line: str, recorded: RecordedFolder | None) -> str:
@@ -397,7 +409,6 @@ def _with_files(source: ReportSource, files: RunFiles) -> ReportSource:
 
 
 def _with_experts(source: ReportSource, recorded: RecordedFolder) -> ReportSource:
-    """Add the loads of the experts, or a line about a damaged file of them."""
     try:
         return replace(source, experts=tuple(analyse_experts(recorded)))
     except ConfigError as error:
@@ -406,10 +417,7 @@ def _with_experts(source: ReportSource, recorded: RecordedFolder) -> ReportSourc
 
 
 def _settings(recorded: RecordedFolder | None, files: RunFiles) -> dict[str, Any]:
-    """Return `ReportSource.settings`.
-
-    The choices come from the state of the run, or else from the recorded cases.
-    """
+    """Return `ReportSource.settings`."""
     if files.state is not None and files.state.chosen:
         chosen = {k: str(v) for k, v in files.state.chosen.items() if k in _CHOSEN}
         return with_choices(files.settings, chosen)
@@ -424,11 +432,7 @@ def _settings(recorded: RecordedFolder | None, files: RunFiles) -> dict[str, Any
 
 
 def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
-    """Read the rows of `mtrain profile sparsity`.
-
-    Raises:
-        ConfigError: the file is missing, damaged or of another kind.
-    """
+    """Read the rows of `mtrain profile sparsity`."""
     import pyarrow
     import pyarrow.parquet as pq
 
@@ -482,16 +486,6 @@ def _nothing(path: Path) -> str:
         f"{path}: not a run, profile or simulation "
         f"({SUMMARY} and {METRICS_FILE} are missing; contains {listed})"
     )
-
-
-def _name(path: Path) -> str:
-    return os.path.basename(path.resolve()) or str(path)
-
-
-def _facts(recorded: RecordedFolder | None, files: RunFiles) -> dict[str, Any]:
-    summary = recorded.summary if recorded is not None else {}
-    command = {"command": summary["command"]} if summary.get("command") else {}
-    return {**(summary.get("environment") or {}), **command, **files.facts}
 
 
 def _document(path: Path) -> dict[str, Any]:

@@ -103,7 +103,6 @@ def _evaluations(path: Path) -> tuple[list[Evaluation], str]:
 
 
 def _missing(run: RunDir) -> list[str]:
-    """Return a line on each file that a run has from its start, and this run lacks."""
     lost = {
         run.state: CHOICES_LOST, run.resolved: _SETTINGS_LOST, run.environment: FACTS_LOST,
     }  # fmt: skip

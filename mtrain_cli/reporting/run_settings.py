@@ -106,7 +106,6 @@ def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _says_nothing(name: str, settings: Mapping[str, Any]) -> bool:
-    """Return whether a setting has the value that it has in most runs, or no effect."""
     if name in _DENSE_PARTS:
         return settings[name] == 0 or settings.get("sparsity.pattern") in (None, "dense")
     return name in _DEGREES and bool(settings[name] == 1)

@@ -141,7 +141,6 @@ def _with_std(name: str, value: Estimate) -> Row:
 
 
 def _steps(names: Row, analysis: PassAnalysis) -> Iterator[Row]:
-    """Yield a row per worker and step."""
     tables = {
         "attention_ms": analysis.attention,
         "step_ms": analysis.elapsed,
@@ -176,7 +175,6 @@ def _layers(names: Row, analysis: PassAnalysis) -> Iterator[Row]:
 
 
 def _positions(source: ReportSource) -> Iterator[Row]:
-    """Yield a row per evaluation and range of context, with the held-out loss."""
     for e in source.evaluations:
         for bucket in e.buckets:
             names = {"run": source.name, "step": e.step, "attention": e.attention}

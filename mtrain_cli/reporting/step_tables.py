@@ -185,10 +185,7 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def _message_line(ranks: Sequence[dict[str, Any]], hidden: float, gpu: bool) -> list[str]:
-    """Return a line about messages, or no line without messages.
-
-    hidden: time of overlapped communication, in ms.
-    """
+    """Return a line about messages, or no line without messages."""
     # Files of earlier versions lack waits and unmatched messages.
     waits = statistics.fmean(rank["parts"].get(WAITS, 0.0) for rank in ranks)
     exposed = statistics.fmean(rank["parts"][LINKS] for rank in ranks) + waits

@@ -74,21 +74,14 @@ def show_study(console: Console, tables: Sequence[StudyTable]) -> None:
     """Print the tables, what they leave out, and the errors of all of them."""
     for table in tables:
         say(console, heading(table), style="bold")
-        shown = new_table(HEADS, words=2)
-        for row in cells(table):
-            shown.add_row(*row)
         if table.values:
-            print_table(console, shown, SPARE)
+            print_table(console, new_table(HEADS, words=2, rows=cells(table)), SPARE)
         for line in notes(table):
             say(console, line, indent=2)
         console.print()
     say(console, NOTE, style="dim")
-    found = error_cells(tables)
-    if found:
-        shown = new_table(ERROR_HEADS, words=1)
-        for row in found:
-            shown.add_row(*row)
-        print_table(console, shown)
+    if found := error_cells(tables):
+        print_table(console, new_table(ERROR_HEADS, rows=found))
 
 
 def notes(table: StudyTable) -> list[str]:

@@ -151,9 +151,6 @@ def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
     """Draw throughput, time and memory over the number of GPUs, as in figure 6b of MTraining.
 
     If only the sequence length was swept, the x axis is the sequence length.
-
-    Args:
-        sweeps: (name, rows) of each run.
     """
     views = []
     for name, rows in sweeps:
@@ -184,8 +181,6 @@ def _view(
     Args:
         value: function of a row and a bound that returns the quantity to draw. The bound is
             ``value`` (the prediction), ``low`` or ``high``.
-        gpus: whether the x axis is the number of GPUs.
-        ideal: whether to draw linear scaling.
     """
     lines = grouped(rows, lambda row: (row["layout"], row["exchange"].partition(" (")[0]))
     at = "workers" if gpus else "seq"
@@ -221,7 +216,6 @@ def _view(
 def _line(
     name: str, line: Sequence[Row], at: str, value: Any, colour: str, dash: str
 ) -> list[Trace]:
-    """Return a line, crosses on rows that do not fit, and a band if the bounds differ."""
     x = [row[at] for row in line]
     low, likely, high = (
         plots.numbers([value(row, bound) for row in line]) for bound in ("low", "value", "high")

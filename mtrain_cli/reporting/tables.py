@@ -172,7 +172,6 @@ def _case_table(
     names: Sequence[str],
     headings: Sequence[str],
 ) -> Table:
-    """Return an empty table for cases, in which only the labels of the cases may wrap."""
     before = ("run", "case") if names else ("case",)
     table = new_table((*before, *headings), len(before), title=title, caption=caption)
     for column in table.columns:
@@ -241,7 +240,6 @@ def _bare(case: CaseAnalysis, direction: str) -> str:
 
 
 def _bare_note(cases: Sequence[CaseAnalysis]) -> str:
-    """Return the part of the caption that explains `_bare`, or "" if no case has such a time."""
     there = any(_bare(case, direction) for case in cases for direction in case.passes)
     note = "; pass ms: mean of recorded iterations; in brackets (bare): median without recording"
     return note if there else ""

@@ -63,7 +63,6 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
 
 
 def _show_source(console: Console, source: ReportSource) -> None:
-    """Print the tables of a source, except those of training steps and records of attention."""
     for line in attention_lines(source.settings):
         say(console, f"  {line}", indent=4, style="dim")
     for remark in source.remarks:
@@ -89,7 +88,6 @@ def _show_source(console: Console, source: ReportSource) -> None:
 
 
 def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:
-    """Print what records of attention show: load balance, heat maps, and why workers wait."""
     cases = [(source.name, case) for source in sources for case in source.cases]
     if not cases:
         return

@@ -9,6 +9,7 @@ import os
 import textwrap
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -23,10 +24,38 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:,.0f}"
 
 
+@dataclass(frozen=True)
+class TextTable:
+    """One table of a report, as text, for the terminal and the page.
+
+    words: number of columns with text, which come first.
+    note: what a reader must know to read the table.
+    finding: what the table shows, in sentences.
+    """
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+    note: str = ""
+    finding: str = ""
+
+    def print(self, console: Console) -> None:
+        """Print the table with its title and its note."""
+        note = self.note or None
+        shown = new_table(self.heads, self.words, title=self.title, caption=note, rows=self.rows)
+        print_table(console, shown)
+
+
 def new_table(
-    headings: Sequence[str], words: int = 1, *, title: str | None = None, caption: str | None = None
+    headings: Sequence[str],
+    words: int = 1,
+    *,
+    title: str | None = None,
+    caption: str | None = None,
+    rows: Sequence[Sequence[str]] = (),
 ) -> Table:
-    """Return an empty table without borders.
+    """Return a table without borders.
 
     words: number of columns with text, which come first. The other columns hold numbers.
     """
@@ -40,6 +69,8 @@ def new_table(
     )
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < words else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

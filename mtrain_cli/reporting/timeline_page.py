@@ -12,7 +12,7 @@ from mtrain_cli.records.analysis import CaseAnalysis
 from mtrain_cli.records.record_files import WORDS
 from mtrain_cli.records.record_sums import LATE, select
 from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.report_source import ReportSource, typical_rows
 
 BARS = 12_000  # most bars in all timelines of a page together
 _RANKS, _LAYERS = 16, 6  # most ranks and layers of a case
@@ -68,31 +68,19 @@ def _note(notes: Mapping[str, Sequence[str]]) -> str:
 
 
 def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> Rows:
-    """Read the rows of ``layers`` in the first micro-batch of iteration ``case.typical``."""
     assert source.recorded is not None
-    parts = []
-    for batch in source.recorded.batches(_COLUMNS):
-        mine = (batch["case"] == case.number) & (batch["iteration"] == case.typical)
-        mine &= np.isin(batch["layer"], layers)
-        if mine.any():
-            parts.append(select(batch, mine))
-    rows = {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
+    rows = typical_rows(source.recorded, case, _COLUMNS, layers)
     return select(rows, rows["micro"] == rows["micro"].min())
 
 
 def _ranks_shown(case: CaseAnalysis) -> list[int]:
-    """Return the ranks to draw: ranks that cause waits, and evenly spaced other ranks."""
     blamed = [c.rank for c in case.causes if c.rank is not None and c.rank in case.present][:4]
     rest = [rank for rank in case.present if rank not in blamed]
     return sorted({*blamed, *plots.evenly(rest, _RANKS - len(blamed))})
 
 
 def _layout(ranks: Sequence[int]) -> dict:
-    y = {
-        "tickvals": list(range(len(ranks))),
-        "ticktext": [f"rank {rank}" for rank in ranks],
-        "autorange": "reversed",
-    }
+    y = plots.named_rows([f"rank {rank}" for rank in ranks])
     x = plots.axis("ms since the pass started")
     height = 150 + 30 * len(ranks)
     return plots.layout(height, x, y, barmode="overlay", bargap=0, hovermode="closest")
@@ -136,10 +124,7 @@ class _Bars:
 
 
 def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[plots.Trace], int]:
-    """Return bars of the longest phases of a pass, and the number of phases left out.
-
-    most: largest number of phases to draw.
-    """
+    """Return bars of the longest phases of a pass, and the number of phases left out."""
     passes = select(rows, rows["phase"] == KINDS.index(PASS))
     zero = float((passes if len(passes["rank"]) else rows)["start_us"].min())
     shown = [KINDS.index(kind) for kind in (*COMPUTING, RECEIVE) if kind != GAP]
@@ -173,7 +158,6 @@ def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[plots.Tra
 
 
 def _waits(bars: _Bars, mine: np.ndarray) -> list[plots.Trace]:
-    """Return bars of the late part of each wait, then of the exposed part, by link class."""
     rows = bars.rows
     late = np.clip(rows["late_us"] / 1e3, 0, bars.duration)
     exposed = replace(bars, start=bars.start + late, duration=bars.duration - late)

@@ -113,7 +113,6 @@ def curves(
 
 
 def _density_note(sources: Sequence[ReportSource]) -> str:
-    """Return why density changes from step to step, if documents are masked and it does."""
     for source in sources:
         own = [step.density for step in source.metrics if step.density]
         if source.settings.get("data.document_mask") and own and min(own) < 0.95 * max(own):
@@ -124,13 +123,7 @@ def _density_note(sources: Sequence[ReportSource]) -> str:
 def _quantity(
     sources: Sequence[ReportSource], title: str, key: str, zero: bool, points: int
 ) -> FigureView | None:
-    """Return the view of one quantity; None if no run has the quantity.
-
-    Args:
-        key: field of `StepMetrics`.
-        zero: whether the axis starts at zero.
-        points: largest number of points per curve.
-    """
+    """Return the view of one quantity; None if no run has the quantity."""
     if title == RATE:
         title = rate_unit([step for source in sources for step in source.metrics])
     data: list[Trace] = []
@@ -158,12 +151,7 @@ def _coloured(sources: Sequence[ReportSource]) -> list[tuple[ReportSource, str]]
 def _curve(
     source: ReportSource, values: list[Any], colour: str, *, most: int, smooth: bool
 ) -> list[Trace]:
-    """Return the curve of a run.
-
-    Args:
-        most: largest number of points.
-        smooth: whether to also draw the moving average, if there are at least 10 steps.
-    """
+    """Return the curve of a run."""
     count = len(values)
     at = plots.evenly(range(count), most)
 
@@ -201,7 +189,6 @@ def _marks(source: ReportSource, key: str, colour: str) -> list[Trace]:
 
 
 def _scale(values: Sequence[float]) -> dict[str, Any]:
-    """Return a logarithmic axis if the values span a wide range, else an axis from zero."""
     least, most = min((v for v in values if v > 0), default=1.0), max(values, default=1.0)
     return log_ticks(least, most) if most / least > _LOG_FROM else {"rangemode": "tozero"}
 
@@ -308,7 +295,6 @@ def layers_over_steps(
 
     Args:
         key: field of `StepMetrics` with a value per layer. The last layer is the model's last.
-        unit, hover: as in `plots.heat`.
     """
     views = []
     for source in sources:
@@ -336,6 +322,5 @@ def layers_over_steps(
 
 
 def _first_layer(source: ReportSource, layers: int) -> int:
-    """Return the number of the first of the last ``layers`` layers of a run's model."""
     of_model = source.settings.get("model.num_layers")
     return of_model - layers if isinstance(of_model, int) and of_model > layers else 0

@@ -176,7 +176,6 @@ def actions(program: Program, spmd: SpmdSchedule, prices: Prices) -> Iterator[Ac
 
 
 def _kind(op: Operation) -> str:
-    """Return the kind under which a profile records a copy."""
     if isinstance(op, AddColumns):
         return COLUMNS
     return ARRANGE if isinstance(op, Arrange) and op.timed else GAP

@@ -59,7 +59,6 @@ class Curve:
     """Time of a call: ``fixed_ms + tflop * ms_per_tflop + column_tflop * ms_per_column_tflop``.
 
     error: mean absolute relative leave-one-out error.
-    points: number of measured points.
     low, high: factors that turn the time into its lower and upper bound.
     fixed_bounds: values that replace fixed_ms in the (lower, upper) bound; None to keep fixed_ms.
     scaled: name of the measured device if the curve is scaled to another device; else None.
@@ -110,7 +109,6 @@ class NonAttentionPoint:
     part: FORWARD, BACKWARD, INDEX or LOSS.
     size: number of tokens. For a layer (FORWARD, BACKWARD), number of rows in a tile of its MLP.
     flop, moved: number of FLOP and of bytes, as `simulation.non_attention_cost` counts them.
-    heads: number of query heads.
     """
 
     part: str
@@ -188,8 +186,6 @@ class NonAttentionTimes:
 class Calibration:
     """Everything measured on one device.
 
-    curves: times of attention kernels.
-    files: names of the files that hold the measurements.
     non_attention: times of the other parts of a step, if measured.
     published: whether the times are published figures and no measurements of mtrain.
     """
@@ -289,11 +285,7 @@ def load_user_calibration(files: str | None) -> Calibration | None:
 
 
 def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
-    """Append a file's GPU or dtype to ``values``. Refuse it if the first file has another one.
-
-    Raises:
-        ConfigError: the value differs from the first one.
-    """
+    """Append a file's GPU or dtype to ``values``. Refuse it if the first file has another one."""
     values.append(value)
     if value != values[0]:
         raise ConfigError(
@@ -352,7 +344,6 @@ class KernelCurves:
     """Curves of the attention kernels of a cluster's GPU, measured or scaled from another GPU.
 
     whole: by direction, the curve of calls that compute all pairs of a step.
-    remarks: sentences for the user.
     alone: by form and direction, the measured curve of calls with only slashes or only columns.
     non_attention: times of the other parts of a step; None if not measured on this GPU model.
     by_stripes: whether a step takes one call per stripe of a striped layout. ``whole`` then holds
@@ -390,10 +381,8 @@ def kernels_for(
     """Return the curves of a kernel on a GPU.
 
     Args:
-        gpu: name of the cluster's GPU.
         peak: peak FLOP/s of this GPU.
         peaks: peak FLOP/s of the measured devices, by name.
-        calibration: the user's calibration.
     """
     source, measured = _source(gpu, calibration, kernel)
     factor, low, high, remarks = _scale(gpu, peak, kernel, source, measured, peaks)

@@ -123,7 +123,6 @@ class Costs:
 
     @cached_property
     def _cards(self) -> IntArray:
-        """Return the number of each rank's network card, [workers]."""
         shared = 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
         ranks, per_node = np.arange(self.spmd.grid.workers), self.cluster.gpus_per_node
         return ranks // per_node * per_node + ranks % per_node // shared
@@ -184,7 +183,6 @@ class Costs:
         return latencies, busies, outer, shares
 
     def _members(self, peers: tuple[int, ...]) -> int:
-        """Return how many ranks of a collective one node has at most."""
         nodes = np.bincount(np.array(peers) // self.cluster.gpus_per_node)
         return int(nodes.max())
 
@@ -193,7 +191,6 @@ class Costs:
 
         Args:
             to_all: whether the collective is an all-to-all. Other collectives count as a ring.
-            ranks: number of ranks that take part.
             members: largest number of these ranks on one node.
             size: number of bytes that each rank sends.
         """
@@ -264,10 +261,7 @@ class Costs:
 
 
 def _longer(link: Link, ranks: int) -> float:
-    """Return the factor from the measured latency of a ring to that of ``ranks`` ranks, at least 1.
-
-    Latency grows with the number of hops.
-    """
+    """Return the factor, at least 1, from the measured latency of a ring to that of more ranks."""
     return max(1.0, (ranks - 1) / max(1.0, link.collective_ranks.value - 1))
 
 

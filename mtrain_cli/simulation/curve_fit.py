@@ -20,7 +20,6 @@ class CalibrationPoint:
 
     flop: work on slashes, or the whole work of a dense call, in 1e12 FLOP.
     column_flop: work on single columns, in 1e12 FLOP.
-    ms: measured time.
     """
 
     flop: float

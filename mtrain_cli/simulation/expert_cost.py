@@ -45,7 +45,6 @@ class GroupedProduct:
 
     flop, moved: FLOP and bytes of one product.
     share: its rate, divided by that of large products.
-    times: number of products.
     """
 
     flop: float

@@ -85,8 +85,6 @@ def dealt_over(plan: RunPlan) -> int:
 class RowExchange:
     """The rows of a layer in an expert group, for one bound of the costs.
 
-    per_node: number of workers of a node.
-    checkpoint: value of ``train.activation_checkpoint``.
     slower: factor on the time of computation.
     """
 
@@ -133,13 +131,11 @@ class RowExchange:
         return self._pass(backward_chunk(self.checkpoint), backward, 0.0)
 
     def _loads(self) -> np.ndarray:
-        """Return the pairs of a worker's tokens, by the worker that computes them."""
         experts, moe = self.experts, self.experts.model.moe
         sizes = experts.tokens, moe.experts, moe.top_k, experts.degree
         return experts.loads.dealt(*sizes, self.costs.bound)
 
     def _computing(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the time of each worker's experts in both passes, [layers, workers] each."""
         experts, costs, gpu = self.experts, self.costs, self.costs.cluster.gpu
         rows_LPN = self._loads() * experts.degree
         hidden, width = experts.model.hidden_size, experts.model.moe.expert_size
@@ -161,10 +157,7 @@ class RowExchange:
         )
 
     def _message(self, size: float, *, to_all: bool = True) -> tuple[float, float]:
-        """Return the time of a message, and the time for which it occupies the link.
-
-        size: number of bytes that a worker sends to others or receives from them.
-        """
+        """Return the time of a message, and the time for which it occupies the link."""
         degree = self.experts.degree
         return self.costs.collective(to_all, degree, min(degree, self.per_node), int(size))
 

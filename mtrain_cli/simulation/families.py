@@ -33,8 +33,6 @@ class IndexFamily:
     name: one of `FAMILIES`.
     density: share of the causal block pairs that lie on slashes, 0 to 1.
     columns: number of single columns per head, drawn from all positions.
-    block: tokens per block.
-    seed: seed of the random numbers.
     step: training step. Runs of `drifting` move as far from step to step as from layer to layer.
     fewest, most: bounds on the number of slashes per head, whatever the density. most=0 means no
         upper bound.

@@ -33,9 +33,7 @@ class LinkTime:
     """The measured time of one operation at one size on one class of links.
 
     link: `INNER` or `OUTER`.
-    what: the operation, such as `HOP`.
     size: number of bytes that each rank sends. Each rank receives as many bytes.
-    ranks: number of ranks that take part.
     us: time of the slowest rank in microseconds, median over repeats.
     low, high: the 10th and the 90th percentile of this time over repeats.
     loaded_us: median time in microseconds while a matrix product runs; None if not measured.
@@ -62,12 +60,10 @@ class LinkTime:
 class LinkFit:
     """The constants of ``us = latency_us + size / bandwidth``, fitted to measurements.
 
-    gbps: bandwidth in GB/s.
     error, worst: mean and largest relative error of the fit.
     latency, bandwidth: (low, high) bounds of the constants, in microseconds and GB/s. The bounds
         cover all measurements, including repeats and messages during a computation. Small messages
         bound the latency, large messages the bandwidth.
-    points: number of measurements.
     """
 
     latency_us: float
@@ -144,14 +140,11 @@ def _fit_not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
 class MeasuredMachine:
     """The measured properties of a machine, except its links.
 
-    gpu: name of the device.
     peak_tflops, peak_source: dense peak in 1e12 FLOP/s, and the source of this number.
     matmul_tflops: rate of a large matrix product in 1e12 FLOP/s.
-    memory_gib: memory of the device.
     copy_gbps, added_gbps: bandwidth of a copy and of an addition, reads plus writes, in GB/s.
     launch_us: the host's time for one small operation in microseconds, as the 10th, 50th and 90th
         percentile.
-    device: ``cuda`` or ``cpu``.
     """
 
     gpu: str

@@ -12,7 +12,7 @@ Rows of methods that mtrain has come from its plans. Rows that mtrain does not h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any
 
@@ -37,7 +37,6 @@ _TENSOR, _PIPELINE, _CONTEXT = "tensor_parallel", "pipeline_parallel", "context_
 class Method:
     """A method of parallelism.
 
-    name: name in tables.
     degree: key in ``topology`` that takes the degree; empty for data parallelism.
     topology, train: settings that select the method.
     formula_of: name of the method from whose plan a formula starts; empty if mtrain has the method.
@@ -109,10 +108,6 @@ def compare(
 
     Each method gets the largest degree that it allows. Data parallelism with the same sharding uses
     the other workers. All methods train on the same sequences per step.
-
-    Args:
-        per_node: number of workers of a node.
-        plan: plans a configuration.
     """
     costs: list[MethodCost | ImpossibleMethod] = []
     by_name = {method.name: method for method in METHODS}
@@ -185,7 +180,6 @@ def _allows(method: Method, config: Config, degree: int, per_node: int) -> bool:
 
 
 def _limit(method: Method, config: Config, per_node: int) -> str:
-    """Return what limits the degree of a method, with numbers."""
     model, blocks = config.model, config.seq // config.topology.block_size
     if not method.degree:
         return "sequences per step"
@@ -239,19 +233,14 @@ def _imbalance(plan: RunPlan) -> float:
 
 def _replicated(plan: RunPlan, limit: str) -> MethodCost:
     """Return the cost of data parallelism whose workers hold everything, from a plan of ZeRO-3."""
-    base, weights, workers = cost_of(plan), plan.parameters.total, plan.dims.workers
+    weights, workers = plan.parameters.total, plan.dims.workers
     r = BYTES[plan.config.train.reduce_dtype]
-    return MethodCost(
-        name="DP",
-        workers=base.workers,
-        limit=limit,
+    return replace(
+        cost_of(plan, "DP", limit),
         weights=(4 + plan.dtype_bytes) * weights,
         gradients=4 * weights,
         optimizer=8 * weights,
-        activations=base.activations,
         received=2 * (workers - 1) / workers * r * weights,
-        idle=0.0,
-        imbalance=base.imbalance,
         formula=True,
     )
 
@@ -262,23 +251,16 @@ def _tensor_alone(plan: RunPlan, limit: str) -> MethodCost:
     The weights are those of the plan. With activation checkpointing, a layer keeps its whole input
     and repeats the all-reduce behind attention.
     """
-    base, config = cost_of(plan), plan.config
+    base, config = cost_of(plan, "TP", limit), plan.config
     message = message_bytes(config, plan.layout, plan.dtype_bytes)
     layers, recomputes = config.model.num_layers, config.train.activation_checkpoint != "none"
     # Each message brings the rows of the other workers, which every worker now keeps, too: the
     # input of the layer, and without checkpointing also the one of the MLP.
     more = layers * message * (1 if recomputes else 2)
     messages = 2 * forward_messages(config.model) + 2 * recomputes * layers
-    return MethodCost(
-        name="TP",
-        workers=base.workers,
-        limit=limit,
-        weights=base.weights,
-        gradients=base.gradients,
-        optimizer=base.optimizer,
+    return replace(
+        base,
         activations=base.activations + more,
         received=plan.micro_batches * messages * message + plan.received.weights,
-        idle=0.0,
-        imbalance=base.imbalance,
         formula=True,
     )

@@ -95,7 +95,6 @@ class ComputeCost:
 class MicroBatchRound:
     """Micro-batches of a step with the same FSDP communication.
 
-    times: number of these micro-batches in a step.
     forward, backward: whether this pass gathers weights.
     reduced: whether gradients are reduce-scattered.
     """
@@ -196,7 +195,6 @@ class NonAttentionCost:
     root_gathered, root_reduced: the same copies for the weights outside the layers.
     added: accumulation of a layer's unsharded gradients.
     optimizer: work of gradient norm, clipping and AdamW per step.
-    host: traffic between the rank and its host.
     gather, reduce: number of bytes that a rank receives in the all-gather of a layer's weights and
         in the reduce-scatter of its gradients.
     dealt_gather, dealt_reduce: the same numbers for experts with expert parallelism, which are not
@@ -301,7 +299,6 @@ class NonAttentionCost:
 
 
 def _with_mlp(plan: RunPlan) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
-    """Return the forward, recomputed and backward work of a layer without experts."""
     # With tensor parallelism, the worker's part of each layer has the tokens of its tensor group,
     # and its residual stream has its own tokens.
     config, model, train = plan.config, plan.config.of_worker.model, plan.config.train
@@ -394,8 +391,6 @@ def _with_experts(
 class ExpectedTime:
     """The expected times of one part's work, in microseconds. They add up to `us`.
 
-    matrices: matrix products.
-    elements: element-wise kernels.
     host: launch overhead that does not overlap with these kernels.
     """
 

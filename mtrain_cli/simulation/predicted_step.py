@@ -32,7 +32,6 @@ from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
-from mtrain_cli.simulation.weight_transfers import WeightTransfer, overlapped_us
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
@@ -82,7 +81,6 @@ class ExpertRows:
 class PredictedStep:
     """The prediction of one optimizer step.
 
-    seconds: wall-clock time, with bounds.
     parts: time of each of `PARTS` in seconds. The parts add up to the expected time. `TENSOR`,
         `EXPERTS` and `PIPELINE` are absent without these kinds of parallelism. With a pipeline, the
         parts are those of its busiest stage.
@@ -204,7 +202,6 @@ def _estimate(
     slowest: float,
     loads: ExpertLoads | None,
 ) -> _StepEstimate:
-    """Estimate a step for one bound. With a pipeline, return the estimate of its busiest stage."""
 
     def of(part: ModelPart) -> _StepEstimate:
         own = attention.of_layers(part.every_layer)
@@ -250,7 +247,6 @@ class _StepEstimate:
         loads: ExpertLoads | None,
         part: ModelPart,
     ) -> None:
-        """Estimate the step of a worker. part: the worker's part of the model."""
         self.cluster, self.plan, self.attention = cluster, plan, attention
         self.costs, self.slowest, self.layers = costs, slowest, part.number_of_layers
         self.passes = {"forward": 0.0, "backward": 0.0, "loss": 0.0}
@@ -413,10 +409,7 @@ class _StepEstimate:
         """Add the computation of all layers. Return its time per micro-batch, in microseconds.
 
         Args:
-            passes: the passes of attention.
-            work: work of a layer except attention.
             again: work that a layer recomputes; None if the pass recomputes nothing.
-            copied: copies of a layer's weights and gradients.
         """
         before = sum(self.us.values())
         for name in passes:
@@ -432,10 +425,7 @@ class _StepEstimate:
         return (sum(self.us.values()) - before) / self.times
 
     def _tensor_waits(self, computing: float, layers: int, *, forward: bool) -> None:
-        """Add the waits for messages of tensor parallelism.
-
-        computing: time of a layer's pass except attention, in microseconds.
-        """
+        """Add the waits for messages of tensor parallelism."""
         if self.messages is None:
             return
         of_pass = self.messages.forward if forward else self.messages.backward
@@ -446,7 +436,6 @@ class _StepEstimate:
         self.hidden_states += times * found.size
 
     def _row_waits(self, direction: str, layers: int) -> None:
-        """Add the waits for rows that travel to experts. direction: `FORWARD` or `BACKWARD`."""
         exchange = self.exchange
         if exchange is None or not self.with_experts:
             return
@@ -463,10 +452,7 @@ class _StepEstimate:
         rows.size += times * found.size
 
     def _summed_copies(self, kinds: Mapping[bool, int]) -> float:
-        """Return the time to add up gradients that all workers of a tensor group hold, in us.
-
-        kinds: number of layers without and with experts.
-        """
+        """Return the time to add up gradients that all workers of a tensor group hold, in us."""
         plan, dealt = self.plan, self.exchange is not None
         elements = sum(
             copied_elements(plan.config.model, experts=experts, dealt=dealt) * number
@@ -476,7 +462,6 @@ class _StepEstimate:
         return self._tensor_message(summed_bytes(elements, plan.dims.tp, workers))
 
     def _tensor_message(self, size: float) -> float:
-        """Return the time of a message in a tensor group, in microseconds."""
         degree = self.plan.dims.tp
         return self.costs.collective(False, degree, degree, int(size))[0]
 
@@ -539,10 +524,7 @@ class _StepEstimate:
         self.us["host"] += spent.host * times
 
     def _layer_transfers(self) -> tuple[list[WeightTransfer], list[WeightTransfer]]:
-        """Return the gathers of a layer's weights, and the reduce-scatters of its gradients.
-
-        Experts that are dealt over workers have collectives of their own.
-        """
+        """Return the gathers of a layer's weights, and the reduce-scatters of its gradients."""
         sizes, degree = self.non_attention, dealt_over(self.plan)
         found = (
             [self._transfer(sizes.gather, self.plan.dims.tp)],
@@ -593,3 +575,40 @@ class _StepEstimate:
             late = min(needed, carried[outer])
         self.us["weights"] += times * (needed - hidden + share * hidden + late)
         self.hidden += times * hidden / 1e6
+
+
+@dataclass(frozen=True)
+class WeightTransfer:
+    """A collective that moves weights or gradients.
+
+    us: duration in microseconds without other messages.
+    busy: time in microseconds for which the collective occupies the link.
+    outer: whether the collective crosses nodes.
+    size: number of bytes that each rank receives.
+    """
+
+    us: float
+    busy: float
+    outer: bool
+    size: float = 0.0
+
+
+def overlapped_us(
+    transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
+) -> float:
+    """Return the total time of successive collectives that start with a computation.
+
+    All times are in microseconds. Attention's messages use the same links. During the computation,
+    the collectives get the bandwidth that these messages leave; afterwards they get the whole link.
+    The low bound assumes that the collectives never meet attention's messages.
+
+    Args:
+        computing: time of the computation.
+        carried: times for which attention's messages occupy the (inner, outer) link.
+    """
+    alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
+    if not alone or not computing or bound == LOW:
+        return alone
+    left = max(0.0, 1.0 - carried[transfers[0].outer] / computing)
+    speed = min(1.0, left * alone / busy) if busy else 1.0
+    return alone / speed if alone <= speed * computing else computing + alone - speed * computing

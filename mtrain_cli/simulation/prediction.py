@@ -110,7 +110,6 @@ class Prediction:
     exchange: label of the exchange, with the options that ``auto`` chose.
     passes: the passes by name (`recording.FORWARD`, ...).
     facts: description of the case for summary.json.
-    remarks: sentences for the user.
     rows: records of one iteration, of dtype `record_files.ROW`; None if not requested.
     costs: prices by bound, those of sparse layers if there are dense layers, too.
     played: the simulated layers.
@@ -189,8 +188,6 @@ def predict(
         dense_kernel: name of the kernel of dense layers in a sparse model; None for ``kernel``, or
             for the default.
         conditions: slow ranks and jitter.
-        number: number of the case in the file of records.
-        rows: also make records.
         bounds: also predict the best and the worst case. The prediction then takes three times as
             long.
         choice: the exchange that was already chosen for ``setup``; None to choose an exchange.
@@ -283,12 +280,12 @@ def _uncertain(cluster: Cluster) -> list[str]:
         whose: [name for name, source in of.items() if source == "guess"]
         for whose, of in sources.items()
     }
-    return [_guesses(whose, names) for whose, names in guesses.items() if names]
-
-
-def _guesses(name: str, keys: Sequence[str]) -> str:
-    count = "one constant is a guess" if len(keys) == 1 else f"{len(keys)} constants are guesses"
-    return f"{name}: {count} ({', '.join(keys)})"
+    counts = {1: "one constant is a guess"}
+    return [
+        f"{whose}: {counts.get(len(of), f'{len(of)} constants are guesses')} ({', '.join(of)})"
+        for whose, of in guesses.items()
+        if of
+    ]
 
 
 def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
@@ -313,14 +310,11 @@ def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | 
 
 
 def _measured(cluster: Cluster, first: Index) -> bool:
-    """Return whether estimating this kind of index was measured on the cluster's GPU."""
     return isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, cluster.gpu.name)
 
 
 @dataclass(frozen=True)
 class _PlayedLayer:
-    """The work of one layer by pass, and its simulated times by pass and bound."""
-
     number: int
     work: dict[str, StepWork]
     column_width: int
@@ -328,8 +322,6 @@ class _PlayedLayer:
 
 
 class _CasePlayer:
-    """Simulates the passes of one case, for each bound of the prices."""
-
     def __init__(
         self,
         cluster: Cluster,
@@ -441,8 +433,8 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
         float(np.mean([times.get(bound, times[VALUE]).duration for times in by_layer])) / 1e3
         for bound in (LOW, VALUE, HIGH)
     )
-    time = [_degrees(times.attention, times.spent["columns"][:, 0]) for times in likely]
-    work = [_degrees(w.pairs, w.column_pairs) for w in works]
+    time = [degrees(t.attention[None], t.spent["columns"][None, :, 0]) for t in likely]
+    work = [degrees(w.pairs[None], w.column_pairs[None]) for w in works]
     computing = ((t.attention.sum(1) + t.spent["columns"][:, 0]).mean() for t in likely)
     computed = [float(us) / max(t.duration, 1e-9) for us, t in zip(computing, likely, strict=True)]
     workers, zero = len(likely[0].end), np.zeros(1)
@@ -461,23 +453,8 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
     return PredictedPass(duration, _mean(time), _mean(work), shares, late, exposed, spent, carried)
 
 
-def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:
-    """Return the imbalance degrees of a table of steps together with gathered columns.
-
-    As in `records.analysis`, the columns count as one more step, except in the step degree.
-
-    table: [workers, steps].
-    columns: [workers].
-    """
-    values = degrees(table[None])[:, 0]
-    if columns.any():
-        values[[0, 2, 3]] = degrees(np.column_stack([table, columns])[None])[[0, 2, 3], 0]
-    return Imbalance(*(float(value) for value in values))
-
-
-def _mean(layers: Sequence[Imbalance]) -> Imbalance:
-    names = ("worker", "step", "total", "critical")
-    return Imbalance(*(float(np.mean([getattr(d, name) for d in layers])) for name in names))
+def _mean(layers: Sequence[np.ndarray]) -> Imbalance:
+    return Imbalance(*(float(np.mean(values)) for values in zip(*layers, strict=True)))
 
 
 def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: int) -> np.ndarray:

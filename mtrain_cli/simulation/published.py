@@ -57,7 +57,6 @@ class PublishedValue:
 class PublishedRow:
     """A row of a published table, and the settings of its prediction.
 
-    words: settings of the run.
     index: recorded or drawn pairs, as for `mtrain simulate --index`; "dense" for all pairs.
     nodes, per_node: size of the cluster; None for that of its file.
     attention_only: whether the row is about one layer's attention instead of steps.

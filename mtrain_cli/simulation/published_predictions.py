@@ -46,8 +46,6 @@ Measured = Callable[[PublishedRow, str], tuple[float, str] | None]  # (value, ha
 
 @dataclass(frozen=True)
 class _PredictedRow:
-    """A row with its prediction, made when a value needs it."""
-
     row: PublishedRow
     cluster: Cluster
     scenario: Scenario

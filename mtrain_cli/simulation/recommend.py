@@ -73,11 +73,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class RejectedSetup:
-    """A configuration that is impossible or does not fit in memory.
-
-    what: description of the configuration.
-    why: reason. Tables group configurations by reason.
-    """
+    """A configuration that is impossible or does not fit in memory."""
 
     what: str
     why: str
@@ -172,8 +168,6 @@ def recommend(
 
 @dataclass(frozen=True)
 class _Space:
-    """The configurations that a search tries."""
-
     cluster: Cluster
     scenario: Scenario
     workers: int
@@ -273,8 +267,6 @@ class _Candidates:
     fitting: the plans that fit in memory, one list for each group with such a plan.
     unfit: all plans that do not fit.
     tight: the plan that recomputes the most, for each group without a plan that fits.
-    rejected: impossible groups, for tables.
-    mistakes: the error of each impossible group.
     seen: exchange, layout, groups of workers and ``train.shard`` of each group.
     """
 
@@ -310,7 +302,6 @@ class _Candidates:
                 self._reject(what, _why(error, exchange), error)
 
     def _add(self, plans: Sequence[RunPlan], groups: Groups) -> bool:
-        """Add plans that differ only in their memory settings. Return whether one fits."""
         first = plans[0]
         groups = replace(groups, experts=dealt_over(first))
         where = first.exchange.label, first.layout.name, groups, first.config.train.shard

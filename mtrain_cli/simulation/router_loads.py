@@ -132,11 +132,7 @@ def parse_loads(text: str | None, model: ModelConfig) -> ExpertLoads:
 
 
 def _of_profile(text: str, folder: Path, model: ModelConfig) -> ExpertLoads:
-    """Return the recorded loads of each expert, as means over the steps of a profile's first case.
-
-    Raises:
-        ConfigError: the profile is damaged, or is of a model with other experts.
-    """
+    """Return the recorded loads of each expert, as means over a profile's first case."""
     found = next(iter(analyse_experts(open_records(folder))), None)
     if found is None:
         raise ConfigError(f"--expert-loads {text}: {folder} has no loads of experts")

@@ -137,7 +137,6 @@ class PairSource:
 
 
 def _bytes(config: Config) -> int:
-    """Return the size of a number of the compute dtype in bytes, as in `training.resolution`."""
     name = config.train.dtype
     return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
 
@@ -146,10 +145,8 @@ def _bytes(config: Config) -> int:
 class Scenario:
     """A training run to predict.
 
-    problem: the attention workload.
     kernel: replaces ``train.kernel`` unless None.
     words: settings as the user typed them.
-    loads: loads of the experts, if the model has some.
     """
 
     config: Config
@@ -247,7 +244,6 @@ class PredictedScenario:
         return tuple(remarks)
 
     def _of_experts(self) -> str:
-        """Return a remark on what the times of experts assume."""
         moe, degree = self.plan.config.model.moe, dealt_over(self.plan)
         text = f"experts: loads {self.loads.source}"
         if not self.loads.shares:
@@ -370,10 +366,6 @@ def _predict_slowest(
 
     Workers of a tensor group wait for one another in every layer. Without an index, all of them
     have equal work.
-
-    Args:
-        degree: tensor-parallel degree.
-        details: arguments of `predict`.
     """
     of_groups = cluster_of_groups(cluster, degree)
     # A drawn or recorded index has other pairs on each head.
@@ -444,7 +436,6 @@ def predict_attention_alone(
         config: the configuration that sets topology and kernel; None if only a recording is given.
         per_node: number of workers per node; None for the cluster's number.
         kernel: replaces ``train.kernel`` unless None.
-        details: arguments of `predict`.
 
     Raises:
         InvalidSetup, ConfigError: the configuration is impossible.
@@ -489,11 +480,7 @@ def predict_attention_alone(
 
 
 def _tensor_groups_of_a_stage(config: Config, workers: int, per_node: int) -> int:
-    """Return the number of tensor groups, or of workers, on a stage of the pipeline.
-
-    Raises:
-        ConfigError: a degree does not divide the workers, or those of a node.
-    """
+    """Return the number of tensor groups, or of workers, on a stage of the pipeline."""
     degree, stages = config.topology.tensor_parallel, config.topology.pipeline_parallel
     if per_node % degree or workers % degree:
         raise ConfigError(

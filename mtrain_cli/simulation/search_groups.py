@@ -20,7 +20,6 @@ class Groups:
     """How workers share the work of a sequence.
 
     context: number of workers of a context group, or of its tensor groups.
-    tensor: tensor-parallel degree.
     stages, virtual: number of stages, and of virtual stages on each.
     experts: value of ``topology.expert_parallel``.
     """
@@ -64,17 +63,15 @@ def groupings(scenario: Scenario, workers: int, per_node: int) -> Iterator[Group
 
 
 def _stage_counts(scenario: Scenario, workers: int) -> list[int]:
-    """Return the numbers of stages to try. If the user set the number, return only this one."""
     config, given = scenario.config, scenario.config.topology.pipeline_parallel
-    if given > 1 or scenario.sets("topology.pipeline_parallel") or _refuses_stages(config):
+    if (
+        given > 1
+        or scenario.sets("topology.pipeline_parallel")
+        or any(unsupported(config, "", NEED_WHOLE_MODEL))
+    ):
         return [given]
     most = min(_MOST_STAGES, config.model.num_layers, config.train.global_batch)
     return [n for n in range(1, most + 1) if workers % n == 0]
-
-
-def _refuses_stages(config: Config) -> bool:
-    """Return whether a setting of the user needs the whole model on each worker."""
-    return any(unsupported(config, "", NEED_WHOLE_MODEL))
 
 
 def _with_virtual_stages(scenario: Scenario, workers: int, one: Groups) -> Iterator[Groups]:

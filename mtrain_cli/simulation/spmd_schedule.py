@@ -205,10 +205,7 @@ class SpmdSchedule:
 
 
 class _SpmdStepMaker:
-    """Makes the steps of all ranks from those of rank 0.
-
-    Transfers with equal peers share one array.
-    """
+    """Makes the steps of all ranks from those of rank 0."""
 
     def __init__(self, grid: RankGrid) -> None:
         self.grid = grid

@@ -96,7 +96,6 @@ class Sweep:
         Args:
             journal: file with the rows of an earlier attempt, to which new rows are appended; None
                 to write no file.
-            report_count: called with the number of complete rows.
 
         Raises:
             ConfigError: settings are wrong for every point.

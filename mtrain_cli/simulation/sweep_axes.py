@@ -32,9 +32,6 @@ def axes(words: Sequence[str], settings: Sequence[str] = ()) -> dict[str, list[s
 
     The values of settings are checked later, when a configuration is composed.
 
-    Args:
-        words: the axes.
-        settings: the other words, for the message if there are no axes.
 
     Raises:
         ConfigError: a word is not NAME=VALUE,..., or its name or a value cannot be swept.
@@ -67,10 +64,7 @@ def axes(words: Sequence[str], settings: Sequence[str] = ()) -> dict[str, list[s
 
 
 def _nothing_to_sweep(settings: Sequence[str]) -> str:
-    """Return the problem that no word is an axis.
-
-    If a setting has no value, or is given several times, name it.
-    """
+    """Return the problem that no word is an axis."""
     given: dict[str, list[str]] = {}
     for word in settings:
         name, equals, value = word.partition("=")

@@ -124,15 +124,11 @@ class TensorMessages:
         return self._mean(dense, self.experts_backward, message)
 
     def _mean(self, dense: TensorWait, of_experts: int, message: MessageTime) -> TensorWait:
-        """Return the mean over layers without and with experts.
-
-        of_experts: number of messages of a layer with experts.
-        """
+        """Return the mean over layers without and with experts."""
         experts = self._alone(of_experts, message)
         return dense.scaled(1 - self.experts) + experts.scaled(self.experts)
 
     def _of_tiles(self, program: Sequence[str], computing: float) -> float:
-        """Return the tiles' share of the time of a backward pass, in proportion to the products."""
         mlp = sum(self.weights.get(word, 0) for word in program)
         # Before attention, each weight has two products, and another one if they are recomputed.
         return computing * mlp / (mlp + (1 + self.before) * self.before_weights)
@@ -142,10 +138,7 @@ class TensorMessages:
         return TensorWait(count * message(size), 0.0, count * size)
 
     def _tiles(self, program: Sequence[str], computing: float, message: MessageTime) -> TensorWait:
-        """Run all tiles of a pass on the two clocks.
-
-        computing: time of the products of all tiles, in microseconds.
-        """
+        """Run all tiles of a pass on the two clocks."""
         clocks = _Clocks(message)
         elements = sum(self.weights.get(word, 0) for word in program)
         per_element = computing / (elements * sum(self.tiles))
@@ -169,11 +162,7 @@ class TensorMessages:
 
 
 class _Clocks:
-    """The times of a worker and of its link, in microseconds from the start of a pass.
-
-    busy: time for which messages are on their way.
-    size: number of bytes received.
-    """
+    """The times of a worker and of its link, in microseconds from the start of a pass."""
 
     def __init__(self, message: MessageTime) -> None:
         self.message = message

@@ -54,7 +54,6 @@ class Disturbances:
     slow: for each slow rank, the factor by which its computation takes longer.
     jitter: standard deviation of the logarithm of a random factor on message times. Every message
         and rank draws its own factor.
-    seed: seed of these random factors.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -140,11 +139,8 @@ def play(
     """Simulate the actions of a pass, and return its times.
 
     Args:
-        direction: name of the pass.
-        steps: number of steps.
         start: [workers], time in microseconds at which each rank starts; None for 0.
         grid: the grid of ranks, which gives the shard numbers in records.
-        rows: also make records.
         stream: number of the pass. Passes with different numbers draw different jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
@@ -235,10 +231,7 @@ class _Player:
         self.now = self.now + us
 
     def _slowed(self, us: FloatArray) -> FloatArray:
-        """Return how long work takes that starts now, while messages in flight slow it down.
-
-        us: [workers], time of the work without messages, in microseconds.
-        """
+        """Return how long work takes that starts now, while messages in flight slow it down."""
         self.active = [entry for entry in self.active if (entry[1] > self.now).any()]
         if not self.active:
             return us
@@ -339,10 +332,7 @@ class _Player:
 
 
 class _Groups:
-    """The groups of ranks in which collectives run.
-
-    peers: [workers], the lowest rank of each rank's group.
-    """
+    """The groups of ranks in which collectives run."""
 
     def __init__(self, peers: IntArray) -> None:
         self.peers = peers  # keeps the array alive, so that no other array can get the same id
@@ -375,8 +365,6 @@ class _Groups:
 
 
 class _Rows:
-    """Collects the records of one pass. Each action adds one row per worker that takes part."""
-
     def __init__(self, direction: str, workers: int, grid: RankGrid | None) -> None:
         self.direction, self.workers, self.grid = _DIRECTION[direction], workers, grid
         self.tables: list[np.ndarray] = []
@@ -431,7 +419,6 @@ def together(
 
     Args:
         passes: a (layer, times) pair for each pass.
-        case, iteration: numbers of case and iteration in the records.
         flop: FLOP per query-key pair in (forward, backward).
     """
     parts = []

@@ -73,7 +73,11 @@ def open_run(folder: Path) -> MeasuredRun:
 
     folder = find_shipped(folder)
     if not folder.is_dir():
-        names = [name for name in shipped_with(f"*/{record_files.INDEX}") if _is_complete(name)]
+        names = [
+            name
+            for name in shipped_with(f"*/{record_files.INDEX}")
+            if record_files.open_records(resource_dir("profiles") / name).complete
+        ]
         saved = {name: advice for name in names if (advice := _saved_predictions(name))}
         alone = [name for name in names if name not in saved]
         paired = [f"{name} with {advice}" for name, advice in saved.items()]
@@ -101,13 +105,7 @@ def open_run(folder: Path) -> MeasuredRun:
     return MeasuredRun(folder, recorded, cases, indices)
 
 
-def _is_complete(name: str) -> bool:
-    """Return whether the shipped profile with this name has all its samples."""
-    return record_files.open_records(resource_dir("profiles") / name).complete
-
-
 def _saved_predictions(name: str) -> str:
-    """Return the option that compares a shipped profile with its shipped predictions, or ""."""
     has_some = (resource_dir("profiles") / name / "predictions").is_dir()
     return f"--prediction {name}/predictions" if has_some else ""
 
@@ -277,8 +275,6 @@ class PredictedCase:
 
     analysis: the analyzed records of the prediction.
     bounds: time of a layer in ms by pass, with the keys ``low``, ``value`` and ``high``.
-    remarks: sentences for the user.
-    folder: the folder that holds the prediction.
     written: time at which the prediction was written; empty for a new prediction.
     """
 

@@ -44,8 +44,6 @@ PASSES = (FORWARD, BACKWARD)
 class ReplaySetup:
     """One configuration to replay.
 
-    exchange: a value of ``topology.exchange``.
-    per_node: number of workers per node.
     options: settings that give ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and
         ``columns``; None for the defaults of these settings.
     """
@@ -78,8 +76,6 @@ class ReplayedSetup:
     """One replayed configuration.
 
     exchange: label of the exchange, with the options that ``auto`` chose.
-    padded_seq: number of tokens after padding.
-    passes: the passes by name.
     """
 
     setup: ReplaySetup
@@ -326,10 +322,8 @@ def require_enough_blocks(
     """Refuse a sequence with fewer blocks than it has workers.
 
     Args:
-        seq: number of tokens of the sequence.
         block: tokens per block of the index; None if there is no index.
         stripe: tokens per block of a striped layout.
-        sharing: number of workers that share a sequence.
 
     Raises:
         InvalidSetup: there are too few blocks.

@@ -70,8 +70,6 @@ class StepWork:
 class WorkCounter:
     """Counts the work of any number of indices under one schedule, layout and batch of masks.
 
-    heads: number of query heads.
-    block: tokens per block.
     shared_columns: whether a ring gathers the single columns of an index before its steps.
     owner: int64 [padded_seq], the group that holds each position.
     block_owner: int64 [blocks], the group that holds each block. None if groups do not hold whole
@@ -99,7 +97,6 @@ class WorkCounter:
         """Prepare the counts.
 
         Args:
-            masks: one per sequence of the batch.
             block: tokens per block of the indices; None for the layout's block size.
 
         Raises:
@@ -202,7 +199,6 @@ class WorkCounter:
         return found
 
     def _own_part(self, rank: int) -> Part:
-        """Return (i, n): a worker gathers columns for the i-th of n equal parts of the heads."""
         return rank % self.schedule.heads, self.schedule.heads
 
     def _check(self, index: Index) -> None:
@@ -242,7 +238,6 @@ class WorkCounter:
 
     @cached_property
     def _kinds(self) -> list[_Kind]:
-        """Return the distinct masks of the batch, each with the sequences that have this mask."""
         found: list[tuple[SequenceMask, list[int]]] = []
         for row, mask in enumerate(self.masks):
             for other, rows in found:
@@ -366,7 +361,6 @@ class _Table:
     """The counts of one part of the heads. Arrays are int64 [query groups, key groups].
 
     column_pairs: number of pairs of single columns that lie on no slash.
-    columns: number of single columns, without padding.
     """
 
     pairs: IntArray
@@ -382,8 +376,6 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One mask, the sequences of the batch that have this mask, and cached counts."""
-
     mask: SequenceMask
     rows: tuple[int, ...]
     counter: WorkCounter
@@ -420,10 +412,7 @@ class _Kind:
 
 
 def _touched_blocks(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> IntArray:
-    """Count the block pairs with at least one allowed pair, int64 [query groups, key groups].
-
-    owner: int64 [blocks], the group that holds each block.
-    """
+    """Count the block pairs with at least one allowed pair, int64 [query groups, key groups]."""
     blocks = len(owner)
     total = np.zeros((groups, groups), np.int64)
     to_group = np.eye(groups)[owner]
@@ -520,11 +509,7 @@ _LATEST: dict[tuple[int, int, int, bytes, bytes], _Diagonals] = {}
 
 
 def _latest_diagonals(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
-    """Make the diagonals, or take them from a cache if the last call had the same arguments.
-
-    The cache has one entry, because diagonals are large. Counters that differ only in their
-    exchange use the same diagonals.
-    """
+    """Make the diagonals, or take them from a cache if the last call had the same arguments."""
     key = mask.length, block, groups, _digest(mask.first), _digest(owner)
     if key not in _LATEST:
         _LATEST.clear()

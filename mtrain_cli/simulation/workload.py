@@ -18,13 +18,9 @@ class AttentionWorkload:
     """The attention to predict.
 
     made: shapes, as an index file records them.
-    masks: one per sequence.
-    layers: numbers of the layers to predict.
     index: function that returns the index of a layer, or None for dense attention.
-    pattern: name of the pattern or index family that made the indices.
     columns: largest number of single columns per head, as in `what_if.make_case`.
     estimated: whether the predicted time includes the time to estimate indices.
-    model: name of the model, for files.
     full: the layers of the second kind; None if all layers are alike. Under dense attention, these
         see all earlier tokens instead of a window. Under a pattern, they have no index.
     drawn: number of sparse layers with an index of their own, if there are dense layers, too. The
@@ -83,8 +79,6 @@ class AttentionWorkload:
         """Return the attention of a model whose layers in ``dense`` have no index.
 
         The other layers of ``self`` stand for all sparse layers of the model.
-
-        layers: number of layers of the model.
         """
         if not dense or not self.sparse:
             return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from mtrain_cli.parallel.program import (
     MADE,
     Arrange,
     Begin,
+    Compute,
     Recompute,
     ShardSizes,
     pool_bytes,
@@ -181,3 +183,27 @@ def test_temporary_memory_counts_once():
     # A call holds the gathered keys in bf16, dq, and dk and dv in bf16.
     call = 2 * 640 + 2 * 2 * 320 * 4
     assert backward.peak_bytes(FEW, call=3 * copy) == call + 3 * copy
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("circulates", ["kv", "queries"])
+@pytest.mark.parametrize("name", ["ring", "hierarchical_ring", "all_gather", "group_cast"])
+def test_leaving_out_equal_steps_changes_no_peak_and_no_pool(name, circulates, backward):
+    """The memory of a program equals that of a walk over every one of its operations."""
+    options = ScheduleOptions(8, 4, chunks=2, circulates=circulates)
+    columns = "ring" in name
+    traits = Traits(columns=columns, copies_parts=True)
+    program = lower(make_schedule(name, options), 3, traits=traits, backward=backward)
+    sizes = replace(SIZES, columns=6, column_width=128, casts=((1, 2),))
+    saved = {name for name in program.saved if program.buffers[name].pooled}
+    kept = Counter(program.buffers[name].size.shape(sizes) for name in saved)
+    peak, pooled = 0, Counter()
+    for op, live in program.live():
+        apart = live - set(program.inputs) - program.pooled
+        held = [op.scratch, *(program.buffers[name].size for name in apart)]
+        peak = max(peak, sum(s.of(sizes) for s in held) + 1000 * isinstance(op, Compute))
+        shapes = (program.buffers[name].size.shape(sizes) for name in live & program.pooled)
+        pooled |= Counter(shapes) - kept
+    assert program.peak_bytes(sizes, call=1000) == peak > 1000
+    assert program.pooled_at_once(sizes) == pooled
+    assert pooled or not columns

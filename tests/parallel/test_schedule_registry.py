@@ -48,3 +48,9 @@ def test_inner_transfers_wait_for_the_head_trade():
 )
 def test_channels_of_a_schedule(name, options, channels):
     assert make_schedule(name, options).channels == channels
+
+
+def test_a_schedule_is_made_once():
+    """Planning asks for the same schedule of up to 16,384 ranks many times."""
+    first, second = (make_schedule("ring", ScheduleOptions(6, 6)) for _ in range(2))
+    assert first is second
