@@ -159,6 +159,7 @@ def _print_configuration(config: Config) -> None:
 
 def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> None:
     from mtrain_cli.console import Console
+    from mtrain_cli.simulation.estimate import estimate_step
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.run_plan import make_plan
 
@@ -173,7 +174,7 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
         layout=run_plan.layout.name,
         device=run_plan.environment.device,
     )
-    Console().print(render(run_plan))
+    Console().print(render(run_plan, estimate_step(run_plan)))
     if not fits(run_plan):
         raise typer.Exit(1)
 

@@ -56,6 +56,7 @@ class RunState:
     loss, grad_norm, tokens, tokens_per_second_per_gpu: metrics of the last step.
     expert_load: the same of a model with experts: tokens of the busiest expert / mean.
     seconds: duration of a typical step.
+    predicted_seconds: duration of a step that the simulator predicts; None without a prediction.
     seconds_left: estimate until the end of the run, None while unknown.
     workers: host and device of each rank.
     chosen: layout, exchange and kernel of the run, by the key that may have left it to ``auto``.
@@ -78,6 +79,7 @@ class RunState:
     tokens_per_second_per_gpu: float | None = None
     expert_load: float | None = None
     seconds: float | None = None
+    predicted_seconds: float | None = None
     seconds_left: float | None = None
     workers: tuple[str, ...] = ()
     chosen: dict[str, str] = field(default_factory=dict)
@@ -135,7 +137,8 @@ class StateReporter:
         """Write the state of a run that starts.
 
         Args:
-            facts: launcher, steps, step, workers, chosen and records of `RunState`.
+            facts: launcher, steps, step, workers, chosen, records and predicted_seconds of
+                `RunState`.
         """
         now, before = time.time(), read_state(run)
         host, warnings = socket.gethostname(), before.warnings if before else ()
