@@ -26,9 +26,7 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
 
         callbacks.append(TaskEvaluations)
     on_gpu = environment.device == "cuda"
-    return loop.train(
-        config, run_dir, environment, resume, callbacks, estimate if on_gpu else None
-    )
+    return loop.train(config, run_dir, environment, resume, callbacks, estimate if on_gpu else None)
 
 
 def estimate(plan: RunPlan) -> StepEstimate:

@@ -68,13 +68,17 @@ def dry_run(config: Config) -> RenderableType:
 
 
 def render(
-    plan: RunPlan, estimate: StepEstimate | None = None, data: Sequence[tuple[str, str]] = ()
+    plan: RunPlan,
+    estimate: StepEstimate | None = None,
+    data: Sequence[tuple[str, str]] = (),
+    free_disk: int | None = None,
 ) -> RenderableType:
     """Render a plan as a table of facts, a table of a worker's memory, and a verdict on the fit.
 
     Args:
         estimate: of a step; None leaves the time out.
         data: rows on the data of the run.
+        free_disk: free bytes for checkpoints. None if unknown.
     """
     config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
@@ -104,7 +108,7 @@ def render(
         *kernel_rows(plan),
         ("dtype", describe_dtype(plan)),
         ("traffic", describe_traffic(plan)),
-        ("checkpoint", f"{size(plan.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
+        *checkpoint_rows(plan, free_disk),
     ]
     title = Text(
         f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained", style="bold"
@@ -212,6 +216,20 @@ def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> list[tuple[str, s
         ("step", describe_step(plan)),
         ("", step),
     ]
+
+
+def checkpoint_rows(plan: RunPlan, free_disk: int | None) -> list[tuple[str, str]]:
+    """Return a row on the size of checkpoints, and a warning if the disk has no room for them."""
+    kept = plan.config.train.keep_checkpoints
+    rows = [("checkpoint", f"{size(plan.checkpoint)} on disk, {kept} kept")]
+    train, every = plan.config.train, plan.config.train.checkpoint_every
+    saved = (train.steps - 1) // every if every else 0
+    # The oldest one is deleted only after the next one is complete.
+    needed = plan.checkpoint * min(kept + 1, saved + train.checkpoint_at_end)
+    if free_disk is not None and free_disk < needed:
+        text = f"the disk of the run has {size(free_disk)} free, but checkpoints take up to "
+        rows.append(("warning", f"{text}{size(needed)}; give another run.dir"))
+    return rows
 
 
 def time_rows(estimate: StepEstimate | None) -> list[tuple[str, str]]:
