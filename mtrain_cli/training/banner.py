@@ -44,6 +44,7 @@ def banner(
     recomputation = f"recomputation: {dry_run.describe_activations(config)}"
     rows = [
         ("model", f"{dry_run.describe_model(plan)}, {dry_run.describe_rope(plan)}"),
+        *dry_run.position_rows(config),
         ("weights", _weights(config, resumed)),
         *dry_run.weights_rows(config)[1:],
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(plan)}"),

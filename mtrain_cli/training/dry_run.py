@@ -90,6 +90,7 @@ def render(
         ("", f"{shape}, vocabulary {model.vocab_size:,}"),
         ("", f"{count(plan.parameters.embedding)} in the embedding{tied}"),
         ("positions", describe_rope(plan)),
+        *position_rows(config),
         *weights_rows(config),
         *flop_rows(plan, estimate),
         *time_rows(estimate),
@@ -500,6 +501,14 @@ def describe_rope(plan: RunPlan) -> str:
     reach = f"from {format_size(rope.original_max_position)} tokens"
     factor = rope_factor(rope, plan.config.seq)
     return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {factor:g} {reach}"
+
+
+def position_rows(config: Config) -> list[tuple[str, str]]:
+    """Return a row if the sequence exceeds the positions that the model covers: a warning if the
+    run starts from released weights, else a note.
+    """
+    line = initial_weights.beyond_reach(config)
+    return [("warning" if config.train.init_from else "", line)] if line else []
 
 
 def weights_rows(config: Config) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from masked_documents import masked_store
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
+from mtrain_cli.commands.train import require_data
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import first_look
@@ -65,6 +66,12 @@ def broken(name: str) -> list[str]:
     return ["data=tokens", "data.path=c"]
 
 
+def open_as_a_run(words: list[str]) -> None:
+    config = compose([*CPU, *words])
+    require_data(config)
+    open_dataset(config)
+
+
 @pytest.mark.parametrize(
     "name",
     ["no key", "last document", "last file", "too short", "held out", "vocabulary", "tokens", "c"],
@@ -74,11 +81,7 @@ def test_a_dry_run_fails_with_the_line_of_the_run(name):
     result = dry_run(*words)
     assert (result.exit_code, result.stdout) == (2, "")
     with pytest.raises(ConfigError) as of_run:
-        from mtrain_cli.commands.train import require_data
-
-        config = compose([*CPU, *words])
-        require_data(config)
-        open_dataset(config)
+        open_as_a_run(words)
     assert result.stderr == f"mtrain: {of_run.value}\n"
     # A vocabulary that is too small is refused when the settings are composed.
     assert dry_run(*words, "--no-data").exit_code == (2 if name == "vocabulary" else 0)

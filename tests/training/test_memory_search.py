@@ -254,7 +254,7 @@ def test_the_output_shows_the_choice_the_rejected_settings_and_the_longest_seque
     assert re.search(
         r"train\.memory=auto takes train\.\S+=.*, of \d+ settings the fastest one that fits\.", flat
     )
-    assert re.search(r"Rejected, .*none.*: \d+% shorter steps, but needs \d+\.\d GiB", flat)
+    assert re.search(r"Rejected, .*none.*: (as fast|\d+% \w+ steps), but needs \d+\.\d GiB", flat)
     assert "per step, estimated" not in flat, "the simulator predicts the time of a step"
     assert (
         "While a checkpoint is written: 11.22 GiB more host memory per worker, "
@@ -549,7 +549,7 @@ def test_degree_and_memory_setting_are_chosen_together(seq, degree):
     others = [text for text in plan.search.rejected() if memory_search.DEGREE in text[0]]
     assert len(others) == 3, "every other degree, with its time and memory"
     for label, figures in others:
-        pattern = r"(\d+% (longer|shorter)|equal) steps (and|but needs) \d+\.\d GiB"
+        pattern = r"(as fast|\d+% (longer|shorter) steps) (and|but needs) \d+\.\d GiB"
         assert re.fullmatch(pattern, figures)
         compose([*EXPERTS, *label.split()])
 
@@ -562,7 +562,9 @@ def test_the_dry_run_shows_bytes_time_and_memory_of_degrees():
     each = r"degree %s takes [\d.]+ ms and receives [\d.]+ GiB per layer and step"
     assert re.search(f"{each % 1}, {each % '[248]'}; chosen by auto", flat)
     assert "train.memory=auto takes topology.expert_parallel=1" in flat
-    assert re.search(r"topology\.expert_parallel=8 \S+.*? steps (and|but needs) [\d.]+ GiB", flat)
+    assert re.search(
+        r"topology\.expert_parallel=8 \S+.*? (fast|steps) (and|but needs) [\d.]+ GiB", flat
+    )
 
 
 @pytest.mark.parametrize("seq", ["8k", "1m"])
