@@ -273,6 +273,8 @@ def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
         of_predicted = f", {exact(predicted)} predicted" if predicted else ""
         seconds = f" ({written.seconds:.2f} s{of_predicted})" if written.seconds else ""
         yield "speed", f"{written.tokens_per_second_per_gpu:,.0f} {unit} in the last step{seconds}"
+    if written and written.targets is not None:
+        yield "targets", f"{written.targets:,} labels of the last step count toward the loss"
     if written and written.expert_load is not None:
         yield "experts", f"largest load {written.expert_load:.2f}x the mean in the last step"
 

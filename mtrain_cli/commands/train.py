@@ -188,10 +188,12 @@ def _data_rows(config: Config) -> list[tuple[str, str]]:
     if data.kind != "stdlib" and data.path is None and data.mix is None:
         return [("data", "not opened: data.path is not set, which the run needs")]
     from mtrain_cli.data.first_look import look_at_data
+    from mtrain_cli.training.batch import describe_targets
 
     require_data(config)
-    first, *more = look_at_data(config)
-    return [("data", first), *(("", line) for line in more)]
+    (first, *more), sample = look_at_data(config)
+    rows = [("data", first), *(("", line) for line in more)]
+    return rows if sample is None else [*rows, ("targets", describe_targets(config, sample))]
 
 
 def _print_plan(

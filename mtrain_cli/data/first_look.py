@@ -12,7 +12,7 @@ import numpy as np
 from mtrain_cli.config.schema import Config, DataConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.open_dataset import check_vocabulary, corpora_of, open_dataset, require_columns
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import open_corpus
@@ -24,8 +24,11 @@ _PIECES = 16  # pieces of a document to encode at once
 _READ_WHOLE = 1 << 24  # bytes of the last file up to which it is read to its last document
 
 
-def look_at_data(config: Config) -> list[str]:
-    """Open the data of a run, and return lines about them for its plan.
+def look_at_data(config: Config) -> tuple[list[str], Sample | None]:
+    """Open the data of a run.
+
+    Return lines about them for its plan, and the first sequence; None for text, which is packed
+    into sequences only when the run starts.
 
     Text is tokenized only up to the number of tokens that the run needs. So a dry run reads the
     first documents of a large corpus, and the last file if it is small.
@@ -36,13 +39,11 @@ def look_at_data(config: Config) -> list[str]:
     data = config.data
     if data.kind in ("text", "stdlib"):
         require_columns(config)
-        return [line for origin, part in corpora_of(data) for line in _look_at_text(config, part)]
+        parts = [part for _, part in corpora_of(data)]
+        return [line for part in parts for line in _look_at_text(config, part)], None
     dataset = open_dataset(config)
     sample = dataset[0]
-    lines = [dataset.describe(), f"it begins: {_beginning(data, sample.tokens)}"]
-    targets = int((sample.labels != IGNORED).sum())
-    lines.append(f"the loss counts {targets:,} of the {config.seq:,} tokens of its first sequence")
-    return lines
+    return [dataset.describe(), f"it begins: {_beginning(data, sample.tokens)}"], sample
 
 
 def _beginning(data: DataConfig, tokens: np.ndarray) -> str:

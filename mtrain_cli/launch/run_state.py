@@ -39,7 +39,7 @@ ENDED = ("finished", "stopped", "failed")
 # The fields of `RunState` that describe the last step.
 _OF_LAST_STEP = (
     *("stepped", "loss", "grad_norm", "tokens", "tokens_per_second_per_gpu", "seconds"),
-    "expert_load",
+    *("targets", "expert_load"),
 )
 
 
@@ -54,6 +54,7 @@ class RunState:
     step, steps: last step done, and number of steps to do.
     stepped: when the last step finished.
     loss, grad_norm, tokens, tokens_per_second_per_gpu: metrics of the last step.
+    targets: labels of the last step that count toward the loss.
     expert_load: the same of a model with experts: tokens of the busiest expert / mean.
     seconds: duration of a typical step.
     predicted_seconds: duration of a step that the simulator predicts; None without a prediction.
@@ -77,6 +78,7 @@ class RunState:
     grad_norm: float | None = None
     tokens: int | None = None
     tokens_per_second_per_gpu: float | None = None
+    targets: int | None = None
     expert_load: float | None = None
     seconds: float | None = None
     predicted_seconds: float | None = None

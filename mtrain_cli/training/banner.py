@@ -24,6 +24,7 @@ def banner(
     plan: RunPlan,
     run_dir: Path,
     data: str,
+    targets: str = "",
     *,
     resumed: int | None = None,
     estimate: StepEstimate | None = None,
@@ -34,6 +35,7 @@ def banner(
         data: one line that describes the corpus, from `PackedDataset.describe`.
         resumed: step of the checkpoint that the run resumes from. None for a new run.
         estimate: of a step. None leaves the time out.
+        targets: one line from `batch.describe_targets`; "" leaves it out.
     """
     config, environment = plan.config, plan.environment
     chosen: list[tuple[str, str]] = []
@@ -65,6 +67,7 @@ def banner(
         ("memory", _memory(plan)),
         *chosen,
         ("data", f"{data}; order from seed {config.seed}"),
+        *([("targets", targets)] if targets else []),
         ("run", str(run_dir)),
         *(
             ("warning", line)

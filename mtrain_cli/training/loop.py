@@ -20,8 +20,9 @@ from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.records.metrics import MetricsWriter, read_readable_metrics
-from mtrain_cli.records.step_remarks import line_on_file, step_remarks
+from mtrain_cli.records.step_remarks import line_on_file, nothing_left_out, step_remarks
 from mtrain_cli.training.banner import banner
+from mtrain_cli.training.batch import describe_targets
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
@@ -130,8 +131,10 @@ def _announce(
     environment = trainer.environment
     if not environment.restarts:
         step = trainer.step if resume else None
-        data = trainer.dataset.describe()
-        progress.show(banner(trainer.plan, run_dir.path, data, resumed=step, estimate=estimate))
+        if environment.rank == 0:
+            about = trainer.dataset.describe(), describe_targets(trainer.config, trainer.dataset[0])
+            page = banner(trainer.plan, run_dir.path, *about, resumed=step, estimate=estimate)
+            progress.show(page)
     for report in reports:
         progress.message(report, warning=True)
     if resume:
@@ -265,6 +268,7 @@ class MetricsLog(Callback):
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._progress, self._writer = progress, None
+        self._noted = False
         if trainer.environment.rank == 0:
             tensorboard = trainer.config.run.tensorboard
             self._writer = MetricsWriter(
@@ -278,6 +282,9 @@ class MetricsLog(Callback):
         self._progress.step(step.metrics)
         for warning in step.result.warnings:
             self._progress.message(warning, warning=True)
+        if not self._noted and (note := nothing_left_out(step.metrics)):
+            self._noted = True
+            self._progress.message(note)
 
     def release(self) -> None:
         """Close the file, however training ended."""

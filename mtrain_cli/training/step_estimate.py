@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from mtrain_cli.training.memory_search import duration
 
-NOTHING_LEFT_OUT = 0.995  # share of the allowed pairs from which a pattern leaves nothing out
-
 
 @dataclass(frozen=True)
 class StepEstimate:
@@ -46,15 +44,3 @@ class StepEstimate:
 def exact(seconds: float) -> str:
     """Format a predicted time as the tables of `mtrain simulate` do."""
     return f"{seconds:.4g} s" if seconds < 9999.5 else f"{seconds:,.0f} s"
-
-
-def nothing_left_out(density: float, allowed: float) -> str:
-    """Return a note if a pattern computes nearly all pairs that the mask allows, else "".
-
-    Args:
-        density, allowed: computed and allowed pairs, as shares of the pairs of a causal mask.
-    """
-    if density < NOTHING_LEFT_OUT * allowed:
-        return ""
-    share = "" if allowed > NOTHING_LEFT_OUT else ", all that the mask and the documents allow"
-    return f"density {density:.0%}{share}: the pattern leaves nothing out at this length"
