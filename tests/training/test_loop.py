@@ -299,14 +299,14 @@ def test_targets_are_counted_apart_from_tokens(tmp_path, words, counted):
 
 
 def test_targets_leave_out_masked_labels_and_padding(tmp_path):
-    ids = np.arange(40, dtype=np.uint32) + 1
-    mask = np.ones(40, np.uint8)
+    ids = np.arange(140, dtype=np.uint32) + 1  # one sequence, and one with 52 tokens of padding
+    mask = np.ones(140, np.uint8)
     mask[20:30] = 0
-    sample = {"input_ids": ids, "indices": [[0, 40]], "mask": mask}
+    sample = {"input_ids": ids, "indices": [[0, 140]], "mask": mask}
     columns = {"input_ids": "ndarray:uint32", "indices": "json", "mask": "ndarray"}
     write_mds(tmp_path / "mds", columns, [sample])
-    words = ["data=mds", f"data.path={tmp_path / 'mds'}", "train.steps=1", "train.global_batch=1"]
+    words = ["data=mds", f"data.path={tmp_path / 'mds'}", "train.steps=2", "train.global_batch=1"]
     gloo.run(1, run, str(tmp_path / "run"), words)
-    (step,) = metrics(tmp_path / "run")
-    assert step["targets"] == 40 - 1 - 10
-    assert step["tokens"] == 96
+    first, second = metrics(tmp_path / "run")
+    assert first["targets"] + second["targets"] == 140 - 1 - 10
+    assert second["tokens"] == 2 * 96
