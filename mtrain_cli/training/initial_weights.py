@@ -21,6 +21,7 @@ from mtrain_cli.model.tokenizer_files import TOKENIZER, encodes_bytes
 
 # Llama 3.1 and 3.2 were trained on to 16 times their original length, whatever their factor.
 _LLAMA3 = 16
+_UNRELEASED = ("tiny", "tiny_moe")  # presets without released weights
 
 
 def remarks(config: Config) -> list[str]:
@@ -102,7 +103,7 @@ def beyond_reach(config: Config) -> str:
         if rope.theta > theirs.rope.theta:
             return ""  # a larger theta stretches the positions, by an unknown factor
     reach = max_position(rope, rope_factor(rope, config.seq), trained)
-    if config.seq <= reach:
+    if config.seq <= reach or (folder is None and model in _UNRELEASED):
         return ""
     factor = f"model.rope.factor={math.ceil(config.seq / rope.original_max_position)}"
     remedy = factor if rope.scaling == "yarn" else f"model.rope.scaling=yarn {factor}"
