@@ -300,7 +300,7 @@ def mtrain(
           Train a small model on Python's own sources, on two CPU processes
       [cyan]mtrain train model=qwen3b seq=128k train.steps=20[/cyan]
           Train Qwen2.5-3B on 131,072-token sequences, on all GPUs here
-      [cyan]mtrain train model=llama8b seq=2m topology=h100_4x8 --dry-run[/cyan]
+      [cyan]mtrain train model=qwen7b seq=2m topology=h100_4x8 --dry-run[/cyan]
           Plan a run on four nodes, without a GPU: memory, FLOP, kernel, exchange
     """
     del version

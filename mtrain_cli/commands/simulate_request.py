@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from mtrain_cli.simulation.timeline import Disturbances
     from mtrain_cli.simulation.workload import AttentionWorkload
 
-DENSE, CLUSTERED, FIXED = "dense", "clustered", "fixed"
-DENSITY, COLUMNS = 0.05, 2048
+DENSE, FIXED = "dense", "fixed"
 _OF_SHAPE = ("seq", "topology.gpus_per_node")  # settings that need no model
 
 
@@ -173,69 +172,40 @@ class SimulateRequest:
             pattern = DENSE  # the default of mtrain train
         layers = self._layers(config)
         _check_index(index, pattern)
-        settings = config.sparsity if pattern is not None else None
         if DENSE in (index, pattern):
             self._refuse("has no effect on dense attention; leave it out")
             return PairSource(DENSE, layers=layers)
-        if settings is not None and settings.bitmap:
-            raise ConfigError(
-                f"sparsity={pattern}: there are no synthetic indices for this pattern; give "
-                f"--index FILE from a profile of a run with sparsity={pattern}"
-            )
         if pattern == FIXED:
             self._refuse(
                 "sparsity=fixed has its own keys: sparsity.density, sparsity.slashes and "
                 "sparsity.columns"
             )
-            return PairSource(FIXED, layers=layers)
-        if settings is None:
-            return PairSource(
-                index or CLUSTERED,
-                DENSITY if density is None else density,
-                COLUMNS if columns is None else columns,
-                layers,
-            )
-        return self._pairs_within(settings, words, config, layers)
+        source = PairSource.of(
+            config if pattern is not None else None, layers, index, density, columns
+        )
+        if pattern not in (None, FIXED):
+            self._check_pairs(config, words, source)
+        return source
 
-    def _pairs_within(
-        self, settings: PatternSettings, words: Sequence[str], config: Config, layers: int
-    ) -> PairSource:
-        """Return pairs within the bounds of a pattern, as `pair_source` does."""
-        from mtrain_cli.simulation.scenario import PairSource
-
-        pattern, density, columns = settings.pattern, self.density, self.columns
+    def _check_pairs(self, config: Config, words: Sequence[str], source: PairSource) -> None:
+        """Raise ConfigError if an option is beyond the bounds of the pattern."""
+        settings, density = config.sparsity, self.density
         limits = ("sparsity.min_slashes=", "sparsity.max_slashes=")
         if limit := next((word for word in words if word.startswith(limits)), None):
             self._refuse(f"contradicts {limit}; give only one of the two", "density")
-        bound = settings.column_bound
         self._check_columns(settings)
-        if columns is None:
-            columns = max(COLUMNS, settings.least_columns)
-            columns = min(columns, COLUMNS if bound is None else bound)
-        known = settings.known_density(config.seq)
-        if known is not None:
+        if (known := settings.known_density(config.seq)) is not None:
             self._refuse(
-                f"sparsity={pattern} always computes {_percent(known)} of the pairs; leave it out",
+                f"sparsity={settings.pattern} always computes {known * 100:.3g}% of the pairs; "
+                "leave it out",
                 "density",
             )
-            # As in `FixedSettings.known_density`: a column covers 2 / seq of the pairs.
-            density = max(0.0, known - 2 * columns / config.seq)
-        blocks = _blocks(config)
-        most = settings.slash_bound(blocks)
-        if density is not None and density > (covered := _most_covered(most, blocks)):
+        if density is not None and density > (covered := source.most_covered(config)):
             self._refuse(
-                f"sparsity={pattern} chooses at most {most} slashes per head, which cover at most "
-                f"{_percent(covered)} of the blocks; give at most that",
+                f"sparsity={settings.pattern} chooses at most {source.most} slashes per head, "
+                f"which cover at most {covered * 100:.3g}% of the blocks; give at most that",
                 "density",
             )
-        return PairSource(
-            self.index or CLUSTERED,
-            DENSITY if density is None else density,
-            columns,
-            layers,
-            settings.least_slashes,
-            most,
-        )
 
     def _check_columns(self, settings: PatternSettings) -> None:
         bound = settings.column_bound
@@ -305,12 +275,7 @@ class SimulateRequest:
         if config.sparsity.pattern != DENSE:
             purpose = f" for sparsity={config.sparsity.pattern}"
         if swept is None:
-            source = self.pair_source(words, config)
-            covered = _most_covered(source.most, _blocks(config))
-            share = _percent(min(source.density, covered))
-            share = f"at most {share}" if covered < source.density else share
-            columns = f"{source.columns:,} column{'' if source.columns == 1 else 's'}"
-            parts = f": slashes on {share} of the blocks, plus {columns} per head"
+            parts = f": {self.pair_source(words, config).describe(config)}"
         return (
             f"synthetic ({pairs}){purpose}{parts}, each sequence one document; use --index for "
             "the pairs of a profile"
@@ -472,23 +437,6 @@ def _allowed(config: Config) -> str:
     kind = config.mask.kind
     pairs = "causal pairs" if kind == "causal" else f"pairs of {config.mask.describe()}"
     return f"{pairs}, each sequence one document"
-
-
-def _blocks(config: Config) -> int:
-    return -(-config.seq // (config.sparsity.block or config.topology.block_size))
-
-
-def _most_covered(slashes: int, blocks: int) -> float:
-    """Return the share of the causal blocks that the ``slashes`` longest slashes cover.
-
-    slashes: 0 for all slashes.
-    """
-    slashes = min(slashes, blocks) or blocks
-    return slashes * (2 * blocks - slashes + 1) / (blocks * (blocks + 1))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
 
 
 def _check_index(index: str | None, pattern: str | None) -> None:

@@ -253,6 +253,7 @@ def _rows(run: RunStatus) -> list[tuple[str, str]]:
 
 def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
     from mtrain_cli.training.progress import sparkline
+    from mtrain_cli.training.step_estimate import exact
 
     written = run.written
     share = f", {run.step / run.steps:.0%}" if run.steps else ""
@@ -268,8 +269,12 @@ def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
     if written and written.tokens_per_second_per_gpu:
         on_gpus = all(", GPU " in place for place in written.workers)
         unit = f"tokens/s/{'GPU' if on_gpus and written.workers else 'worker'}"
-        seconds = f" ({written.seconds:.2f} s)" if written.seconds else ""
+        predicted = written.predicted_seconds
+        of_predicted = f", {exact(predicted)} predicted" if predicted else ""
+        seconds = f" ({written.seconds:.2f} s{of_predicted})" if written.seconds else ""
         yield "speed", f"{written.tokens_per_second_per_gpu:,.0f} {unit} in the last step{seconds}"
+    if written and written.targets is not None:
+        yield "targets", f"{written.targets:,} labels of the last step count toward the loss"
     if written and written.expert_load is not None:
         yield "experts", f"largest load {written.expert_load:.2f}x the mean in the last step"
 

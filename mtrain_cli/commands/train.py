@@ -27,6 +27,7 @@ def train(
     overrides: Overrides = None,
     cfg: Annotated[bool, flag("--cfg")] = False,
     dry_run: Annotated[bool, flag("--dry-run")] = False,
+    no_data: Annotated[bool, flag("--no-data")] = False,
     resume: Annotated[str | None, option("RUN", complete=complete_runs)] = None,
     config_dir: ConfigDir = None,
 ) -> None:
@@ -56,16 +57,25 @@ def train(
         overrides: group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. `mtrain
             config list` lists all groups and keys.
         cfg: Print the composed configuration and exit.
-        dry_run: Print the plan of the run, with memory and FLOP per worker, and exit. The exit code
-            is 1 if the run does not fit.
+        dry_run: Print the plan of the run, with memory, FLOP and time, and exit. Opens the data as
+            the run does. The exit code is 1 if the run does not fit.
+        no_data: With --dry-run, plan without the data, which may be on another machine.
         resume: Resume a run, given by its folder or its name under runs/. auto: resume the run that
             this command line started earlier, or start a new run if there is none.
         config_dir: Folder with your own option files, such as DIR/model/mine.yaml. mtrain
             searches it before the shipped groups.
     """
     words = list(overrides or ())
+    if no_data and not dry_run:
+        raise ConfigError("--no-data: a run needs its data; give it with --dry-run")
     run_path = _run_to_resume(resume, words, config_dir)
-    config = _configuration(words, config_dir, run_path, plan=cfg or dry_run)
+    try:
+        plan = cfg or dry_run
+        config = _configuration(words, config_dir, run_path, plan=plan, data_elsewhere=no_data)
+    except ConfigError as error:
+        if dry_run:
+            raise ConfigError(*map(_with_no_data, error.problems)) from None
+        raise
     if cfg:
         warn_of_unused_settings(words, config, config_dir)
         _print_configuration(config)
@@ -76,19 +86,30 @@ def train(
 
             require_folder(config)
             require_weights(config)
-        _print_plan(config, words, config_dir)
+        _print_plan(config, words, config_dir, [] if no_data else _data_rows(config))
         return
     raise typer.Exit(_launch(config, words, run_path, config_dir))
 
 
+def _with_no_data(line: str) -> str:
+    """Return a line, with ``--no-data`` as a way out if it says that data are missing here."""
+    if line.startswith(("data.path=", "data.mix=")) and "no such" in line:
+        return f"{line}. Add --no-data to plan for a machine that has the data"
+    return line
+
+
 def _configuration(
-    overrides: list[str], config_dir: Path | None, run_path: Path | None, plan: bool = False
+    overrides: list[str],
+    config_dir: Path | None,
+    run_path: Path | None,
+    plan: bool = False,
+    data_elsewhere: bool = False,
 ) -> Config:
     from mtrain_cli.composition import compose
     from mtrain_cli.config import resolved_file
 
     if run_path is None:
-        return compose.compose(overrides, config_dir, plan=plan)
+        return compose.compose(overrides, config_dir, plan=plan, data_elsewhere=data_elsewhere)
     from mtrain_cli.config.resumed_schedule import keep_schedule
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
@@ -157,8 +178,30 @@ def _print_configuration(config: Config) -> None:
         console.print(Text(line, style="bold cyan" if changed else ""))
 
 
-def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> None:
+def _data_rows(config: Config) -> list[tuple[str, str]]:
+    """Open the data as a run does. Return rows on them for the plan.
+
+    Raises:
+        ConfigError: the run would end with this error.
+    """
+    data = config.data
+    if data.kind != "stdlib" and data.path is None and data.mix is None:
+        return [("data", "not opened: data.path is not set, which the run needs")]
+    from mtrain_cli.data.first_look import look_at_data
+    from mtrain_cli.training.batch import describe_targets
+
+    require_data(config)
+    (first, *more), sample = look_at_data(config)
+    rows = [("data", first), *(("", line) for line in more)]
+    return rows if sample is None else [*rows, ("targets", describe_targets(config, sample))]
+
+
+def _print_plan(
+    config: Config, words: list[str], config_dir: Path | None, data: list[tuple[str, str]]
+) -> None:
     from mtrain_cli.console import Console
+    from mtrain_cli.launch.run_dir import free_disk
+    from mtrain_cli.simulation.estimate import estimate_step
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.run_plan import make_plan
 
@@ -173,7 +216,8 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
         layout=run_plan.layout.name,
         device=run_plan.environment.device,
     )
-    Console().print(render(run_plan))
+    free = None if run_plan.elsewhere else free_disk(config)
+    Console().print(render(run_plan, estimate_step(run_plan), data, free))
     if not fits(run_plan):
         raise typer.Exit(1)
 

@@ -6,6 +6,8 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training import loop
+from mtrain_cli.training.run_plan import RunPlan
+from mtrain_cli.training.step_estimate import StepEstimate
 
 
 def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
@@ -23,4 +25,15 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
         from mtrain_cli.evaluation.in_training import TaskEvaluations
 
         callbacks.append(TaskEvaluations)
-    return loop.train(config, run_dir, environment, resume, callbacks)
+    on_gpu = environment.device == "cuda"
+    return loop.train(config, run_dir, environment, resume, callbacks, estimate if on_gpu else None)
+
+
+def estimate(plan: RunPlan) -> StepEstimate:
+    """Estimate a step for banner and status. A failure of the prediction must not stop a run."""
+    from mtrain_cli.simulation.estimate import estimate_step
+
+    try:
+        return estimate_step(plan)
+    except Exception as error:
+        return StepEstimate(None, problem=f"{type(error).__name__}: {error}")

@@ -38,7 +38,11 @@ _DEGREES = {f"topology.{name}_parallel" for name in ("context", "tensor", "pipel
 
 
 def compose(
-    overrides: Sequence[str] = (), config_dir: Path | None = None, *, plan: bool = False
+    overrides: Sequence[str] = (),
+    config_dir: Path | None = None,
+    *,
+    plan: bool = False,
+    data_elsewhere: bool = False,
 ) -> Config:
     """Return the configuration for overrides such as ``["model=qwen3b", "seq=512k"]``.
 
@@ -49,6 +53,7 @@ def compose(
         config_dir: folder of the user's own groups, searched before the shipped groups.
         plan: use null for REQUIRED values that the user has not set, such as the folder of the
             weights. A plan does not read these values.
+        data_elsewhere: allow data that this machine lacks. Only for plans.
 
     Raises:
         ConfigError: the configuration has problems. The message has one line per problem.
@@ -74,9 +79,9 @@ def compose(
         wrong.append(OverrideProblem(line, ("optim.rewarm",)))
     problems = [*parsed.problems, *unresolved, *underivable, *wrong]
     if plan:
-        return _checked(
-            leaves, problems, files, tolerated=[key for p in open_keys for key in p.keys]
-        )
+        ignore = ("data.path", "data.mix", "data.tokenizer") if data_elsewhere else ()
+        tolerated = [key for p in open_keys for key in p.keys]
+        return _checked(leaves, problems, files, ignore, tolerated)
     return _checked(leaves, [*problems, *open_keys], files)
 
 

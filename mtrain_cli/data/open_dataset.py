@@ -30,11 +30,11 @@ def open_dataset(config: Config) -> Dataset:
     data = config.data
     require_columns(config)
     if data.mix is None:
-        ((origin, data),) = _parts(data)
+        ((origin, data),) = corpora_of(data)
         return _open_part(config, data, origin, data.eval_sequences)
     weights = parse_mix(data.mix)
     parts = {}
-    for (name, weight), (origin, part) in zip(weights.items(), _parts(data), strict=True):
+    for (name, weight), (origin, part) in zip(weights.items(), corpora_of(data), strict=True):
         held_out = max(1, round(data.eval_sequences * weight)) if data.eval_sequences else 0
         parts[name] = _open_part(config, part, origin, held_out)
     return MixedDataset(parts, weights)
@@ -85,7 +85,7 @@ def most_intervals(config: Config) -> int:
     return max(1 if meta is None else meta.columns.intervals for meta in _metas(data).values())
 
 
-def _parts(data: DataConfig) -> list[tuple[str, DataConfig]]:
+def corpora_of(data: DataConfig) -> list[tuple[str, DataConfig]]:
     """Return (origin, settings) of each corpus. origin: how the user named it, for messages."""
     if data.mix is None:
         return [(f"data.path={data.path}" if data.path else f"data={data.kind}", data)]
@@ -98,7 +98,7 @@ def _parts(data: DataConfig) -> list[tuple[str, DataConfig]]:
 
 def _metas(data: DataConfig) -> dict[str, StoreMeta | None]:
     """Return the metadata of each token store by origin; None for arrays."""
-    folders = {origin: Path(part.path or "").expanduser() for origin, part in _parts(data)}
+    folders = {origin: Path(part.path or "").expanduser() for origin, part in corpora_of(data)}
     return {
         origin: StoreMeta.read(folder, origin) if folder.is_dir() else None
         for origin, folder in folders.items()
@@ -165,14 +165,15 @@ def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSo
         require_folder(path, origin, f"written by `mtrain data prepare`, or a {_ARRAYS}")
         store = TokenStore.open(data.path, origin)
         owner = f"the token store {data.path} (tokenizer {store.meta.tokenizer})"
-        _check_vocabulary(config, store.meta.vocab_size, owner)
+        check_vocabulary(config, store.meta.vocab_size, owner)
         return store, location
     tokenizer = open_tokenizer(data.tokenizer)
-    _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
+    check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
     return cached_store(open_corpus(data), tokenizer)
 
 
-def _check_vocabulary(config: Config, needed: int, owner: str) -> None:
+def check_vocabulary(config: Config, needed: int, owner: str) -> None:
+    """Raise ConfigError if the model has fewer ids than ``owner`` needs."""
     if config.model.vocab_size < needed:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size}: {owner} has {needed:,} ids. Set "

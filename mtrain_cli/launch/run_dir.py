@@ -312,6 +312,15 @@ def require_folder(config: Config) -> None:
                 raise ConfigError(f"{key}: {what} a file. Choose another {other}.")
 
 
+def free_disk(config: Config) -> int | None:
+    """Return the free bytes of the disk of a new run's folder; None if they are unknown."""
+    folder = RUNS if config.run.dir == "auto" else Path(config.run.dir).expanduser()
+    with contextlib.suppress(OSError, StopIteration):
+        place = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+        return shutil.disk_usage(place).free
+    return None
+
+
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     require_folder(config)
     name, picks_folder = config.run.name, config.run.dir == "auto"

@@ -39,7 +39,7 @@ ENDED = ("finished", "stopped", "failed")
 # The fields of `RunState` that describe the last step.
 _OF_LAST_STEP = (
     *("stepped", "loss", "grad_norm", "tokens", "tokens_per_second_per_gpu", "seconds"),
-    "expert_load",
+    *("targets", "expert_load"),
 )
 
 
@@ -54,8 +54,10 @@ class RunState:
     step, steps: last step done, and number of steps to do.
     stepped: when the last step finished.
     loss, grad_norm, tokens, tokens_per_second_per_gpu: metrics of the last step.
+    targets: labels of the last step that count toward the loss.
     expert_load: the same of a model with experts: tokens of the busiest expert / mean.
     seconds: duration of a typical step.
+    predicted_seconds: duration of a step that the simulator predicts; None without a prediction.
     seconds_left: estimate until the end of the run, None while unknown.
     workers: host and device of each rank.
     chosen: layout, exchange and kernel of the run, by the key that may have left it to ``auto``.
@@ -76,8 +78,10 @@ class RunState:
     grad_norm: float | None = None
     tokens: int | None = None
     tokens_per_second_per_gpu: float | None = None
+    targets: int | None = None
     expert_load: float | None = None
     seconds: float | None = None
+    predicted_seconds: float | None = None
     seconds_left: float | None = None
     workers: tuple[str, ...] = ()
     chosen: dict[str, str] = field(default_factory=dict)
@@ -135,7 +139,8 @@ class StateReporter:
         """Write the state of a run that starts.
 
         Args:
-            facts: launcher, steps, step, workers, chosen and records of `RunState`.
+            facts: launcher, steps, step, workers, chosen, records and predicted_seconds of
+                `RunState`.
         """
         now, before = time.time(), read_state(run)
         host, warnings = socket.gethostname(), before.warnings if before else ()

@@ -28,6 +28,8 @@ class StepMetrics:
     loss: mean loss of the tokens with a label, in nats; None if no token has a label.
     grad_norm: global L2 norm of the gradients before clipping; None if not computed.
     tokens: number of tokens trained on since the start, without padding, including this step.
+    targets: number of labels of this step that count toward the loss. Masks of the data, a mask
+        that shows a query its next token, the ends of documents and padding leave labels out.
     tokens_per_second_per_gpu: number of tokens of this step / seconds / workers.
     mfu_model: MFU, a share of the GPU's peak FLOP/s (`flops.FlopsPerToken`). None on a CPU, on an
         unknown GPU, and for a sparse step, which skips pairs that the mask allows.
@@ -35,6 +37,7 @@ class StepMetrics:
     density: number of computed pairs / number of causal pairs of the whole sequence. A dense step
         has density 1.0. With packed documents, its density is the share of causal pairs that lie
         inside one document.
+    dense_density: density that the step would have with dense attention; None for a dense step.
     peak_memory_gib: peak allocated memory of the first worker in this step; None on a CPU.
     seconds: wall-clock time of the step, including data loading.
     epoch: number of passes over the data so far, with a fraction.
@@ -71,6 +74,8 @@ class StepMetrics:
     seconds: float
     epoch: float
     consumed: int
+    targets: int | None = None
+    dense_density: float | None = None
     data_seconds: float | None = None
     slashes: float | None = None
     columns: float | None = None

@@ -14,6 +14,8 @@ from pathlib import Path
 from mtrain_cli.grouping import show_spans, spans
 from mtrain_cli.records.metrics import StepMetrics
 
+_ALL = 0.995  # share of the allowed pairs from which a pattern leaves nothing out
+
 
 def step_remarks(steps: Sequence[StepMetrics], last: int = 0) -> list[str]:
     """Return what is wrong with the steps of a file, for example "step 5 is missing".
@@ -45,6 +47,15 @@ def _lacks_loss(step: StepMetrics) -> bool:
 def loss_remark(numbers: Iterable[int]) -> str:
     """Return a remark on steps without a finite loss; "" without such steps."""
     return _remark(spans(sorted(set(numbers))), "has no finite loss", "have no finite loss")
+
+
+def nothing_left_out(step: StepMetrics) -> str:
+    """Return a note if a sparse step computed nearly all pairs that the mask allows, else ""."""
+    allowed = step.dense_density
+    if not allowed or step.density < _ALL * allowed:
+        return ""
+    share = "" if allowed > _ALL else ", as with dense attention"
+    return f"density {step.density:.0%}{share}: the pattern leaves nothing out at this length"
 
 
 def is_finite(loss: float | None) -> bool:

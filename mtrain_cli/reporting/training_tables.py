@@ -10,27 +10,38 @@ from rich.text import Text
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.records.metrics import WARM_UP_STEPS, rate_unit, steady_steps
+from mtrain_cli.records.step_remarks import nothing_left_out
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.tables import fixed
 from mtrain_cli.reporting.terminal_width import new_table
 from mtrain_cli.training.evaluation import losses_by_bucket
 from mtrain_cli.training.progress import format_duration
 
-SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")  # a narrow terminal drops them
+SPARE_OF_TRAINING = (
+    "targets",
+    "peak GiB",
+    "density",
+    "MFU",
+    "s / step",
+)  # a narrow terminal drops them
 
 
 def training_headings(sources: Sequence[ReportSource]) -> list[str]:
     """Return the headings of `training_row`."""
     rate = rate_unit([step for source in sources for step in source.metrics])
     of_steps = ["steps", "loss, first", "last", "s / step", rate, "MFU", "HFU", "density"]
-    return [*of_steps, "peak GiB"]
+    return [*of_steps, "targets", "peak GiB"]
 
 
 def medians_note(sources: Sequence[ReportSource]) -> str:
-    """Return a note on the steps that the medians of `training_row` cover."""
+    """Return a note on the steps that the medians of `training_row` cover, and on density."""
     note = f"medians without the first {WARM_UP_STEPS} steps, which warm up"
-    short = any(len(source.metrics) <= WARM_UP_STEPS for source in sources)
-    return f"{note}; of a shorter run, the last step" if short else note
+    if any(len(source.metrics) <= WARM_UP_STEPS for source in sources):
+        note += "; of a shorter run, the last step"
+    for source in sources:
+        if remark := next(filter(None, map(nothing_left_out, source.metrics)), ""):
+            note += f"; {f'{source.name}: ' * (len(sources) > 1)}{remark}"
+    return note
 
 
 def training_row(source: ReportSource) -> list[str]:
@@ -56,6 +67,7 @@ def training_row(source: ReportSource) -> list[str]:
         median("mfu_model", ".1%") if dense else "-",
         median("mfu_executed", ".1%"),
         median("density", ".1%"),
+        median("targets", ",.0f"),
         f"{max(peak):.1f}" if peak else "-",
     ]
 

@@ -27,13 +27,14 @@ from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.sparsity.fixed import make_pattern
-from mtrain_cli.training.expert_price import expert_degree
 from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.first_masks import first_masks
 from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.resolution import given_memory
 from mtrain_cli.training.run_plan import RunPlan, plan_for
 
-DENSE, FIXED = "dense", "fixed"
+DENSE, FIXED, CLUSTERED = "dense", "fixed", "clustered"
+DENSITY, COLUMNS = 0.05, 2048  # of a synthetic index, where neither pattern nor user gives them
 _KEPT = 8  # number of layers whose indices are cached, because cases of one command share them
 _LEAST_COLUMNS = 8  # the smallest number of columns that vertical_slash allows
 
@@ -49,11 +50,64 @@ class PairSource:
     """
 
     name: str
-    density: float = 0.05
-    columns: int = 2048
+    density: float = DENSITY
+    columns: int = COLUMNS
     layers: int = 1
     fewest: int = 1
     most: int = 0
+
+    @staticmethod
+    def of(
+        config: Config | None,
+        layers: int = 1,
+        family: str | None = None,
+        density: float | None = None,
+        columns: int | None = None,
+    ) -> PairSource:
+        """Return the pairs that a prediction of a training run assumes.
+
+        Args:
+            config: its pattern bounds the pairs; None for no bounds.
+            family: index family of a pattern that depends on the data; None for `CLUSTERED`.
+            density, columns: as typed; None for what the pattern says, or else the defaults.
+
+        Raises:
+            ConfigError: there are no synthetic indices of the pattern.
+        """
+        bounds: tuple[int, int] = (1, 0)
+        if config is not None:
+            settings = config.sparsity
+            if settings.pattern in (DENSE, FIXED):
+                return PairSource(settings.pattern, layers=layers)
+            if settings.bitmap:
+                raise ConfigError(
+                    f"sparsity={settings.pattern}: there are no synthetic indices for this "
+                    "pattern; give --index FILE from a profile of a run with "
+                    f"sparsity={settings.pattern}"
+                )
+            if columns is None:
+                most = COLUMNS if settings.column_bound is None else settings.column_bound
+                columns = min(max(COLUMNS, settings.least_columns), most)
+            if (known := settings.known_density(config.seq)) is not None:
+                # As in `FixedSettings.known_density`: a column covers 2 / seq of the pairs.
+                density = max(0.0, known - 2 * columns / config.seq)
+            bounds = settings.least_slashes, settings.slash_bound(_blocks(config))
+        density = DENSITY if density is None else density
+        columns = COLUMNS if columns is None else columns
+        return PairSource(family or CLUSTERED, density, columns, layers, *bounds)
+
+    def most_covered(self, config: Config) -> float:
+        """Return the share of the causal blocks that the longest slashes within `most` cover."""
+        blocks = _blocks(config)
+        slashes = min(self.most, blocks) or blocks
+        return slashes * (2 * blocks - slashes + 1) / (blocks * (blocks + 1))
+
+    def describe(self, config: Config) -> str:
+        """Describe drawn pairs: ``slashes on 5% of the blocks, plus 2,048 columns per head``."""
+        covered = self.most_covered(config)
+        share = f"{'at most ' * (covered < self.density)}{100 * min(self.density, covered):.3g}%"
+        columns = f"{self.columns:,} column{'' if self.columns == 1 else 's'}"
+        return f"slashes on {share} of the blocks, plus {columns} per head"
 
     def sparsity(self) -> list[str]:
         """Return sparsity settings for a plan that computes about as many query-key pairs.
@@ -103,7 +157,7 @@ class PairSource:
             recorded_as,
             masks,
             tuple(layers),
-            lru_cache(_KEPT)(self._draw(config, config.sparsity.block or stripe)),
+            lru_cache(_KEPT)(self._draw(config)),
             self.name,
             -1 if fixed is None else fixed.column_bound or 0,
             # A layer draws its `fixed` index once, so no step spends time on estimating it.
@@ -114,7 +168,7 @@ class PairSource:
         )
         return workload.with_dense(config.sparsity.dense_of(model.num_layers), model.num_layers)
 
-    def _draw(self, config: Config, block: int) -> Callable[[int], Index | None]:
+    def _draw(self, config: Config) -> Callable[[int], Index | None]:
         heads, sequences = config.model.num_heads, config.train.micro_batch
         if self.name == DENSE:
             return lambda layer: None  # noqa: ARG005
@@ -123,6 +177,7 @@ class PairSource:
             pattern = make_pattern(config.sparsity, config.seed)
             return lambda layer: pattern.draw(layer, sequences, heads, config.seq)
         columns = min(self.columns, config.seq)
+        block = config.sparsity.block or config.topology.block_size
         bounds = {"fewest": self.fewest, "most": self.most}
         family = IndexFamily(self.name, self.density, columns, block, config.seed, **bounds)
 
@@ -134,6 +189,11 @@ class PairSource:
             return VerticalSlash(one.block, one.blocks, slashes, columns)
 
         return draw
+
+
+def _blocks(config: Config) -> int:
+    """Return the number of blocks of an index that `PairSource` draws."""
+    return -(-config.seq // (config.sparsity.block or config.topology.block_size))
 
 
 def _bytes(config: Config) -> int:
@@ -292,23 +352,16 @@ def plan_on(
         per_node = min(cluster.gpus_per_node, workers)
     config = config.changed(topology={"workers": workers, "gpus_per_node": per_node, **topology})
 
-    def planned(config: Config) -> RunPlan:
-        return plan_for(
-            config,
-            gpu=cluster.gpu.name,
-            capability=cluster.gpu.capability,
-            capacity=round(cluster.gpu.hbm_gib.value * GIB),
-            host=round(cluster.gpu.host_gib.value * GIB),
-            kernel=kernel,
-        )
-
-    plan = planned(config)
+    plan = plan_for(
+        config,
+        gpu=cluster.gpu.name,
+        capability=cluster.gpu.capability,
+        capacity=given_memory(config) or round(cluster.gpu.hbm_gib.value * GIB),
+        host=round(cluster.gpu.host_gib.value * GIB),
+        kernel=kernel,
+    )
     require_experts_fit(config, plan.dims, plan.dtype_bytes, plan.environment.device)
-    # train.memory=auto has chosen the degree, too.
-    if not config.model.moe.experts or plan.config.topology.expert_parallel != "auto":
-        return plan
-    shape = plan.dims, plan.layout, plan.dtype_bytes, plan.environment.workers_per_node
-    return planned(config.changed(topology={"expert_parallel": expert_degree(config, *shape)}))
+    return plan.dealt
 
 
 def setup_of(plan: RunPlan) -> ReplaySetup:
@@ -383,7 +436,9 @@ def _predict_slowest(
     slowest = slowest_group(conditions.of_tensor_groups(degree), setup.workers, predict_group)
     if degree == 1:
         return slowest
-    return replace(slowest, facts={**slowest.facts, "tp": degree})
+    # The density is that of all heads, as a run measures it.
+    facts = {**slowest.facts, "tp": degree, "density": workload.density}
+    return replace(slowest, facts=facts)
 
 
 def predict_training(

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import FullLayers
+from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.config.dense_layers import SPARSE_KINDS
 from mtrain_cli.config.mask_settings import LAYER_KINDS
 from mtrain_cli.records.index_file import RecordedSetup
+from mtrain_cli.training.flops import causal_pairs
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,22 @@ class AttentionWorkload:
     def sparse(self) -> bool:
         """Whether the layers, or all but those in ``full``, have an index."""
         return self.index(self.layers[0]) is not None
+
+    @property
+    def density(self) -> float:
+        """Share of the causal pairs that attention computes, as a mean over layers.
+
+        This equals the density of a prediction of the same workload.
+        """
+        index, causal = self.index(self.layers[0]), causal_pairs(self.made.seq)
+        shares = [sum(mask.pairs for mask in masks) / len(masks) for masks, _ in self.kinds]
+        weights = [len(layers) for _, layers in self.kinds]
+        if index is not None:
+            tables = MaskTables.make(self.masks, index.block)
+            drawn = (self.index(layer) for layer in self.kinds[0][1][: self.drawn])
+            found = [float(i.counts(tables).pairs.double().mean()) for i in drawn if i is not None]
+            shares[0] = sum(found) / len(found)
+        return sum(s * w for s, w in zip(shares, weights, strict=True)) / sum(weights) / causal
 
     @property
     def kinds(self) -> list[tuple[tuple[SequenceMask, ...], list[int]]]:

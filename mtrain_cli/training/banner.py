@@ -17,16 +17,25 @@ from mtrain_cli.training import dry_run
 from mtrain_cli.training.optimizer import LearningRateSchedule
 from mtrain_cli.training.parallelism_rows import expert_rows, pipeline_rows, tensor_rows
 from mtrain_cli.training.run_plan import RunPlan, size
+from mtrain_cli.training.step_estimate import StepEstimate
 
 
 def banner(
-    plan: RunPlan, run_dir: Path, data: str, *, resumed: int | None = None
+    plan: RunPlan,
+    run_dir: Path,
+    data: str,
+    targets: str = "",
+    *,
+    resumed: int | None = None,
+    estimate: StepEstimate | None = None,
 ) -> RenderableType:
     """Return the banner: the version, then a table with one row per topic.
 
     Args:
         data: one line that describes the corpus, from `PackedDataset.describe`.
         resumed: step of the checkpoint that the run resumes from. None for a new run.
+        estimate: of a step. None leaves the time out.
+        targets: one line from `batch.describe_targets`; "" leaves it out.
     """
     config, environment = plan.config, plan.environment
     chosen: list[tuple[str, str]] = []
@@ -37,9 +46,11 @@ def banner(
     recomputation = f"recomputation: {dry_run.describe_activations(config)}"
     rows = [
         ("model", f"{dry_run.describe_model(plan)}, {dry_run.describe_rope(plan)}"),
+        *dry_run.position_rows(config),
         ("weights", _weights(config, resumed)),
         *dry_run.weights_rows(config)[1:],
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(plan)}"),
+        *dry_run.time_rows(estimate),
         ("workers", f"{dry_run.describe_workers(plan)}, started by {environment.launcher}"),
         ("layout", dry_run.describe_layout(plan)),
         *dry_run.exchange_rows(plan),
@@ -56,6 +67,7 @@ def banner(
         ("memory", _memory(plan)),
         *chosen,
         ("data", f"{data}; order from seed {config.seed}"),
+        *([("targets", targets)] if targets else []),
         ("run", str(run_dir)),
         *(
             ("warning", line)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.config.schema import Config
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.model.routing import Routing
 from mtrain_cli.parallel.activation_offload import ActivationOffload
@@ -335,6 +336,13 @@ def _padded(values: NDArray[np.int32], length: int, padding: int) -> NDArray[np.
     whole = np.full(length, padding, dtype=values.dtype)
     whole[: len(values)] = values
     return whole
+
+
+def describe_targets(config: Config, sample: PackedSample) -> str:
+    """Return a line on the labels of the first sequence that count toward the loss."""
+    mask = MaskRule.of(config)(sample.documents, config.seq, config.seq, sample.slices)
+    counted = int((unseen_labels(sample.labels, mask) != IGNORED).sum())
+    return f"{counted:,} of the {config.seq:,} tokens of the first sequence count toward the loss"
 
 
 def unseen_labels(labels: NDArray[np.int32], mask: SequenceMask) -> NDArray[np.int32]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -31,14 +31,15 @@ from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
 from mtrain_cli.training import initial_weights, run_plan
 from mtrain_cli.training.first_masks import FirstMasks
-from mtrain_cli.training.flops import causal_pairs, peak_flops
+from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.layout_choice import layout_advice, make_balancer
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_remedies import longest_seq, refusal
-from mtrain_cli.training.memory_search import duration, search
+from mtrain_cli.training.memory_search import search
 from mtrain_cli.training.parallelism_rows import expert_rows, pipeline_rows, tensor_rows
 from mtrain_cli.training.resolution import compiles
 from mtrain_cli.training.run_plan import RunPlan, size
+from mtrain_cli.training.step_estimate import StepEstimate
 
 # Memory of common GPUs in GiB, as CUDA reports it, smallest first. A plan for absent GPUs names the
 # smallest one that it fits.
@@ -59,7 +60,6 @@ DOCUMENTS = {
     False: "attention crosses documents (data.document_mask=false)",
 }
 FEW_LABELS = 0.1  # share of the labels below which a plan warns
-USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan shows
 
 
 def dry_run(config: Config) -> RenderableType:
@@ -67,33 +67,34 @@ def dry_run(config: Config) -> RenderableType:
     return render(run_plan.make_plan(config))
 
 
-def render(plan: RunPlan) -> RenderableType:
-    """Render a plan as a table of facts, a table of a worker's memory, and a verdict on the fit."""
+def render(
+    plan: RunPlan,
+    estimate: StepEstimate | None = None,
+    data: Sequence[tuple[str, str]] = (),
+    free_disk: int | None = None,
+) -> RenderableType:
+    """Render a plan as a table of facts, a table of a worker's memory, and a verdict on the fit.
+
+    Args:
+        estimate: of a step; None leaves the time out.
+        data: rows on the data of the run.
+        free_disk: free bytes for checkpoints. None if unknown.
+    """
     config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
-    attention = 1 - 6 * plan.parameters.matmul / plan.flops.model
-    recomputation = f"recomputation: {describe_activations(config)}"
-    # The density of a dynamic index depends on the data.
-    computes_less = (
-        config.sparsity.pattern != "dense"
-        and not computes_everything(config)
-        and config.sparsity.dense_steps < config.train.steps
-    )
-    sparse_note = f" if dense ({config.sparsity.pattern} executes less)" if computes_less else ""
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
     tied = " (and LM head, tied)" if model.tie_word_embeddings else ""
-    per_token = f"{flop(plan.flops.model)} model, {attention:.0%} of it attention"
     rows = [
         ("machine", plan.machine),
         ("model", describe_model(plan)),
         ("", f"{shape}, vocabulary {model.vocab_size:,}"),
         ("", f"{count(plan.parameters.embedding)} in the embedding{tied}"),
         ("positions", describe_rope(plan)),
+        *position_rows(config),
         *weights_rows(config),
-        ("per token", f"{per_token} ({_which_pairs(plan)})"),
-        ("", f"{flop(plan.flops.executed)} executed{sparse_note}; {recomputation}"),
-        ("step", describe_step(plan)),
-        ("", describe_time(plan)),
+        *flop_rows(plan, estimate),
+        *time_rows(estimate),
+        *data,
         ("documents", _documents(plan)),
         ("workers", describe_workers(plan)),
         ("layout", describe_layout(plan)),
@@ -108,7 +109,7 @@ def render(plan: RunPlan) -> RenderableType:
         *kernel_rows(plan),
         ("dtype", describe_dtype(plan)),
         ("traffic", describe_traffic(plan)),
-        ("checkpoint", f"{size(plan.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
+        *checkpoint_rows(plan, free_disk),
     ]
     title = Text(
         f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained", style="bold"
@@ -139,8 +140,7 @@ def describe_choice(plan: RunPlan) -> str:
     assert plan.search.chosen is not None
     chosen = plan.search.chosen
     reason = f"of {len(plan.search.settings)} settings the fastest one that fits"
-    step = f"{duration(chosen.seconds)} per step, estimated"
-    return f"train.memory=auto takes {chosen.overrides or 'the defaults'}, {reason}: {step}"
+    return f"train.memory=auto takes {chosen.overrides or 'the defaults'}, {reason}"
 
 
 def describe_rejected(plan: RunPlan) -> str:
@@ -188,6 +188,55 @@ def _longest(plan: RunPlan) -> str:
     """Format the longest sequence that the search found to fit. A longer sequence may fit, too."""
     seq = longest_seq(plan)
     return "none" if seq is None else f"at least {format_size(seq)}"
+
+
+def flop_rows(plan: RunPlan, estimate: StepEstimate | None) -> list[tuple[str, str]]:
+    """Return rows on the FLOP of a token and of a step.
+
+    For a pattern that leaves pairs out, they have the FLOP of dense attention, and those at the
+    density of the estimate.
+    """
+    config, flops, tokens = plan.config, plan.flops, plan.tokens_per_step
+    attention = 1 - 6 * plan.parameters.matmul / flops.model
+    model = f"{flop(flops.model)} model, {attention:.0%} of it attention ({_which_pairs(plan)})"
+    executed = f"{flop(flops.executed)} executed"
+    step = f"{flop(flops.model * tokens)} model"
+    sparsity = config.sparsity
+    sparse = sparsity.pattern != "dense" and sparsity.dense_steps < config.train.steps
+    if sparse and not computes_everything(config):
+        model, executed, step = f"dense: {model}", f"dense: {executed}", f"dense: {step}"
+        if estimate is None or estimate.density is None:
+            executed += f"; {sparsity.pattern} executes less"
+        else:
+            at = plan.flops_at(estimate.density).executed
+            executed += f"; at {estimate.density:.1%}: {flop(at)}"
+            step += f"; at {estimate.density:.1%}: {flop(at * tokens)} executed"
+    return [
+        ("per token", model),
+        ("", f"{executed}; recomputation: {describe_activations(config)}"),
+        ("step", describe_step(plan)),
+        ("", step),
+    ]
+
+
+def checkpoint_rows(plan: RunPlan, free_disk: int | None) -> list[tuple[str, str]]:
+    """Return a row on the size of checkpoints, and a warning if the disk has no room for them."""
+    kept = plan.config.train.keep_checkpoints
+    rows = [("checkpoint", f"{size(plan.checkpoint)} on disk, {kept} kept")]
+    train, every = plan.config.train, plan.config.train.checkpoint_every
+    saved = (train.steps - 1) // every if every else 0
+    # The oldest one is deleted only after the next one is complete.
+    needed = plan.checkpoint * min(kept + 1, saved + train.checkpoint_at_end)
+    if free_disk is not None and free_disk < needed:
+        text = f"the disk of the run has {size(free_disk)} free, but checkpoints take up to "
+        rows.append(("warning", f"{text}{size(needed)}; give another run.dir"))
+    return rows
+
+
+def time_rows(estimate: StepEstimate | None) -> list[tuple[str, str]]:
+    """Return a row on the predicted time of a step; none if nothing is known about it."""
+    line = "" if estimate is None else estimate.describe()
+    return [("time", line)] if line else []
 
 
 def _which_pairs(plan: RunPlan) -> str:
@@ -454,6 +503,14 @@ def describe_rope(plan: RunPlan) -> str:
     return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {factor:g} {reach}"
 
 
+def position_rows(config: Config) -> list[tuple[str, str]]:
+    """Return a row if the sequence exceeds the positions that the model covers: a warning if the
+    run starts from released weights, else a note.
+    """
+    line = initial_weights.beyond_reach(config)
+    return [("warning" if config.train.init_from else "", line)] if line else []
+
+
 def weights_rows(config: Config) -> list[tuple[str, str]]:
     """Return rows on the folder of `train.init_from` and on how the run differs from the folder.
 
@@ -474,17 +531,6 @@ def describe_step(plan: RunPlan) -> str:
         return f"{plan.tokens_per_step:,} tokens, 1 sequence"
     split = f"{plan.dims.dp} x {train.micro_batch} x {plan.micro_batches} accumulated"
     return f"{plan.tokens_per_step:,} tokens, {train.global_batch} sequences = {split}"
-
-
-def describe_time(plan: RunPlan) -> str:
-    """Describe the FLOP of a step and, for GPUs, the duration of a step at a usual MFU."""
-    text = f"{flop(plan.flops.model * plan.tokens_per_step)} model"
-    peak = peak_flops(plan.gpu_name)
-    if plan.environment.device == "cpu" or peak is None:
-        return text
-    seconds = plan.flops.model * plan.tokens_per_step / (USUAL_MFU * peak * plan.dims.workers)
-    rate = f"{USUAL_MFU:.0%} of the {flop(peak)}/s of {plan.gpu_name}"
-    return f"{text}: {duration(seconds)} at {rate}"
 
 
 def describe_workers(plan: RunPlan) -> str:

@@ -1,7 +1,11 @@
-"""Report where a run's settings differ from the Hugging Face folder of its initial weights."""
+"""Report where a run's settings differ from the Hugging Face folder of its initial weights.
+
+Also report a sequence beyond the positions that these weights, or the weights of a preset, cover.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from mtrain_cli.composition.derived import folder_of
@@ -10,10 +14,14 @@ from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.rope_settings import RopeConfig
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.model.huggingface_config import RAMP, read_config, read_mask
+from mtrain_cli.model.huggingface_config import RAMP, max_position, read_config, read_mask
 from mtrain_cli.model.huggingface_config import remarks as config_remarks
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER, encodes_bytes
+
+# Llama 3.1 and 3.2 were trained on to 16 times their original length, whatever their factor.
+_LLAMA3 = 16
+_UNRELEASED = ("tiny", "tiny_moe")  # presets without released weights
 
 
 def remarks(config: Config) -> list[str]:
@@ -29,7 +37,6 @@ def remarks(config: Config) -> list[str]:
         return [
             *_rotary_differences(config, theirs.rope, reach),
             *_mask_difference(config, read_mask(folder)),
-            *_beyond_reach(config, reach),
             *_tokenizer(config, folder),
             *config_remarks(folder),
         ]
@@ -79,23 +86,34 @@ def _mask_difference(config: Config, theirs: MaskConfig | None) -> list[str]:
     return [f"differs from its folder: mask {ours.describe()} ({folder.describe()} in the folder)"]
 
 
-def _beyond_reach(config: Config, reach: int) -> list[str]:
-    """Return a line if the sequence is longer than the model's rotary positions cover.
+def beyond_reach(config: Config) -> str:
+    """Return a line if the sequence is longer than the rotary positions cover, else "".
 
-    reach: number of tokens that the folder's positions cover without the run's scaling.
+    The positions of a preset are those of its released weights.
     """
-    rope = config.model.rope
-    if rope.scaling == "yarn":
-        reach = round(rope_factor(rope, config.seq) * rope.original_max_position)
-    if config.seq <= reach:
-        return []
-    remedy = "Set model.rope.scaling=yarn or a larger model.rope.theta"
-    if rope.scaling == "yarn":
-        remedy = "Set model.rope.factor=auto"
-    return [
-        f"seq={format_size(config.seq)} exceeds the {format_size(reach)} tokens that the model's "
-        f"rotary positions cover. {remedy}."
-    ]
+    rope, model = config.model.rope, config.model.name
+    trained = rope.original_max_position
+    if rope.scaling == "llama3":
+        trained *= _LLAMA3
+    if (folder := folder_of(config.train.init_from)) is not None:
+        try:
+            theirs, trained = read_config(folder)
+        except ConfigError:
+            return ""  # loading the weights reports the problem
+        if rope.theta > theirs.rope.theta:
+            return ""  # a larger theta stretches the positions, by an unknown factor
+    reach = max_position(rope, rope_factor(rope, config.seq), trained)
+    if config.seq <= reach or (folder is None and model in _UNRELEASED):
+        return ""
+    factor = f"model.rope.factor={math.ceil(config.seq / rope.original_max_position)}"
+    remedy = factor if rope.scaling == "yarn" else f"model.rope.scaling=yarn {factor}"
+    exceeds = f"seq={format_size(config.seq)} exceeds the {format_size(reach)} tokens that the"
+    if folder is not None:
+        return f"{exceeds} model's rotary positions cover. Give {remedy}."
+    return (
+        f"{exceeds} rotary positions of model={model} cover. Random weights learn the positions "
+        f"of this length; released weights need {remedy}."
+    )
 
 
 def _tokenizer(config: Config, folder: Path) -> list[str]:

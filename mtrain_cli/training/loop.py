@@ -20,20 +20,25 @@ from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.records.metrics import MetricsWriter, read_readable_metrics
-from mtrain_cli.records.step_remarks import line_on_file, step_remarks
+from mtrain_cli.records.step_remarks import line_on_file, nothing_left_out, step_remarks
 from mtrain_cli.training.banner import banner
+from mtrain_cli.training.batch import describe_targets
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.expert_watch import ExpertWatch
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import TrainingProgress
+from mtrain_cli.training.run_plan import RunPlan
+from mtrain_cli.training.step_estimate import StepEstimate
 from mtrain_cli.training.step_result import NonFiniteError
 from mtrain_cli.training.trainer import Trainer
 from mtrain_cli.training.watch import StragglerWatches
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
 """Function that makes a callback from (trainer, run folder, `TrainingProgress.message`)."""
+Estimate = Callable[[RunPlan], StepEstimate]
+"""Function that estimates a step of a plan, such as `simulation.estimate.estimate_step`."""
 
 
 def train(
@@ -42,6 +47,7 @@ def train(
     environment: Environment,
     resume: bool,
     more_callbacks: Sequence[MakeCallback] = (),
+    estimate: Estimate | None = None,
 ) -> bool:
     """Train until step `config.train.steps`. Return whether a stop request ended training early.
 
@@ -50,6 +56,7 @@ def train(
     Args:
         resume: start from the newest checkpoint of `run_dir`.
         more_callbacks: functions that each make a further callback.
+        estimate: estimates a step, for banner and status.
     """
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
@@ -60,7 +67,9 @@ def train(
         if resume:
             checkpointer.require_sizes(config.model, run_dir.resolved)
             trainer.resume(checkpointer)
-        return _train(trainer, checkpointer, run_dir, resume, reports, more_callbacks)
+        first = environment.rank == 0
+        estimated = estimate(trainer.plan) if estimate is not None and first else None
+        return _train(trainer, checkpointer, run_dir, resume, reports, more_callbacks, estimated)
 
 
 def _train(
@@ -70,10 +79,11 @@ def _train(
     resume: bool,
     reports: Sequence[str],
     more_callbacks: Sequence[MakeCallback],
+    estimate: StepEstimate | None,
 ) -> bool:
     config, environment = trainer.config, trainer.environment
     first = environment.rank == 0
-    reporter = _reporter(trainer, run_dir) if first else None
+    reporter = _reporter(trainer, run_dir, estimate) if first else None
     progress = TrainingProgress(
         config.train.steps,
         trainer.step,
@@ -84,7 +94,7 @@ def _train(
     )
     metrics = MetricsLog(trainer, run_dir, progress)
     with progress:
-        _announce(trainer, run_dir, progress, resume, reports)
+        _announce(trainer, run_dir, progress, resume, reports, estimate)
         nothing_left = trainer.step >= config.train.steps
         trainer.callbacks += [metrics, *_watches(trainer, progress)]
         try:
@@ -115,12 +125,16 @@ def _announce(
     progress: TrainingProgress,
     resume: bool,
     reports: Sequence[str],
+    estimate: StepEstimate | None,
 ) -> None:
     """Show the banner, the reports of loading a checkpoint, and the step where training resumes."""
     environment = trainer.environment
     if not environment.restarts:
         step = trainer.step if resume else None
-        progress.show(banner(trainer.plan, run_dir.path, trainer.dataset.describe(), resumed=step))
+        if environment.rank == 0:
+            about = trainer.dataset.describe(), describe_targets(trainer.config, trainer.dataset[0])
+            page = banner(trainer.plan, run_dir.path, *about, resumed=step, estimate=estimate)
+            progress.show(page)
     for report in reports:
         progress.message(report, warning=True)
     if resume:
@@ -148,8 +162,9 @@ def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:
     return [stragglers, ExpertWatch(trainer.config.model.moe, warn)]
 
 
-def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
+def _reporter(trainer: Trainer, run_dir: RunDir, estimate: StepEstimate | None) -> StateReporter:
     launcher = trainer.environment.launcher
+    predicted = None if estimate is None or estimate.seconds is None else estimate.seconds[0]
     return StateReporter(
         run_dir,
         launcher=launcher,
@@ -157,6 +172,7 @@ def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
         step=trainer.step,
         workers=trainer.places,
         chosen=trainer.plan.chosen,
+        predicted_seconds=predicted,
         records=progress_record.record_pattern(run_dir.logs, launcher),
     )
 
@@ -252,6 +268,7 @@ class MetricsLog(Callback):
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._progress, self._writer = progress, None
+        self._noted = False
         if trainer.environment.rank == 0:
             tensorboard = trainer.config.run.tensorboard
             self._writer = MetricsWriter(
@@ -265,6 +282,9 @@ class MetricsLog(Callback):
         self._progress.step(step.metrics)
         for warning in step.result.warnings:
             self._progress.message(warning, warning=True)
+        if not self._noted and (note := nothing_left_out(step.metrics)):
+            self._noted = True
+            self._progress.message(note)
 
     def release(self) -> None:
         """Close the file, however training ended."""

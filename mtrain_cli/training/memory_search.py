@@ -63,6 +63,8 @@ TILE_SECONDS = 0.5e-3  # per MLP tile and pass, or chunk of the loss, in additio
 # Share of a GPU that may be full with optional tensors. Gaps take 5 to 6 GiB, measured.
 ROOMY = 0.9
 
+_AS_FAST = "as fast"
+
 # Keys that `auto` may change, with the default first, then the alternatives. If the user set a key
 # to another value than the default, `auto` leaves it. `auto` offloads the activations of as few
 # layers as necessary, and keeps the MLP products of as many layers as there is room for.
@@ -124,22 +126,22 @@ class MemorySearch:
         expert-parallel degree, return only the setting that would be chosen for it.
         """
         assert self.chosen is not None
-        best = duration(self.chosen.seconds)
+        best = self.chosen.seconds
         rows: dict[str, tuple[str, str]] = {}
         by_degree = self._by_degree()
         for setting in by_degree.pop(_degree(self.chosen.config)):
             kind, memory = setting.config.train.activation_checkpoint, setting.memory
-            equal = setting.fits and duration(setting.seconds) == best
+            reason = _compared(setting.seconds, best)
+            equal = setting.fits and reason == _AS_FAST
             if setting is self.chosen or equal or kind in rows:
                 continue
-            reason = f"{duration(setting.seconds)} per step"
             if not setting.fits:
                 reason += f", but needs {in_gib(memory.total)}"
                 if memory.host_peak:
                     reason += f" and {in_gib(memory.host_peak)} of host memory"
             rows[kind] = (_label(setting.config, self.chosen.config), reason)
         others = (next((s for s in each if s.fits), each[0]) for each in by_degree.values())
-        return [*rows.values(), *((_label_of_degree(s), _figures(s)) for s in others)]
+        return [*rows.values(), *((_label_of_degree(s), _figures(s, best)) for s in others)]
 
     def _by_degree(self) -> dict[int | str, list[MemorySetting]]:
         """Return the settings of each expert-parallel degree, fastest first."""
@@ -353,10 +355,20 @@ def _label_of_degree(setting: MemorySetting) -> str:
     return as_overrides(changes | setting.changes)
 
 
-def _figures(setting: MemorySetting) -> str:
-    """Return the estimated time and memory of a setting."""
+def _figures(setting: MemorySetting, best: float) -> str:
+    """Return a setting's step time, compared with ``best`` seconds, and its memory."""
     word = "and" if setting.fits else "but needs"
-    return f"{duration(setting.seconds)} per step {word} {in_gib(setting.memory.total)}"
+    return f"{_compared(setting.seconds, best)} {word} {in_gib(setting.memory.total)}"
+
+
+def _compared(seconds: float, best: float) -> str:
+    """Compare an estimated step time with that of the chosen setting, in whole percent.
+
+    Plans show no other time of this estimate: `simulation.estimate` predicts the time of a step.
+    """
+    if not (more := round(100 * (seconds / best - 1))):
+        return _AS_FAST
+    return f"{abs(more)}% {'longer' if more > 0 else 'shorter'} steps"
 
 
 def _degree(config: Config) -> int | str:

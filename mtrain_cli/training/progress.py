@@ -154,6 +154,7 @@ class TrainingProgress:
             loss=metrics.loss,
             grad_norm=metrics.grad_norm,
             tokens=metrics.tokens,
+            targets=metrics.targets,
             tokens_per_second_per_gpu=metrics.tokens_per_second_per_gpu,
             expert_load=metrics.expert_load,
             seconds=metrics.seconds,
@@ -369,13 +370,15 @@ def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
 
 
 def _special_parts(metrics: StepMetrics) -> list[str]:
-    """Return what not every step has.
+    """Return the number of targets, and what not every step has.
 
     These are utilization and memory if a GPU measured them, the density of a sparse step, and the
     largest load of an expert.
     """
     name, share = _utilization(metrics)
-    parts = [] if share is None else [f"{name} {share:.1%}"]
+    parts = [] if metrics.targets is None else [f"targets {metrics.targets:,}"]
+    if share is not None:
+        parts.append(f"{name} {share:.1%}")
     if metrics.peak_memory_gib is not None:
         parts.append(f"{metrics.peak_memory_gib:.1f} GiB")
     if metrics.index_seconds is not None:

@@ -33,6 +33,7 @@ from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
+    causal_pairs,
     parameters,
     recomputed_attention,
     training_flops,
@@ -153,12 +154,19 @@ class RunPlan:
     @functools.cached_property
     def flops(self) -> FlopsPerToken:
         read = self.data_masks
+        return self._flops(read.pairs if read is not None and read.masks else None)
+
+    def flops_at(self, density: float) -> FlopsPerToken:
+        """FLOP of attention that computes this share of the pairs of a causal mask."""
+        return self._flops(density * causal_pairs(self.config.seq))
+
+    def _flops(self, pairs: float | None) -> FlopsPerToken:
         return training_flops(
             self.config,
             self.layout,
             sharing=self.exchange.heads,
             dtype_bytes=self.dtype_bytes,
-            pairs=read.pairs if read is not None and read.masks else None,
+            pairs=pairs,
         )
 
     @property
@@ -233,6 +241,11 @@ class RunPlan:
             cuda=self.environment.device == "cuda",
             attention=self._attention,
         )
+
+    @property
+    def dealt(self) -> RunPlan:
+        """The plan with the number that `topology.expert_parallel=auto` takes."""
+        return dataclasses.replace(self, config=self._dealt(self.config))
 
     def _dealt(self, config: Config) -> Config:
         """Return a configuration with the number that `topology.expert_parallel=auto` takes."""

@@ -52,6 +52,8 @@ class StepResult:
     pairs: number of computed query-key pairs, averaged over heads and layers, and summed over all
         sequences.
     stop: whether any worker received a stop request.
+    targets: number of labels that count toward the loss.
+    allowed: number of query-key pairs that the mask allows, summed over all sequences.
     reports: one report per rank.
     index: metrics of the dynamic index. None for a dense step.
     routing: loads of the experts. None if the model has none.
@@ -65,6 +67,8 @@ class StepResult:
     tokens: int
     pairs: float
     stop: bool
+    targets: int = 0
+    allowed: float = 0.0
     reports: tuple[StepReport, ...] = ()
     index: IndexMetrics | None = None
     routing: RoutingMetrics | None = None

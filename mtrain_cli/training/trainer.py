@@ -293,6 +293,8 @@ class Trainer:
             tokens=batch * seq,
             pairs=index.density * causal_pairs(seq) * batch if index else float(pairs),
             stop=any(report.stop for report in reports),
+            targets=valid,
+            allowed=float(pairs),
             reports=tuple(reports),
             index=index,
             routing=routing,
@@ -514,7 +516,7 @@ class Trainer:
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
         """Return the line of metrics.jsonl for a finished step that took `seconds`."""
         config, index, peak = self.config, result.index, self._peak_flops
-        pairs = result.pairs / config.train.global_batch
+        pairs, all_pairs = result.pairs / config.train.global_batch, causal_pairs(config.seq)
         flops = training_flops(
             config,
             self.choices.layout,
@@ -534,7 +536,9 @@ class Trainer:
             tokens_per_second_per_gpu=rate,
             mfu_model=rate * flops.model / peak if peak and index is None else None,
             mfu_executed=rate * flops.executed / peak if peak else None,
-            density=pairs / causal_pairs(config.seq),
+            density=pairs / all_pairs,
+            targets=result.targets,
+            dense_density=result.allowed / config.train.global_batch / all_pairs if index else None,
             peak_memory_gib=memory,
             seconds=seconds,
             epoch=self.sampler.consumed / len(self.dataset),

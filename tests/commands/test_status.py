@@ -269,3 +269,14 @@ def test_watching_a_finished_run_prints_it_once(words, monkeypatch):
 def test_mistakes_are_one_line(words, line):
     result = status(*words)
     assert (result.exit_code, result.stderr) == (2, line)
+
+
+def test_targets_and_the_predicted_time_are_shown():
+    run = begun()
+    told = StateReporter(run, steps=100, step=0, workers=("a, GPU 0 (H200)",), predicted_seconds=4)
+    rate = {"tokens_per_second_per_gpu": 12.0, "seconds": 4.2}
+    told.step(last=True, step=12, loss=2.5, targets=1530, **rate)
+    shown = status("first").stdout
+    assert "targets     1,530 labels of the last step count toward the loss" in shown
+    assert "(4.20 s, 4 s predicted)" in shown
+    assert found()["targets"] == 1530

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from test_metrics import STEP, read_metrics, write
 
-from mtrain_cli.records.step_remarks import loss_remark, step_remarks
+from mtrain_cli.records.step_remarks import loss_remark, nothing_left_out, step_remarks
 
 
 def of(*numbers: int, last: int = 0) -> list[str]:
@@ -50,3 +50,22 @@ def test_a_skipped_step_whose_loss_is_not_finite_is_named():
 
 def test_steps_in_any_order_are_named_in_their_order():
     assert loss_remark([3, 1, 2, 3]) == "steps 1-3 have no finite loss"
+
+
+@pytest.mark.parametrize(
+    ("density", "allowed", "note"),
+    [
+        (1.0, 1.0, "density 100%: the pattern leaves nothing out at this length"),
+        (0.996, 1.0, "density 100%: the pattern leaves nothing out at this length"),
+        (
+            0.43,
+            0.43,
+            "density 43%, as with dense attention: the pattern leaves nothing out at this length",
+        ),
+        (0.99, 1.0, ""),
+        (0.40, 0.43, ""),
+        (1.0, None, ""),  # a dense step
+    ],
+)
+def test_a_pattern_that_leaves_nothing_out_is_noted(density, allowed, note):
+    assert nothing_left_out(replace(STEP, density=density, dense_density=allowed)) == note

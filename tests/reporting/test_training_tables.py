@@ -19,6 +19,7 @@ from mtrain_cli.reporting.training_figures import training_figure
 from mtrain_cli.reporting.training_tables import (
     medians_note,
     totals,
+    training_headings,
     training_row,
     training_table,
 )
@@ -120,3 +121,16 @@ def test_headings_of_the_training_table_break_between_words():
     assert "tokens/s" in said
     assert "/GPU" in said
     assert "tokens/s/GPU" not in said
+
+
+def test_targets_and_a_density_of_all_pairs_are_shown():
+    steps = [step(n, targets=530, dense_density=1.0) for n in (1, 2, 3)]
+    source = ReportSource("odd", Path(), metrics=tuple(steps))
+    row = dict(zip(training_headings([source]), training_row(source), strict=True))
+    assert row["targets"] == "530"
+    assert medians_note([source]).endswith(
+        "; density 100%: the pattern leaves nothing out at this length"
+    )
+    other = ReportSource("b", Path(), metrics=(step(1),))
+    assert "; odd: density 100%: " in medians_note([source, other])
+    assert dict(zip(training_headings([other]), training_row(other), strict=True))["targets"] == "-"

@@ -193,7 +193,6 @@ def test_the_same_gpu_is_assumed_everywhere(large):
     assert plan.exchange.name == "all_gather"
     printed = " ".join(text(large, 1000).split())
     assert "assumed NVIDIA H200 GPUs" in printed
-    assert "of the 989 TFLOP/s of NVIDIA H200" in printed
 
 
 def test_the_largest_plan_walks_each_program_once_per_size(monkeypatch):
@@ -372,11 +371,10 @@ def test_the_verdict_follows_the_total():
                 "assumed NVIDIA A100-SXM4-40GB GPUs of topology.cluster=a100_4x8: ",
                 "32 x NVIDIA A100-SXM4-40GB = 1 data x 32 context, 4 nodes of 8",
                 "39.40 GiB",
-                "of the 312 TFLOP/s of NVIDIA A100-SXM4-40GB",
                 "kernel sdpa: assumed without a GPU: on NVIDIA A100-SXM4-40GB",
             ],
         ),
-        ("b200_4x8", ["32 x NVIDIA B200", "of the 2.25 PFLOP/s of NVIDIA B200"]),
+        ("b200_4x8", ["32 x NVIDIA B200"]),
         ("hierarchical", ["hierarchical_ring: "]),
         ("ulysses", ["ulysses"]),
     ],

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model.tokenizer_files import of_bytes
-from mtrain_cli.training.initial_weights import remarks
+from mtrain_cli.training.banner import banner
+from mtrain_cli.training.dry_run import position_rows, render
+from mtrain_cli.training.initial_weights import beyond_reach, remarks
+from mtrain_cli.training.run_plan import make_plan
 
 QWEN = {
     "model_type": "qwen2", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2,
@@ -53,18 +59,72 @@ def test_a_setting_that_differs_is_shown_with_both_values(folder: Path) -> None:
 
 
 def test_positions_beyond_the_folders_reach_are_reported(folder: Path) -> None:
-    (line, _) = banner_lines(folder, "seq=8k")
-    assert line.startswith(
-        "seq=8k exceeds the 2k tokens that the model's rotary positions cover. "
-        "Set model.rope.scaling=yarn or a larger model.rope.theta."
-    )
-    assert len(banner_lines(folder, "seq=8k", "model.rope.scaling=yarn")) == 2
+    def line(*words: str, **changes: Any) -> str:
+        banner_lines(folder, **changes)
+        return beyond_reach(compose([f"train.init_from={folder}", "seq=8k", *words]))
+
+    exceeds = "seq=8k exceeds the 2k tokens that the model's rotary positions cover. Give "
+    remedy = "model.rope.scaling=yarn model.rope.factor=4"
+    assert line() == f"{exceeds}{remedy}."
+    assert line(*remedy.split()) == line("model.rope.theta=2e6") == line("seq=2k") == ""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    (line, _) = banner_lines(folder, "seq=8k", rope_scaling=yarn)
-    assert line.startswith(
-        "seq=8k exceeds the 2k tokens that the model's rotary positions cover. "
-        "Set model.rope.factor=auto."
-    )
+    assert line(rope_scaling=yarn) == f"{exceeds}model.rope.factor=16."
+    assert line("model.rope.factor=16", rope_scaling=yarn) == ""
+    (row,) = position_rows(compose([f"train.init_from={folder}", "seq=8k"]))
+    assert row[0] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("words", "covered", "remedy"),
+    [
+        (["model=llama8b", "seq=1m"], "128k", "model.rope.scaling=yarn model.rope.factor=128"),
+        (["model=llama1b", "seq=1m"], "128k", "model.rope.scaling=yarn model.rope.factor=128"),
+        (["model=llama14b", "seq=10k"], "4k", "model.rope.scaling=yarn model.rope.factor=3"),
+        (["model=qwen3b", "seq=512k", "model.rope.factor=4"], "128k", "model.rope.factor=16"),
+        (["model=llama8b", "seq=128k"], None, ""),
+        (["model=qwen3b", "seq=512k"], None, ""),
+        ([], None, ""),
+        (["seq=16k"], None, ""),  # the default model has no released weights
+    ],
+)
+def test_a_preset_gets_a_note_on_the_positions_that_it_covers(words, covered, remedy):
+    config = compose(words)
+    rows = position_rows(config)
+    if covered is None:
+        assert rows == []
+        return
+    ((label, line),) = rows
+    assert label == "", "a note"
+    assert f" exceeds the {covered} tokens that the rotary positions of model=" in line
+    assert line.endswith(f"; released weights need {remedy}.")
+    assert position_rows(compose([*words, *remedy.split()])) == [], "the remedy helps"
+
+
+def test_plan_and_banner_show_the_line():
+    plan = make_plan(compose(["model=llama8b", "seq=1m", "topology=h100_4x8"]))
+    line = beyond_reach(plan.config)
+    for shown in (render(plan), banner(plan, Path("runs/x"), "stdlib")):
+        console = Console(file=io.StringIO(), width=400, color_system=None)
+        console.print(shown)
+        assert line in console.file.getvalue()
+
+
+EXAMPLES = re.compile(r"mtrain train ([^`\n\[]*?seq=[^`\n\[]*)")
+
+
+def test_no_example_exceeds_the_positions_of_its_model():
+    root = Path(__file__).parents[2]
+    pages = [*root.glob("docs/*.md"), root / "README.md", *root.glob("mtrain_cli/commands/*.py")]
+    texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages]
+    found = [words for text in texts for words in EXAMPLES.findall(text)]
+    assert len(found) > 20
+    for words in found:
+        kept = [
+            w for w in words.split("#")[0].split() if re.match(r"(model|seq|recipe)[\w.]*=\S", w)
+        ]
+        assert beyond_reach(compose([*kept, "mask=causal"], plan=True)) == "", words
+    for recipe in root.glob("conf/recipe/*.yaml"):
+        assert beyond_reach(compose([f"recipe={recipe.stem}"], plan=True)) == "", recipe
 
 
 def test_bytes_for_another_tokenizers_model_and_dropout_are_reported(folder: Path) -> None:

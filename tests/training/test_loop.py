@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import gloo
+import numpy as np
 import pytest
+from data.test_mds import write_mds
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
@@ -247,3 +249,64 @@ def test_a_worker_without_data_ends_all_workers_after_the_save_in_progress(tmp_p
         ("RunError", "Input/output error", True),
     ]
     assert others == [(PeerLostError.__name__, "rank 1 has no data for step 3", True)] * 2
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [["vertical_slash", "sparsity.last_q=16"], ["moba", "sparsity.chunk=96"], ["xattention"]],
+    ids=lambda pattern: pattern[0],
+)
+def test_a_pattern_that_leaves_nothing_out_is_noted_once(tmp_path, pattern):
+    name, *words = pattern
+    if name == "xattention":
+        words = ["sparsity.threshold=1.0", "sparsity.stride=8"]
+    words = [f"sparsity={name}", "sparsity.block=16", *words, "train.steps=2"]
+    gloo.run(1, run, str(tmp_path), words)
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("the pattern leaves nothing out at this length") == 1
+    assert all(m["density"] == m["dense_density"] for m in metrics(tmp_path))
+
+
+def test_a_pattern_that_leaves_pairs_out_has_no_note(tmp_path):
+    words = ["sparsity=fixed", "sparsity.block=16", "sparsity.density=0.3", "sparsity.columns=0"]
+    gloo.run(1, run, str(tmp_path), [*words, "train.steps=1", "data.document_mask=false"])
+    assert "leaves nothing out" not in (tmp_path / "log.txt").read_text()
+    (step,) = metrics(tmp_path)
+    assert step["density"] < 0.9 < step["dense_density"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "counted"),
+    [
+        (["mask=block_causal", "mask.block=32"], 2 * 3),
+        (["mask=prefix_lm", "mask.prefix=65"], 2 * 32),
+        ([], 2 * 96),
+    ],
+)
+def test_targets_are_counted_apart_from_tokens(tmp_path, words, counted):
+    one = ["data.document_mask=false", "train.global_batch=2", "train.steps=1"]
+    gloo.run(2, run, str(tmp_path), [*one, *words])
+    (step,) = metrics(tmp_path)
+    assert (step["targets"], step["tokens"]) == (counted, 2 * 96)
+    rate = step["tokens_per_second_per_gpu"]
+    assert rate == pytest.approx(step["tokens"] / step["seconds"] / 2)
+    log = (tmp_path / "log.txt").read_text()
+    assert f"  targets {counted}  " in log
+    assert f"targets   {counted // 2} of the 96 tokens of the first sequence count" in log
+    state = read_state(RunDir(tmp_path))
+    assert state is not None
+    assert state.targets == counted
+
+
+def test_targets_leave_out_masked_labels_and_padding(tmp_path):
+    ids = np.arange(140, dtype=np.uint32) + 1  # one sequence, and one with 52 tokens of padding
+    mask = np.ones(140, np.uint8)
+    mask[20:30] = 0
+    sample = {"input_ids": ids, "indices": [[0, 140]], "mask": mask}
+    columns = {"input_ids": "ndarray:uint32", "indices": "json", "mask": "ndarray"}
+    write_mds(tmp_path / "mds", columns, [sample])
+    words = ["data=mds", f"data.path={tmp_path / 'mds'}", "train.steps=2", "train.global_batch=1"]
+    gloo.run(1, run, str(tmp_path / "run"), words)
+    first, second = metrics(tmp_path / "run")
+    assert first["targets"] + second["targets"] == 140 - 1 - 10
+    assert second["tokens"] == 2 * 96

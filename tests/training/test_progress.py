@@ -353,3 +353,9 @@ def test_a_long_run_hints_once_at_mtrain_status_which_shows_the_same(tmp_path, s
         0.0,
     )
     assert [text for _, text in written.warnings] == ["a spike"]
+
+
+def test_a_step_names_its_targets():
+    progress, out, _ = make()
+    progress.step(replace(ON_CPU, targets=530))
+    assert "1,234 tokens/s/worker  targets 530  2.00 s" in out.getvalue()

@@ -1,0 +1,46 @@
+"""What a step computes and how long it takes, for plan, banner and status.
+
+`simulation.estimate` makes the estimate. Training only shows it, and imports no simulation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain_cli.training.memory_search import duration
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """The prediction of a step.
+
+    density: share of the pairs of a causal mask that attention computes, as a mean over layers;
+        None if it is unknown before training.
+    drawn: which pairs are assumed, if the pattern depends on the data; else "".
+    cluster: name of the cluster whose constants give the time.
+    seconds: (expected, best, worst) time of a step; None if it is not predicted.
+    problem: why it is not predicted; "" on a CPU.
+    """
+
+    density: float | None
+    drawn: str = ""
+    cluster: str = ""
+    seconds: tuple[float, float, float] | None = None
+    problem: str = ""
+
+    def describe(self) -> str:
+        """Return one line on the time, with density and source; "" on a CPU."""
+        if self.seconds is None:
+            return self.problem and f"not predicted: {self.problem}"
+        expected, best, worst = self.seconds
+        at = f" at density {self.density:.1%} ({self.drawn})" if self.drawn else ""
+        bounds = f"{duration(best)} to {duration(worst)}"
+        return (
+            f"{exact(expected)} per step{at}, predicted as by `mtrain simulate` on {self.cluster}; "
+            f"by the bounds of the constants {bounds}"
+        )
+
+
+def exact(seconds: float) -> str:
+    """Format a predicted time as the tables of `mtrain simulate` do."""
+    return f"{seconds:.4g} s" if seconds < 9999.5 else f"{seconds:,.0f} s"
