@@ -145,6 +145,7 @@ class Runner:
             codec = open_codec(
                 source, None if request.tokenizer is None else Path(request.tokenizer)
             )
+        self._starts = codec.starts
         self._measurement: Measurement = open_measurement(
             # Only the first worker reads texts. The others measure what it sends.
             request if self._first else replace(request, samples=0),
@@ -190,6 +191,8 @@ class Runner:
     def _measure_all(self, folder: ResultsFolder | None, progress: EvaluationProgress) -> None:
         if self._first:
             progress.say(self._outlook(progress.remaining))
+            if self._starts:
+                progress.say(self._starts)
         for setting in self._settings:
             rows = self._measure_setting(folder, setting, progress)
             if folder is not None and rows is not None:

@@ -16,7 +16,7 @@ from lm_eval.api.instance import Instance
 
 from mtrain_cli import api
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.tokenizers import open_tokenizer
+from mtrain_cli.data.tokenizers import NO_BEGIN, open_tokenizer
 from mtrain_cli.evaluation.harness_model import HarnessModel
 from mtrain_cli.evaluation.harness_requests import Plan
 from mtrain_cli.inference.text import TextCodec
@@ -103,7 +103,7 @@ def test_a_request_that_is_too_long_is_refused_whole(ours):
 
 def test_a_text_without_context_needs_a_token_to_begin_with():
     class Bare:
-        vocab_size = 256
+        vocab_size, begin = 256, NO_BEGIN
 
         def encode(self, pieces):
             import numpy as np
