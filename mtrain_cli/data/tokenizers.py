@@ -222,7 +222,7 @@ def describe_begin(tokenizer: Tokenizer) -> str:
     if tokenizer.begin:
         return f"each document starts with {tokenizer.begin}"
     if tokenizer.prescribed:
-        return f"documents start without {tokenizer.prescribed}, which the tokenizer can add"
+        return f"documents start without {tokenizer.prescribed}, which their tokenizer would add"
     return ""
 
 

@@ -225,7 +225,7 @@ class HarnessRunner:
             key="", task="", pattern=pattern_text(setting.config), samples=0, score=None,
             error=None, unit="", seconds=seconds, **names,
             settings=setting.labels_with(self._request.tokenizer),
-            details=(setting.weights_label,),
+            details=(setting.weights_label, *filter(None, [self._codec.starts])),
         )  # fmt: skip
         changed = False
         # Groups, which have no samples of their own, come after their tasks.

@@ -403,7 +403,11 @@ class Runner:
                 *self._measurement.labels(cell),
                 *setting.labels_with(self._request.tokenizer),
             ),
-            details=(*self._measurement.details(cell), setting.weights_label),
+            details=(
+                *self._measurement.details(cell),
+                setting.weights_label,
+                *filter(None, [self._starts]),
+            ),
         )
         result = self._measurement.result(chosen, known)
         if result == before:
