@@ -23,7 +23,13 @@ from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
 from mtrain_cli.evaluation.generated import Generated
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
-from mtrain_cli.evaluation.results import IN_TRAINING, PERCENT, Result, ResultsFolder, key_of
+from mtrain_cli.evaluation.results import (
+    IN_TRAINING,
+    Result,
+    ResultsFolder,
+    format_score,
+    key_of,
+)
 from mtrain_cli.inference.answers import describe, report
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.limits import require_known_ids
@@ -473,9 +479,7 @@ def score_text(result: Result) -> str:
     """Return ``97.5 ± 1.2 %`` or ``2.3456 ± 0.0012 nats``."""
     if result.score is None:
         return "not finite"
-    digits = 1 if result.unit == PERCENT else 4
-    error = "" if result.error is None else f" ± {result.error:.{digits}f}"
-    return f"{result.score:.{digits}f}{error} {result.unit}".rstrip()
+    return f"{format_score(result.score, result.error, result.unit)} {result.unit}".rstrip()
 
 
 def pattern_text(config: Config) -> str:
