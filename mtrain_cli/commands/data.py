@@ -47,7 +47,6 @@ def prepare(
     out: Annotated[Path, argument("OUT")],
     tokenizer: Annotated[str, option("bytes|bpe|FILE", complete=complete_tokenizers)] = "bytes",
     vocab_size: Annotated[int | None, bounded(most=MOST_IDS)] = None,
-    bos: Annotated[str, option("auto|true|false")] = "auto",
     text_key: Annotated[str, option("KEY")] = "text",
     tokens_key: Annotated[str | None, option("KEY")] = None,
     mask_key: Annotated[str | None, option("KEY")] = None,
@@ -59,6 +58,7 @@ def prepare(
     truncate: Annotated[bool, flag("--truncate")] = False,
     min_chars: Annotated[int, bounded(most=MOST_DOCUMENTS)] = 0,
     threads: Annotated[int | None, bounded(1, MOST_THREADS)] = None,
+    bos: Annotated[str, option("auto|true|false")] = "auto",
 ) -> None:
     """Tokenize SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
@@ -84,8 +84,6 @@ def prepare(
         out: Folder of the token store; must hold nothing else.
         tokenizer: Raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json.
         vocab_size: Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.
-        bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
-            adds one.
         text_key: Field that holds the text in .jsonl and .parquet files.
         tokens_key: Field that holds the token ids of a document in .jsonl and .parquet files,
             instead of text. --tokenizer names the tokenizer that made them. They stay as they are:
@@ -103,6 +101,8 @@ def prepare(
         truncate: Cut documents at --max-tokens instead of leaving them out.
         min_chars: Leave out documents with fewer characters; 0 = no limit.
         threads: CPU threads of the tokenizer; all cores by default.
+        bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
+            adds one.
     """
     from mtrain_cli.commands.data_output import describe_store, progress_bar
     from mtrain_cli.console import Console
