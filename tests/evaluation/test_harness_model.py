@@ -122,7 +122,9 @@ def test_each_window_of_a_long_text_starts_with_the_begin_token(tmp_path):
     assert [token for _, rest in windows for token in rest] == plain
     done = 0
     for context, rest in windows:
-        assert context == (begin if not done else [*begin, plain[done - 1]])
+        earlier = len(context) - 1  # the last window fills up with tokens of the one before
+        assert context == [*begin, *plain[done - earlier : done]]
+        assert (earlier > 0) == (done > 0)
         done += len(rest)
     asked.clear()
     pairs = [("The sky", " is"), ("", "The sky"), ("<begin>The sky", " is")]
