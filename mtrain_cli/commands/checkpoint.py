@@ -132,6 +132,7 @@ def verify_weights(
         tokens: Number of random tokens.
         tolerance: Largest logit difference that counts as agreement.
     """
+    from mtrain_cli.config.suggest import adapter_hint
     from mtrain_cli.training.checkpoint_source import NotARunError, find_source
 
     from_run = not (source / "config.json").is_file()
@@ -141,7 +142,7 @@ def verify_weights(
         except NotARunError as error:
             raise ConfigError(
                 f"{error.problems[0]} Or give a Hugging Face folder, with config.json and "
-                "safetensors"
+                f"safetensors{adapter_hint(source)}"
             ) from None
     # Imported late: it takes seconds, and mistakes are reported above.
     import torch

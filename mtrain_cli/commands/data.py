@@ -58,6 +58,7 @@ def prepare(
     truncate: Annotated[bool, flag("--truncate")] = False,
     min_chars: Annotated[int, bounded(most=MOST_DOCUMENTS)] = 0,
     threads: Annotated[int | None, bounded(1, MOST_THREADS)] = None,
+    bos: Annotated[str, option("auto|true|false")] = "auto",
 ) -> None:
     """Tokenize SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
@@ -85,7 +86,8 @@ def prepare(
         vocab_size: Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.
         text_key: Field that holds the text in .jsonl and .parquet files.
         tokens_key: Field that holds the token ids of a document in .jsonl and .parquet files,
-            instead of text. --tokenizer names the tokenizer that made them. No end token is added.
+            instead of text. --tokenizer names the tokenizer that made them. They stay as they are:
+            no begin or end token is added.
         mask_key: Field that holds the mask of a document: a list of slices [query start, query
             stop, key start, key stop, kind] in tokens of the document. The kind is full, causal,
             inverse, bicausal or 0 to 3. null = causal. Only with --tokens-key.
@@ -99,6 +101,8 @@ def prepare(
         truncate: Cut documents at --max-tokens instead of leaving them out.
         min_chars: Leave out documents with fewer characters; 0 = no limit.
         threads: CPU threads of the tokenizer; all cores by default.
+        bos: Start each document with the begin token of the tokenizer; auto = if its post-processor
+            adds one.
     """
     from mtrain_cli.commands.data_output import describe_store, progress_bar
     from mtrain_cli.console import Console
@@ -107,6 +111,9 @@ def prepare(
 
     if threads is not None:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
+    choices: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
+    if bos not in choices:
+        raise ConfigError(f"--bos {bos}: expected auto, true or false")
     domains = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
     least, most = _parse_count("--min-tokens", min_tokens), _parse_count("--max-tokens", max_tokens)
     filters = Filters(domains, least, most, truncate, min_chars)
@@ -116,7 +123,7 @@ def prepare(
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
         with progress_bar() as report:
-            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters)
+            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, choices[bos])
     except KeyboardInterrupt:
         console.print("Interrupted. Finished work is kept: run the same command to continue.")
         raise typer.Exit(130) from None

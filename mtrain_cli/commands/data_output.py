@@ -55,6 +55,8 @@ def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
         ending = f"each document ends with id {meta.eos}"
     room = f" ({rounded:,} for the model, a multiple of 8)" if rounded != meta.vocab_size else ""
     console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}")
+    if begin := store.describe_begin():
+        console.print(f"  {begin}")
     if meta.left_out:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items())
         console.print(f"  left out: {reasons}")
@@ -94,6 +96,8 @@ def show_store(shown: Inspection, store: TokenStore) -> None:
         f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, "
         f"end token {meta.eos}"
     )
+    if begin := store.describe_begin():
+        console.print(f"  {begin}")
     _print_columns(console, meta)
     console.print(f"  sha256 {meta.sha256}{' (checked)' if shown.check else ''}")
     _print_lengths(console, _by_domain(store))

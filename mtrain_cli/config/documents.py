@@ -19,6 +19,7 @@ _FLOAT_LIMIT = 1e18
 _MOST_VALUES, _MOST_DEPTH = 1_000_000, 100
 _MOST_SHOWN = 5  # most numbers of lines in a message
 _MAY_DIVERGE = ("loss", "grad_norm")  # names of fields that may be infinite or NaN
+_MAY_BE_LARGE = ("score", "error")  # such as the perplexity of a whole word, of random weights
 
 
 class UnreadableError(ValueError):
@@ -207,7 +208,9 @@ def _is_plain(hint: Any, value: Any, name: str) -> bool:
     if hint is int:
         return is_number(value) and isinstance(value, int)
     if hint is float:
-        return is_number(value) or (isinstance(value, float) and name in _MAY_DIVERGE)
+        is_large = name in _MAY_BE_LARGE and isinstance(value, float) and math.isfinite(value)
+        diverges = name in _MAY_DIVERGE and isinstance(value, float)
+        return is_number(value) or is_large or diverges
     kind = typing.get_origin(hint) or hint
     return hint is Any or not isinstance(kind, type) or isinstance(value, kind)
 

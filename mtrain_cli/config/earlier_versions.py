@@ -13,6 +13,7 @@ from mtrain_cli.config.mask_settings import MaskConfig
 LATER: dict[str, Any] = {
     "profile.every": 0,
     "data.mix": None,
+    "data.bos": "auto",
     "data.token_dtype": "auto",
     "data.eval_sequences": 0,
     "data.mask_key": None,
@@ -91,4 +92,14 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
     layers = {"mask.full_first": 0} if flat.get("mask.kind") == "sliding_window" else {}
     sparse = {"sparsity.dense_layers": 0} if flat.get("sparsity.dense_steps") is not None else {}
-    return {**LATER, **gate, **layers, "sparsity.dense_layers": None, **sparse, **renamed(flat)}
+    # Documents of text had no begin token. Token ids may well have had one.
+    bos = {} if flat.get("data.kind") in ("tokens", "mds") else {"data.bos": False}
+    return {
+        **LATER,
+        **gate,
+        **layers,
+        **bos,
+        "sparsity.dense_layers": None,
+        **sparse,
+        **renamed(flat),
+    }

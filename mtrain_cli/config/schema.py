@@ -269,6 +269,8 @@ class DataConfig:
         YAML file of them; null = one corpus
     tokenizer: bytes, the path of a Hugging Face tokenizer.json, or auto = the tokenizer of
         train.init_from if it has one, else bytes
+    bos: whether each document starts with the begin token of the tokenizer; auto = if its
+        post-processor adds one. A token store was prepared with `mtrain data prepare --bos`
     text_key: text: key or column that holds the text in .jsonl and .parquet files
     token_dtype: tokens: integer type of a .bin file; auto = uint16 if model.vocab_size fits, else
         uint32
@@ -286,6 +288,7 @@ class DataConfig:
     path: str | None = option()
     mix: dict[str, float] | str | None = option()
     tokenizer: str = option()
+    bos: bool | str = option()
     text_key: str = option()
     token_dtype: str = option(("auto", "uint16", "uint32"))
     mask_key: str | None = option()

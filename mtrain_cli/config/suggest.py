@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from pathlib import Path
 
 from mtrain_cli.config.problem import Allowed, Problem
 
@@ -65,3 +66,13 @@ def _ratio(a: str, b: str) -> float:
     # An abbreviation is similar to its long form, such as ``seq`` to ``sequence``.
     short, long = sorted((a, b), key=len)
     return max(ratio, 0.9) if len(short) >= 3 and long.startswith(short) else ratio
+
+
+def adapter_hint(folder: Path) -> str:
+    """Return what to do with a folder of PEFT; "" for another folder."""
+    if not (folder / "adapter_config.json").is_file():
+        return ""
+    return (
+        ". This is a PEFT adapter: merge it first, with merge_and_unload() of peft, and save the "
+        "merged model"
+    )

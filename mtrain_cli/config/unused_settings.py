@@ -156,6 +156,10 @@ def _ineffective_keys(config: Config) -> Iterator[tuple[str, str]]:
     path = config.data.path
     if config.data.kind == "text" and path and Path(path).suffix.lower() in _PLAIN_TEXT:
         yield "data.text_key", f"data.path={path} is plain text, which has no keys"
+    if config.data.kind == "tokens":
+        why = "a token store has the begin tokens that `mtrain data prepare --bos` gave it"
+        if not path or Path(path).suffix not in (".npy", ".bin"):
+            yield "data.bos", why
     yield from eval_tasks.without_effect(config)
     for name in _INTERVALS:
         if values[name] > config.train.steps:

@@ -37,6 +37,7 @@ from mtrain_cli.config.schema import (
     TrainConfig,
 )
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.config.suggest import adapter_hint
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
@@ -550,7 +551,7 @@ def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
             wanted = "a Hugging Face folder with config.json and .safetensors files"
             yield f"{given}: {reason}; give {wanted}"
         elif not (folder / "config.json").is_file():
-            yield f"{given}: has no config.json; give a Hugging Face folder"
+            yield f"{given}: has no config.json; give a Hugging Face folder{adapter_hint(folder)}"
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -221,9 +221,10 @@ class PackedDataset:
             tail = f", the last one with {-remainder:,} tokens of padding"
         if held_out:
             tail += f", {held_out} more held out"
+        begin = self._store.describe_begin() if isinstance(self._store, TokenStore) else ""
         return (
             f"{meta.source}: {with_count(meta.num_documents, 'document')}, {self.num_tokens:,} "
-            f"tokens ({meta.tokenizer}, vocabulary {vocabulary}), "
+            f"tokens ({meta.tokenizer}, vocabulary {vocabulary}){begin and f', {begin}'}, "
             f"{with_count(len(self), 'sequence')} of {self.seq:,}{tail}; {self._location}"
         )
 

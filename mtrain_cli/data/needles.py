@@ -161,7 +161,7 @@ class _Builder:
 
     def __init__(self, tokenizer: Tokenizer, settings: NeedleSettings, random: Random) -> None:
         self._tokenizer, self._settings, self._random = tokenizer, settings, random
-        self._end = 0 if tokenizer.eos is None else 1
+        self._added = len(tokenizer.begin.ids) + (tokenizer.eos is not None)
 
     def build(self, lines: Iterator[str]) -> NeedleDocument:
         """Return a document with the next of ``lines``."""
@@ -199,7 +199,7 @@ class _Builder:
         tokens = dict(self._counted(lines))
         taken = sum(tokens[line] for line in lines)  # a question may stand several times
         last = sum(tokens[pair.lines[-1]] for pair in pairs if pair.in_tail)
-        space = settings.length - self._end - taken
+        space = settings.length - self._added - taken
         if space < 0 or last > settings.tail:
             raise ConfigError(
                 Problem(
@@ -254,7 +254,7 @@ class _Builder:
 
     def _pad(self, body: list[str]) -> str:
         """Return the text with a first line that fills the document up to its length."""
-        target = self._settings.length - self._end
+        target = self._settings.length - self._added
         text = "".join(body)
         while (count := self._count(text)) > target:
             # Tokens at the ends of lines can differ in the whole text: drop a line of the corpus.

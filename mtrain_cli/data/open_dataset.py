@@ -13,7 +13,7 @@ from mtrain_cli.data.mixture import MixedDataset, parse_mix
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
-from mtrain_cli.data.tokenizers import open_tokenizer
+from mtrain_cli.data.tokenizers import choose_begin, open_tokenizer
 
 _ARRAYS = f"{' or '.join(SUFFIXES)} file of token ids"
 
@@ -168,6 +168,7 @@ def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSo
         check_vocabulary(config, store.meta.vocab_size, owner)
         return store, location
     tokenizer = open_tokenizer(data.tokenizer)
+    choose_begin(tokenizer, data.bos)
     check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
     return cached_store(open_corpus(data), tokenizer)
 

@@ -36,9 +36,12 @@ from mtrain_cli.data.store import (
     write_json,
 )
 from mtrain_cli.data.tokenizers import (
+    NO_BEGIN,
     SMALLEST_BPE,
     FileTokenizer,
     Tokenizer,
+    choose_begin,
+    no_begin_token,
     open_tokenizer,
     train_bpe,
 )
@@ -170,6 +173,7 @@ def prepare_store(
     vocab_size: int | None,
     report: Callable[[PreparationProgress], None],
     filters: Filters = EVERYTHING,
+    bos: bool | str = "auto",
 ) -> TokenStore:
     """Tokenize ``corpus`` into the folder ``out``, or continue an interrupted call.
 
@@ -179,6 +183,7 @@ def prepare_store(
         tokenizer: ``bytes``, the path of a tokenizer.json, or ``bpe`` to train one on ``corpus``.
         vocab_size: maximum number of ids of a ``bpe``; None for the default.
         report: function that receives the progress.
+        bos: as in `choose_begin`.
 
     Raises:
         ConfigError: the arguments or the corpus are wrong, or ``out`` holds something else or is
@@ -187,7 +192,11 @@ def prepare_store(
     """
     given = None if tokenizer == "bpe" else open_tokenizer(tokenizer, "--tokenizer", ("bpe",))
     if corpus.fields is not None:
-        _require_ids(given, filters)
+        _require_ids(given, filters, bos)
+    elif given is not None:
+        choose_begin(given, bos, "--bos ")
+    elif bos is True:
+        raise no_begin_token("--bos ", tokenizer)
     if given is not None and vocab_size is not None:
         raise ConfigError(
             f"--vocab-size {vocab_size}: only for --tokenizer bpe. The tokenizer {tokenizer} has "
@@ -200,6 +209,8 @@ def prepare_store(
         )
     identity = given.identity if given else f"bpe {bpe_size}"
     recipe = {"corpus": corpus.signature, "tokenizer": identity, **filters.recipe}
+    if given is not None and given.begin:
+        recipe["begin token"] = str(given.begin)
     out = Path(os.path.abspath(out.expanduser()))
     if store := _open_finished(out, recipe):
         return store
@@ -223,8 +234,8 @@ def prepare_store(
     return TokenStore.open(out)
 
 
-def _require_ids(tokenizer: Tokenizer | None, filters: Filters) -> None:
-    """Check the settings for documents of token ids. Remove the end token: they hold their own.
+def _require_ids(tokenizer: Tokenizer | None, filters: Filters, bos: bool | str) -> None:
+    """Check the settings for documents of token ids, which hold their own begin and end tokens.
 
     Raises:
         ConfigError: the settings need text.
@@ -239,7 +250,12 @@ def _require_ids(tokenizer: Tokenizer | None, filters: Filters) -> None:
             f"--min-chars {filters.min_chars}: counts characters, but SOURCE holds token ids "
             "(--tokens-key). Give --min-tokens instead."
         )
-    tokenizer.eos = None
+    if bos != "auto":
+        raise ConfigError(
+            f"--bos {str(bos).lower()}: SOURCE holds token ids (--tokens-key), which stay as they "
+            "are. Leave it out."
+        )
+    tokenizer.eos, tokenizer.begin = None, NO_BEGIN
 
 
 def _fill(
@@ -340,7 +356,7 @@ def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
 
 
 def _describe_difference(stored: dict[str, str], wanted: dict[str, str]) -> str:
-    differing = [part for part in wanted if stored.get(part) != wanted[part]]
+    differing = [part for part in wanted | stored if stored.get(part) != wanted.get(part)]
     if not differing:
         return ""
     return f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"

@@ -43,7 +43,14 @@ from mtrain_cli.data.document_columns import (
 )
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.token_documents import TokenDocument
-from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
+from mtrain_cli.data.tokenizers import (
+    NO_BEGIN,
+    Begin,
+    ByteTokenizer,
+    Tokenizer,
+    describe_begin,
+    open_tokenizer,
+)
 
 VERSION = 1
 TOKENS, DOCUMENTS, DOMAINS = "tokens.bin", "documents.bin", "domains.bin"
@@ -54,7 +61,7 @@ _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<
 _HASH_CHUNK = 1 << 24
 # Fields of `StoreMeta` that earlier versions lacked, with the value for their stores.
 _LATER = {"domains": [], "left_out": {}, "cut": 0, "mask_key": "", "positions_key": ""}
-_LATER |= {"columns": asdict(WrittenColumns())}
+_LATER |= {"columns": asdict(WrittenColumns()), "begin": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +73,8 @@ class StoreMeta:
     tokenizer: name of the tokenizer.
     tokenizer_identity: `Tokenizer.identity`; empty if unknown.
     eos: id of the end token; None if documents have no end token.
+    begin: what each document starts with; None if unknown. Stores of earlier versions have no begin
+        token, and None.
     vocab_size: number of ids of the tokenizer; 0 if unknown.
     sha256: hash of tokens.bin, documents.bin and the files of columns, in this order.
     source: description of the corpus.
@@ -84,6 +93,7 @@ class StoreMeta:
     tokenizer: str
     tokenizer_identity: str = ""
     eos: int | None = None
+    begin: Begin | None = None
     vocab_size: int = 0
     num_tokens: int
     num_documents: int
@@ -232,6 +242,19 @@ class TokenStore:
         assert self.folder is not None
         return open_tokenizer(str(self.folder / TOKENIZER), option="tokenizer of the store")
 
+    def describe_begin(self) -> str:
+        """Return how documents start; "" if the tokenizer has nothing to put there."""
+        if self.meta.begin:
+            return f"each document starts with {self.meta.begin}"
+        if not self.meta.tokenizer_identity or self.folder is None:
+            return ""
+        try:
+            tokenizer = self.open_tokenizer()
+        except ConfigError:  # such as a cached store, which holds no tokenizer
+            return ""
+        tokenizer.begin = NO_BEGIN
+        return describe_begin(tokenizer)
+
     def verify(self) -> None:
         """Read the arrays, and compare their hash with ``meta.sha256``.
 
@@ -308,6 +331,8 @@ class StoreWriter:
 
     def append(self, ids: np.ndarray) -> None:
         """Add ids[N] to the open document. The first call after `end_document` opens a document."""
+        if ids.size and not self._open_document:
+            ids = self.tokenizer.begin.before(ids)
         limit = self.filters.max_tokens
         if limit and self._open_document + ids.size > limit:
             self._exceeds_limit = True
@@ -459,6 +484,7 @@ class StoreWriter:
             tokenizer=tokenizer.name,
             tokenizer_identity=tokenizer.identity,
             eos=tokenizer.eos,
+            begin=tokenizer.begin if fields is None else _own_begin(tokenizer, tokens, offsets),
             vocab_size=tokenizer.vocab_size,
             num_tokens=written.tokens,
             num_documents=written.documents,
@@ -472,6 +498,16 @@ class StoreWriter:
             positions_key=fields.positions.name if fields and fields.positions else "",
             columns=written.columns,
         )
+
+
+def _own_begin(tokenizer: Tokenizer, tokens: np.ndarray, offsets: np.ndarray) -> Begin:
+    """Return the tokenizer's begin token if all documents brought it, as token ids may."""
+    begin, last = tokenizer.prescribed, offsets[1:] - 1
+    brought = (
+        (tokens[np.minimum(offsets[:-1] + at, last)] == one).all()
+        for at, one in enumerate(begin.ids)
+    )
+    return begin if all(brought) else NO_BEGIN
 
 
 def _token_dtype(tokenizer: Tokenizer) -> np.dtype:

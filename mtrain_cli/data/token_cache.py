@@ -20,7 +20,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.prepare import tokenise
 from mtrain_cli.data.store import DOCUMENTS, TOKENS, VERSION, StoreWriter, TokenStore
-from mtrain_cli.data.tokenizers import Tokenizer
+from mtrain_cli.data.tokenizers import Tokenizer, documents_identity
 from mtrain_cli.launch.temporary_folders import lies_at
 
 
@@ -34,7 +34,7 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     Raises:
         ConfigError: the corpus is broken.
     """
-    facts = f"{VERSION} {tokenizer.identity} {corpus.signature}"
+    facts = f"{VERSION} {documents_identity(tokenizer)} {corpus.signature}"
     key = hashlib.sha256(facts.encode()).hexdigest()[:32]
     try:
         with _locked_entry(key) as (entry, has_lock):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,11 +15,48 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
+from mtrain_cli.data.tokenizer_limits import call, require_bounded
+from mtrain_cli.printable import one_line
 
 # Names of end tokens to look for, in this order, if no tokenizer_config.json names the end token.
+# If the vocabulary has none of them, the token that the post-processor puts after a text counts.
 _USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 END_TOKEN = _USUAL_END_TOKENS[0]
 SMALLEST_BPE = 256 + 1 + 1  # all bytes, the end token and one merge
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The begin token of documents: ids that stand before the text of each. Mostly one, or none.
+
+    name: text of these tokens.
+    """
+
+    ids: tuple[int, ...] = ()
+    name: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.ids)
+
+    def before(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of a document without its end token, or of a prompt.
+
+        Everything that turns a text into such ids calls this. A text may bring its begin token.
+
+        Args:
+            ids: ids[N] of the text, or of its first piece, which has tokens.
+        """
+        own = len(self.ids)
+        if not own or tuple(ids[:own].tolist()) == self.ids:
+            return ids
+        return np.concatenate([np.array(self.ids, np.int64), ids])
+
+    def __str__(self) -> str:
+        numbers = ", ".join(map(str, self.ids))
+        return f"id{'s' * (len(self.ids) > 1)} {numbers} ({one_line(self.name)})"
+
+
+NO_BEGIN = Begin()
 
 
 class Tokenizer(Protocol):
@@ -28,6 +66,8 @@ class Tokenizer(Protocol):
     identity: fingerprint, which differs between tokenizers that may encode a text to different ids.
     vocab_size: number of ids. Every id is below this number.
     eos: id of the end token, which follows each document; None if the tokenizer has no end token.
+    begin: begin token of documents and prompts, empty for none.
+    prescribed: what ``begin`` is unless the user chose.
     exact_pieces: whether the pieces of `corpora.split_text`, encoded one by one, give the same ids
         as the whole text.
     """
@@ -36,6 +76,8 @@ class Tokenizer(Protocol):
     identity: str
     vocab_size: int
     eos: int | None
+    begin: Begin
+    prescribed: Begin
     exact_pieces: bool
 
     def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
@@ -50,15 +92,16 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Tokenizer of UTF-8 bytes. Ids 0 to 255 are bytes, 256 begin, 257 end and 258 padding.
 
-    begin: None: training data have no begin token.
-
     Ids 259 to 263 are unused: 264 is a multiple of 8.
+
+    prescribed, named: as in `FileTokenizer`.
     """
 
     name = "bytes"
     identity = "bytes-1"
     bos, pad = 256, 258
-    begin: int | None = None
+    prescribed = begin = NO_BEGIN
+    named = Begin((256,), "<|mtrain:begin|>")
     eos: int | None = 257
     vocab_size = 264
     exact_pieces = True
@@ -66,10 +109,6 @@ class ByteTokenizer:
     def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
         """Return the uint8 ids of each piece."""
         return [np.frombuffer(piece.encode("utf-8"), dtype=np.uint8) for piece in pieces]
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """Return the ids of a prompt, which begins with no special token."""
-        return self.encode([text])[0]
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids[N] without its special tokens."""
@@ -89,52 +128,108 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package.
 
-    begin: id that the file puts before each text; None if it puts none.
+    prescribed: begin token that the post-processor of the file puts before each text.
+    named: begin token that tokenizer_config.json names.
+
+    The end tokens of a post-processor stand nowhere: a prompt goes on, and a document ends with
+    ``eos``.
     """
 
-    def __init__(self, path: Path, content: bytes, tokenizer: Any) -> None:
+    def __init__(self, path: Path, content: bytes, tokenizer: Any, place: str) -> None:
         # Some files tell the tokenizer to truncate every text to 512 tokens, or to pad it. Both
         # would silently spoil a corpus.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        end = _find_end_token(path, vocabulary)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._place = tokenizer, place
         self.name = path.parent.absolute().name if path.stem == "tokenizer" else path.stem
-        self.eos = None if end is None else vocabulary[end]
-        self.identity = f"sha256:{hashlib.sha256(content).hexdigest()} eos:{self.eos}"
         self.vocab_size = max(vocabulary.values()) + 1
         self.content = content
-        framed = tokenizer.encode("a", add_special_tokens=True)
-        self.begin: int | None = framed.ids[0] if any(framed.special_tokens_mask[:1]) else None
+        framed = call(place, tokenizer.encode, "a", add_special_tokens=True)
+        is_text = [at for at, special in enumerate(framed.special_tokens_mask) if not special]
+        before = framed.ids[: is_text[0]] if is_text else framed.ids
+        after = framed.tokens[is_text[-1] + 1 :] if is_text else []
+        self.prescribed = Begin(tuple(before), "".join(framed.tokens[: len(before)]))
+        named = _named_token(path, "bos_token", vocabulary)
+        self.named = NO_BEGIN if named is None else Begin((vocabulary[named],), named)
+        self.begin = self.prescribed
+        candidates = (_named_token(path, "eos_token", vocabulary), *_USUAL_END_TOKENS, *after[:1])
+        self.eos = next((vocabulary[t] for t in candidates if t in vocabulary), None)
+        self.identity = f"sha256:{hashlib.sha256(content).hexdigest()} eos:{self.eos}"
         # SentencePiece-like tokenizers put a space before every text. If pieces are encoded one by
         # one, each of them gets such a space.
         whole, first, second = self.encode(["one two\nthree", "one two\n", "three"])
         self.exact_pieces = whole.tolist() == [*first.tolist(), *second.tolist()]
 
     def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
-        """Return the int64 ids of each piece, computed on all CPU cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(pieces), add_special_tokens=False)
+        """Return the int64 ids of each piece, computed on all CPU cores.
+
+        Raises:
+            ConfigError: the tokenizer fails on a piece.
+        """
+        method = self._tokenizer.encode_batch_fast
+        encodings = call(self._place, method, list(pieces), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """Return the int64 ids of a prompt, with the special tokens that the file adds to texts."""
-        return np.array(self._tokenizer.encode(text).ids, dtype=np.int64)
-
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids[N], with special tokens by name."""
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        """Return the text of ids[N], with special tokens by name.
+
+        Raises:
+            ConfigError: the tokenizer fails on the ids.
+        """
+        method, numbers = self._tokenizer.decode, np.asarray(ids).tolist()
+        return call(self._place, method, numbers, skip_special_tokens=False)
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
         """Return the text of each document without its special tokens, computed on all CPU cores.
 
         Raises:
-            ConfigError: an id is outside the vocabulary.
+            ConfigError: an id is outside the vocabulary, or the tokenizer fails on the ids.
         """
         _require_ids(documents, self)
-        return self._tokenizer.decode_batch(
-            [ids.tolist() for ids in documents], skip_special_tokens=True
-        )
+        method, numbers = self._tokenizer.decode_batch, [ids.tolist() for ids in documents]
+        return call(self._place, method, numbers, skip_special_tokens=True)
+
+
+def choose_begin(
+    tokenizer: ByteTokenizer | FileTokenizer, bos: bool | str, option: str = "data.bos="
+) -> None:
+    """Set the begin token of documents.
+
+    Args:
+        bos: value of ``data.bos``. ``auto`` follows the post-processor of the tokenizer.
+        option: key or command-line option of ``bos``, for messages.
+
+    Raises:
+        ConfigError: ``bos`` is true, and the tokenizer has no begin token.
+    """
+    if bos != "auto":
+        tokenizer.begin = (tokenizer.prescribed or tokenizer.named) if bos else NO_BEGIN
+    if bos is True and not tokenizer.begin:
+        raise no_begin_token(option, tokenizer.name)
+
+
+def no_begin_token(option: str, tokenizer: str) -> ConfigError:
+    """Return the error for a begin token that a tokenizer lacks."""
+    return ConfigError(
+        f"{option}true: the tokenizer {tokenizer} has no begin token: its post-processor adds "
+        "none, and no tokenizer_config.json in its folder names a bos_token. Leave it out."
+    )
+
+
+def describe_begin(tokenizer: Tokenizer) -> str:
+    """Return how documents start; "" if the tokenizer has nothing to put there."""
+    if tokenizer.begin:
+        return f"each document starts with {tokenizer.begin}"
+    if tokenizer.prescribed:
+        return f"documents start without {tokenizer.prescribed}, which their tokenizer would add"
+    return ""
+
+
+def documents_identity(tokenizer: Tokenizer) -> str:
+    """Return a fingerprint that differs between tokenizers that make documents of other ids."""
+    begin = f" begin:{','.join(map(str, tokenizer.begin.ids))}" if tokenizer.begin else ""
+    return f"{tokenizer.identity}{begin}"
 
 
 def open_tokenizer(
@@ -180,7 +275,8 @@ def parse_tokenizer(path: Path, content: bytes, place: str) -> FileTokenizer:
         is_text = not isinstance(error, UnicodeDecodeError)
         reason = " ".join(str(error).split())[:200] if is_text else documents.reason(error)
         raise ConfigError(f"{place}: not a Hugging Face tokenizer.json ({reason})") from None
-    return FileTokenizer(path, content, tokenizer)
+    require_bounded(tokenizer, place)
+    return FileTokenizer(path, content, tokenizer, place)
 
 
 def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
@@ -226,17 +322,15 @@ def _import_tokenizers(key: str) -> Any:
     return tokenizers
 
 
-def _find_end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
-    """Return the name of the end token, or None if the tokenizer has no end token.
+def _named_token(path: Path, key: str, vocabulary: dict[str, int]) -> str | None:
+    """Return the token that tokenizer_config.json in the folder of ``path`` names; None without.
 
-    Use the ``eos_token`` of tokenizer_config.json in the folder of ``path``. If that file names no
-    token of the vocabulary, use the first of `_USUAL_END_TOKENS` in the vocabulary.
+    key: ``bos_token`` or ``eos_token``.
     """
     try:
-        named = documents.read_json(path.with_name("tokenizer_config.json")).get("eos_token")
+        named = documents.read_json(path.with_name("tokenizer_config.json")).get(key)
     except (OSError, ValueError, AttributeError):
-        named = None
+        return None
     if isinstance(named, dict):
         named = named.get("content")
-    candidates = (named, *_USUAL_END_TOKENS)
-    return next((t for t in candidates if isinstance(t, str) and t in vocabulary), None)
+    return named if isinstance(named, str) and named in vocabulary else None

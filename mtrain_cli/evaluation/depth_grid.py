@@ -66,6 +66,10 @@ class DepthGrid:
             raise ConfigError("The haystack holds no text.")
         encoded = tokenizer.encode(pieces)
         self._tokenizer = tokenizer
+        begin = tokenizer.begin.before(np.zeros(0, dtype=np.int64))
+        if begin.size and tokenizer.begin.before(encoded[0]) is encoded[0]:
+            encoded[0] = encoded[0][begin.size :]  # every sample gets one
+        self._begin = begin
         self._ids = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
         self._ends = np.cumsum([0, *map(len, encoded)])  # tokens before each possible place
 
@@ -101,7 +105,7 @@ class DepthGrid:
         needles = self._encode(_NEEDLE, names, answers)
         questions = self._encode(_QUESTION, names, answers)
         replies = self._encode(_ANSWER, names, answers)
-        room = length - sum(map(len, [*needles, *questions, *replies]))
+        room = length - sum(map(len, [self._begin, *needles, *questions, *replies]))
         if room < _LEAST_TEXT:
             raise ConfigError(
                 Problem(
@@ -112,7 +116,7 @@ class DepthGrid:
                 )
             )
         start = int(self._ends[random.randrange(len(self._ends) - 1)])
-        parts: list[np.ndarray] = []
+        parts: list[np.ndarray] = [self._begin]
         spans: dict[int, tuple[int, int]] = {}
         passed = 0
         for number in sorted(range(len(depths)), key=lambda number: depths[number]):
@@ -132,7 +136,8 @@ class DepthGrid:
         """Return a length that is enough for every draw of names."""
         answers = ["9999999"] * len(NAMES)
         texts = (self._encode(each, NAMES, answers) for each in (_NEEDLE, _QUESTION, _ANSWER))
-        return needles * sum(max(map(len, each)) for each in texts) + _LEAST_TEXT
+        own = len(self._begin) + _LEAST_TEXT
+        return needles * sum(max(map(len, each)) for each in texts) + own
 
     def _encode(
         self, template: str, names: Sequence[str], answers: Sequence[str]

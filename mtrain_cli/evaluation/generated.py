@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.tokenizers import documents_identity
 from mtrain_cli.evaluation import ruler
 from mtrain_cli.evaluation.matching import clean_prediction, string_match_all
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
@@ -55,7 +56,7 @@ class Generated:
     def settings(self, cell: Cell) -> Mapping[str, Any]:
         """Return the tokenizer, and what the task reads. Files are read once."""
         assert self.codec.tokenizer is not None
-        common = {"tokenizer": self.codec.tokenizer.identity}
+        common = {"tokenizer": documents_identity(self.codec.tokenizer)}
         if cell.task.startswith(FILE):
             content = self._content(self.file_of(cell))
             return {**common, "file": content, "max_new": self.max_new}
@@ -147,7 +148,7 @@ class Generated:
     @property
     def special_tokens(self) -> int:
         """Number of tokens that the tokenizer adds to a prompt, which RULER does not count."""
-        return len(self.codec.encode(""))
+        return len(self.codec.begin)
 
     def _content(self, path: Path) -> str:
         """Return the hash of a file."""

@@ -33,7 +33,6 @@ class HarnessModel(TemplateLM):
         if codec.tokenizer is None:
             raise ConfigError(codec.missing)
         self._codec, self._positions, self._answers = codec, positions, answers
-        self._first = "" if codec.first is None else codec.decode([codec.first]) or ""
 
     @property
     def eot_token_id(self) -> int:
@@ -52,10 +51,9 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the ids of a text, by default with the special tokens of a prompt."""
-        has_first = bool(self._first) and string.startswith(self._first)
-        special = not has_first if add_special_tokens is None else add_special_tokens
-        return self._codec.encode(string) if special else self._codec.encode_plain(string)
+        """Return the ids of a text, by default as of a prompt, with the begin token."""
+        plain = add_special_tokens is False
+        return self._codec.encode_plain(string) if plain else self._codec.encode(string)
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
@@ -72,18 +70,25 @@ class HarnessModel(TemplateLM):
         requests: list[Instance],
         disable_tqdm: bool = True,  # noqa: ARG002
     ) -> list[float]:
-        """Return the log-probability of each text. A long text is divided as lm-eval prescribes."""
+        """Return the log-probability of each text. A long text is divided as lm-eval prescribes.
+
+        Each window starts with the begin token, which is not scored.
+        """
         pairs: list[Pair] = []
         counts = []
         for request in requests:
+            tokens, begin = self.tok_encode(request.args[0]), self._codec.begin
+            tokens = tokens[len(begin) :]
+            is_long = len(tokens) > self._positions
             windows = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
+                token_list=tokens,
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self._positions,
+                max_seq_len=self._positions - is_long * len(begin),
                 context_len=1,
             )
-            own = list(map(make_disjoint_window, windows))
-            pairs += own
+            own = [make_disjoint_window(window) for window in windows]
+            pairs += [([*begin, *context] if at else context, rest)
+                      for at, (context, rest) in enumerate(own)]  # fmt: skip
             counts.append(len(own))
         scores = iter(self._answers.scores(pairs))
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]

@@ -20,6 +20,7 @@ from typing import Any
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.data.tokenizers import documents_identity
 from mtrain_cli.evaluation.continuations import pack_size, packs, score_together
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
@@ -174,6 +175,8 @@ class HarnessRunner:
         progress = EvaluationProgress(flop * len(self._settings))
         many = f"{len(plan.lengths):,} requests of {len(tasks.loaded['tasks'])} tasks"
         progress.say(f"{many}, up to {format_flop(flop)} each time (dense attention)")
+        if self._codec.starts:
+            progress.say(self._codec.starts)
         failed: list[str] = []
         lost = 0
         try:
@@ -198,7 +201,7 @@ class HarnessRunner:
     def origin(self, setting: Setting) -> dict[str, Any]:
         """Return what determines the answers of a model, for a key."""
         assert self._codec.tokenizer is not None
-        return {"model": setting.origin, "tokenizer": self._codec.tokenizer.identity}
+        return {"model": setting.origin, "tokenizer": documents_identity(self._codec.tokenizer)}
 
     def _keep(
         self,
@@ -222,7 +225,7 @@ class HarnessRunner:
             key="", task="", pattern=pattern_text(setting.config), samples=0, score=None,
             error=None, unit="", seconds=seconds, **names,
             settings=setting.labels_with(self._request.tokenizer),
-            details=(setting.weights_label,),
+            details=(setting.weights_label, *filter(None, [self._codec.starts])),
         )  # fmt: skip
         changed = False
         # Groups, which have no samples of their own, come after their tasks.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +45,9 @@ def sequences_of_files(
 ) -> list[Sequence]:
     """Return at most ``count`` sequences of ``length`` tokens, each from one document.
 
-    The first sequence of each document comes first, then the second, so that few documents do not
-    give all sequences. Shorter documents, and the rest of each document, are left out.
+    Each starts with the begin token of the tokenizer, also if it does not begin its document. The
+    first sequence of each document comes first, then the second, so that few documents do not give
+    all sequences. Shorter documents, and the rest of each document, are left out.
 
     Args:
         path: file or folder of text.
@@ -63,18 +66,18 @@ def sequences_of_files(
             f"--text {path}: no document has {length:,} tokens; the longest has {longest:,}. Give "
             "longer documents, or a smaller --length"
         )
-    return [Sequence(ids) for ids in _cut(store, tokens, length, count)]
+    begin = np.array(tokenizer.begin.ids, np.int32)
+    parts = itertools.islice(_cut(store, len(begin), length - len(begin)), count)
+    return [Sequence(np.concatenate([begin, ids])) for ids in parts]
 
 
-def _cut(store: TokenStore, tokens: np.ndarray, length: int, count: int) -> list[np.ndarray]:
-    found: list[np.ndarray] = []
+def _cut(store: TokenStore, skip: int, length: int) -> Iterator[np.ndarray]:
+    """Yield parts of ``length`` tokens of documents without their first ``skip`` tokens, int32."""
+    tokens = np.diff(store.offsets) - skip
     for turn in range(int(tokens.max()) // length):
         for unit in np.flatnonzero(tokens >= (turn + 1) * length):
-            if len(found) == count:
-                return found
-            stretch = store.read(int(unit), turn * length, (turn + 1) * length)
-            found.append(np.asarray(stretch.tokens, np.int32))
-    return found
+            start = skip + turn * length
+            yield store.read(int(unit), start, start + length).tokens.astype(np.int32)
 
 
 def sequences_of_run(config: Config, length: int, count: int) -> list[Sequence]:

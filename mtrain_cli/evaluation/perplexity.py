@@ -50,6 +50,7 @@ class Perplexity:
     remarks: why a length has fewer sequences than the run held out, by length.
     read: reads at most a number of sequences of a length, for rows beyond ``sequences``; None if
         there are no more.
+    begin: ids with which each sequence starts, and so each window of a short context.
     """
 
     sequences: Mapping[int, Sequence[TextSequence]]
@@ -62,6 +63,7 @@ class Perplexity:
     remarks: Mapping[int, str] = field(default_factory=dict)
     read: Callable[[int, int], Sequence[TextSequence]] | None = None
     together: int = 1
+    begin: tuple[int, ...] = ()
     _texts: dict[int, list[str]] = field(default_factory=dict, init=False, repr=False)
 
     def cells(self) -> list[Cell]:
@@ -138,7 +140,7 @@ class Perplexity:
         if self.short is not None:
             keys = item.get("keys")
             if keys is None:
-                short = short_losses(scorer, ids, self.short, documents)
+                short = short_losses(scorer, ids, self.short, documents, len(self.begin))
                 keys = key_places(losses, short, counted & (earlier >= self.short))
             row["short"] = self.short
             row["keys"] = list(map(int, keys))
@@ -214,23 +216,28 @@ def text_hash(ids: np.ndarray) -> str:
 
 
 def short_losses(
-    scorer: Scorer, ids: Sequence[int], short: int, documents: np.ndarray | None = None
-) -> np.ndarray:
+    scorer: Scorer, ids: Sequence[int], short: int, documents: np.ndarray | None = None,
+    kept: int = 0,
+) -> np.ndarray:  # fmt: skip
     """Return the loss of each token but the first with a short context, float64 [tokens - 1].
 
     A token has ``short`` to 1.25 * ``short`` earlier tokens, or all if there are fewer. The text is
     computed in windows of 1.25 * ``short`` tokens, each of which counts for its last fifth. The
     losses are in nats.
+
+    Args:
+        kept: number of begin tokens, with which every window starts. Without ``documents``.
     """
     stride = max(1, short // STRIDES)
     losses = np.empty(len(ids) - 1)
     done = 0
     while done < len(ids) - 1:
         begin = max(0, done - short)
+        head = list(ids[: min(kept, begin)])
         end = min(len(ids), (done if done else short) + stride + 1)
         own = None if documents is None else documents[begin:end] - documents[begin]
-        window = scorer.token_losses(ids[begin:end], own).double().numpy()
-        losses[done : end - 1] = window[done - begin :]
+        window = scorer.token_losses([*head, *ids[begin:end]], own).double().numpy()
+        losses[done : end - 1] = window[len(head) + done - begin :]
         done = end - 1
     return losses
 

@@ -16,7 +16,7 @@ from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.corpora import Corpus, stdlib_corpus
 from mtrain_cli.data.needles import NeedleSettings, needle_documents
 from mtrain_cli.data.text_files import text_corpus
-from mtrain_cli.data.tokenizers import Tokenizer
+from mtrain_cli.data.tokenizers import Tokenizer, documents_identity
 from mtrain_cli.evaluation import generated, retrieval
 from mtrain_cli.evaluation.depth_grid import DepthGrid
 from mtrain_cli.evaluation.generated import Generated
@@ -233,7 +233,8 @@ def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCode
         read = partial(sequences_of_run, run)
         origin = HELD_OUT
     sequences = {length: read(length, request.samples) for length in request.lengths}
-    measurement = Perplexity(sequences, origin, options.short, read=read)
+    begin = () if options.text is None else codec.begin
+    measurement = Perplexity(sequences, origin, options.short, read=read, begin=begin)
     if origin == HELD_OUT and request.samples:
         measurement.remarks = dict(_remarks(run, request.samples, sequences))
     if options.keys_from is not None:
@@ -328,7 +329,11 @@ def _retrieval(request: EvaluationRequest, tokenizer: Tokenizer) -> Retrieval:
             )
             yield from map(retrieval.sentence_item, samples)
 
-    origin = {**asdict(options), "corpus": corpus.signature, "tokenizer": tokenizer.identity}
+    origin = {
+        **asdict(options),
+        "corpus": corpus.signature,
+        "tokenizer": documents_identity(tokenizer),
+    }
     return Retrieval(request.lengths, make, origin)
 
 

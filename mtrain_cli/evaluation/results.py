@@ -26,6 +26,7 @@ FOLDER = "evaluation"  # in the folder of a run
 RESULTS, SAMPLES, ABOUT = "results.jsonl", "samples.jsonl", "evaluation.json"
 NATS, PERCENT = "nats", "%"
 HELD_OUT_TEXT = "held-out text"  # in the settings of a result
+_LONG = 1e6  # a number from here on has an exponent
 IN_TRAINING = "in_training"  # key of a sample that a run measured during training
 
 
@@ -122,6 +123,22 @@ def weighted_mean_and_error(
         return mean, None
     squares = math.fsum((weight * (value - mean)) ** 2 for value, weight in pairs)
     return mean, math.sqrt(len(pairs) / (len(pairs) - 1) * squares) / total
+
+
+def format_score(value: float | None, error: float | None, unit: str) -> str:
+    """Return a score with its standard error, ``97.5 ± 1.2``; ``-`` without a score.
+
+    A long number has an exponent: ``2.3e+21``.
+    """
+    if value is None:
+        return "-"
+    digits = 1 if unit == PERCENT else 4
+    texts = [
+        f"{one:.{digits}f}" if abs(one) < _LONG else f"{one:.4g}"
+        for one in (value, error)
+        if one is not None
+    ]
+    return " ± ".join(texts)
 
 
 def key_of(settings: Mapping[str, Any]) -> str:

@@ -122,7 +122,8 @@ def python_item(document: NeedleDocument, tokenizer: Tokenizer) -> Item:
         cuts += [question.start - 1, question.start + len(question.answer)]
     cuts.append(len(document.text))
     pieces = [document.text[begin:end] for begin, end in pairwise(cuts)]
-    encoded = [np.asarray(ids, np.int64) for ids in tokenizer.encode(pieces)]
+    first, *others = tokenizer.encode(pieces)
+    encoded = [tokenizer.begin.before(first).astype(np.int64), *others]
     ends = np.cumsum([len(ids) for ids in encoded]).tolist()
     answers = [[ends[at - 1], ends[at]] for at in range(1, len(pieces), 2)]
     depths = [question.needle / len(document.text) for question in document.questions]

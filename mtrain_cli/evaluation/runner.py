@@ -23,7 +23,13 @@ from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
 from mtrain_cli.evaluation.generated import Generated
 from mtrain_cli.evaluation.measurement import Cell, Item, Measurement, Row
 from mtrain_cli.evaluation.request import EvaluationRequest, Weights, open_measurement
-from mtrain_cli.evaluation.results import IN_TRAINING, PERCENT, Result, ResultsFolder, key_of
+from mtrain_cli.evaluation.results import (
+    IN_TRAINING,
+    Result,
+    ResultsFolder,
+    format_score,
+    key_of,
+)
 from mtrain_cli.inference.answers import describe, report
 from mtrain_cli.inference.engine import Engine
 from mtrain_cli.inference.limits import require_known_ids
@@ -145,6 +151,7 @@ class Runner:
             codec = open_codec(
                 source, None if request.tokenizer is None else Path(request.tokenizer)
             )
+        self._starts = codec.starts
         self._measurement: Measurement = open_measurement(
             # Only the first worker reads texts. The others measure what it sends.
             request if self._first else replace(request, samples=0),
@@ -190,6 +197,8 @@ class Runner:
     def _measure_all(self, folder: ResultsFolder | None, progress: EvaluationProgress) -> None:
         if self._first:
             progress.say(self._outlook(progress.remaining))
+            if self._starts:
+                progress.say(self._starts)
         for setting in self._settings:
             rows = self._measure_setting(folder, setting, progress)
             if folder is not None and rows is not None:
@@ -400,7 +409,11 @@ class Runner:
                 *self._measurement.labels(cell),
                 *setting.labels_with(self._request.tokenizer),
             ),
-            details=(*self._measurement.details(cell), setting.weights_label),
+            details=(
+                *self._measurement.details(cell),
+                setting.weights_label,
+                *filter(None, [self._starts]),
+            ),
         )
         result = self._measurement.result(chosen, known)
         if result == before:
@@ -466,9 +479,7 @@ def score_text(result: Result) -> str:
     """Return ``97.5 ± 1.2 %`` or ``2.3456 ± 0.0012 nats``."""
     if result.score is None:
         return "not finite"
-    digits = 1 if result.unit == PERCENT else 4
-    error = "" if result.error is None else f" ± {result.error:.{digits}f}"
-    return f"{result.score:.{digits}f}{error} {result.unit}".rstrip()
+    return f"{format_score(result.score, result.error, result.unit)} {result.unit}".rstrip()
 
 
 def pattern_text(config: Config) -> str:

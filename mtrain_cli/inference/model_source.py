@@ -19,7 +19,7 @@ from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.pipeline_parallel import require_whole_model
 from mtrain_cli.config.problem import Allowed, ConfigError, Names, Problem, Setting
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.config.suggest import no_such
+from mtrain_cli.config.suggest import adapter_hint, no_such
 from mtrain_cli.launch.job import current_job
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.training.checkpoint_source import RESOLVED, NotARunError, find_source, run_of
@@ -166,8 +166,8 @@ def _find_run(path: Path) -> Path:
     except NotARunError:
         reason = "no model here" if path.exists() else "no such folder"
         raise ConfigError(
-            f"{path}: {reason}. Give a Hugging Face folder (config.json and .safetensors files), a "
-            "run such as runs/latest, or a checkpoint of a run"
+            f"{path}: {reason}{adapter_hint(path)}. Give a Hugging Face folder (config.json and "
+            ".safetensors files), a run such as runs/latest, or a checkpoint of a run"
         ) from None
 
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.problem import ConfigError, IfHas, Problem, cli_option
-from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, parse_tokenizer
+from mtrain_cli.data.tokenizers import (
+    NO_BEGIN,
+    Begin,
+    ByteTokenizer,
+    FileTokenizer,
+    describe_begin,
+    parse_tokenizer,
+)
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.launch.temporary_folders import private_folder
 from mtrain_cli.model.tokenizer_files import (
@@ -37,12 +44,24 @@ class TextCodec:
     missing: why there is no tokenizer; "" if there is one.
     first: id that begins a text without a prompt: the begin token, or the end token of the text
         before; None if the tokenizer has neither.
+
+    A prompt is the beginning of a document, so it starts as documents did in training.
     """
 
     tokenizer: ByteTokenizer | FileTokenizer | None
     stop: frozenset[int]
     missing: str = ""
     first: int | None = None
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The ids that stand before each prompt."""
+        return () if self.tokenizer is None else self.tokenizer.begin.ids
+
+    @property
+    def starts(self) -> str:
+        """How prompts and documents start; "" if the tokenizer has nothing to put there."""
+        return "" if self.tokenizer is None else describe_begin(self.tokenizer)
 
     def encode(self, text: str, name: str = "the prompt") -> list[int]:
         """Return the ids of a prompt.
@@ -62,7 +81,7 @@ class TextCodec:
                 f"{name} is not Unicode text: character {error.start + 1} is half of a "
                 "surrogate pair, or a byte that is not UTF-8"
             ) from None
-        return self.tokenizer.encode_prompt(text).tolist()
+        return self.tokenizer.begin.before(self.tokenizer.encode([text])[0]).tolist()
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens. There must be a tokenizer."""
@@ -97,7 +116,7 @@ def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
             reason = "is a file" if folder.exists() else "no such folder"
             raise ConfigError(Problem(given, f": {reason}; give a folder with tokenizer.json"))
         try:
-            return codec_of_files(of_folder(folder))
+            return codec_of_files(replace(of_folder(folder), begin=_override_begin(source)))
         except ConfigError as error:
             lines = (line.removeprefix(str(folder)) for line in error.problems)
             raise ConfigError(*(Problem(given, line) for line in lines)) from None
@@ -106,14 +125,24 @@ def open_codec(source: ModelSource, folder: Path | None = None) -> TextCodec:
             return codec_of_files(of_folder(source.path))
         stop = _ids([token_ids(source.path)["eos_token_id"]])
         return TextCodec(None, stop, _missing(source, ""))
+    files, reason = _files_of_run(source)
+    if files is None:
+        return TextCodec(None, frozenset(), _missing(source, reason))
+    return codec_of_files(files)
+
+
+def _files_of_run(source: ModelSource) -> tuple[TokenizerFiles | None, str]:
     from mtrain_cli.config import resolved_file
     from mtrain_cli.training.conversion import tokenizer_of_run
 
     run = run_of(source.path)
-    files, reason = tokenizer_of_run(resolved_file.load(run / RESOLVED), run)
-    if files is None:
-        return TextCodec(None, frozenset(), _missing(source, reason))
-    return codec_of_files(files)
+    return tokenizer_of_run(resolved_file.load(run / RESOLVED), run)
+
+
+def _override_begin(source: ModelSource) -> Begin | None:
+    """Return the begin token of another tokenizer than the model's: none if training had none."""
+    files = None if source.is_folder else _files_of_run(source)[0]
+    return NO_BEGIN if files is not None and files.begin == NO_BEGIN else None
 
 
 def _missing(source: ModelSource, reason: str) -> Problem:
@@ -147,9 +176,11 @@ def codec_of_files(files: TokenizerFiles) -> TextCodec:
     stop = _ids([named, files.ids["eos_token_id"]])
     if not stop and tokenizer.eos is not None:
         stop = frozenset([tokenizer.eos])
-    first = tokenizer.begin
+    if files.begin is not None:
+        tokenizer.begin = files.begin
+    first = tokenizer.begin.ids[0] if tokenizer.begin else tokenizer.eos
     if first is None:
-        first = tokenizer.eos if tokenizer.eos is not None else min(stop, default=None)
+        first = min(stop, default=None)
     return TextCodec(tokenizer, stop, first=first)
 
 

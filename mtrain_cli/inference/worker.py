@@ -105,7 +105,7 @@ def answer(
     try:
         engine = Engine(source, environment, _warn if first else None)
         if first:
-            report(describe(engine))
+            report([*describe(engine), *filter(None, [codec.starts])])
         ends = frozenset() if request.ignore_end else codec.stop
         completions = engine.generate(
             request.prompts, request.max_new, request.sampling, ends, on_token

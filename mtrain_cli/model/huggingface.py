@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.launch.failures import RunError, write_failure
 from mtrain_cli.launch.manifest import plain_name
 from mtrain_cli.model import huggingface_config
@@ -37,6 +38,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 10**9
 _SHOWN_PROBLEMS = 8
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def has_weights(folder: Path) -> bool:
@@ -160,9 +162,10 @@ class HuggingFaceFolder:
         """Return the file name of every stored tensor, by the tensor's name in the files."""
         if not (self.path / INDEX).is_file():
             if not (self.path / SINGLE).is_file():
+                hint = adapter_hint(self.path)
                 raise ConfigError(
-                    f"{self.path}: has neither {SINGLE} nor {INDEX}; mtrain reads no other weight "
-                    "format"
+                    f"{self.path}: has neither {SINGLE} nor {INDEX}"
+                    + (hint or "; mtrain reads no other weight format")
                 )
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         index = self.path / INDEX
@@ -189,7 +192,7 @@ class HuggingFaceFolder:
         ignored = {
             name
             for name in self._file_of.keys() - expected
-            if name.endswith("rotary_emb.inv_freq") or self._repeats_embedding(name)
+            if name.endswith("rotary_emb.inv_freq") or (name == _HEAD and self._repeats_embedding())
         }
         kept = self._file_of.keys() - ignored
         actual = {name: tuple(self._slice(name).get_shape()) for name in kept}
@@ -203,12 +206,21 @@ class HuggingFaceFolder:
         if problems:
             raise ConfigError(*problems)
 
-    def _repeats_embedding(self, name: str) -> bool:
-        return (
-            name == "lm_head.weight"
-            and self.model.tie_word_embeddings
-            and torch.equal(self._slice(name)[:], self._slice("model.embed_tokens.weight")[:])
-        )
+    def _repeats_embedding(self) -> bool:
+        """Return whether the LM head of a tied model is its embedding.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if not self.model.tie_word_embeddings or _EMBEDDING not in self._file_of:
+            return False
+        if not torch.equal(self._slice(_HEAD)[:], self._slice(_EMBEDDING)[:]):
+            raise ConfigError(
+                f"{self.path / self._file_of[_HEAD]}: tensor {_HEAD} differs from the embedding, "
+                "but config.json has tie_word_embeddings=true. Set tie_word_embeddings=false to "
+                "use it, or remove the tensor to use the embedding, as transformers does."
+            )
+        return True
 
 
 def load_into(decoder: Decoder, folder: Path | str) -> None:

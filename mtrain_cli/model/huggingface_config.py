@@ -17,6 +17,7 @@ from mtrain_cli.config.mask_settings import CAUSAL, FULL_LAYERS, MaskConfig
 from mtrain_cli.config.rope_settings import RopeConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.sizes import with_count
+from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.model import huggingface_experts
 from mtrain_cli.model.stored_sizes import differing_sizes
 
@@ -51,6 +52,12 @@ _ALIKE = ("mistral", "qwen3_moe", "mixtral")  # all their layers have the same w
 # Sliding windows: defaults of transformers, and its names of layers without and with a window.
 _WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 _LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
+# What to do about a scaling that the decoder does not have.
+_WAYS_OUT = {
+    "linear": "remove it, or give yarn with the same factor, and train on",
+    "dynamic": "remove it: up to max_position_embeddings tokens, nothing changes",
+    "longrope": "its factors for each frequency have no counterpart; give a checkpoint without it",
+}
 # The settings that say which frequencies are scaled, for each kind of scaling.
 RAMP = {
     "none": (),
@@ -154,9 +161,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         raw = documents.read_json(path)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such file; a Hugging Face folder has config.json and safetensors"
-        ) from None
+        hint = (
+            adapter_hint(path.parent) or "; a Hugging Face folder has config.json and safetensors"
+        )
+        raise ConfigError(f"{path}: no such file{hint}") from None
     except NotADirectoryError:
         raise ConfigError(
             f"{path.parent}: is a file; give a Hugging Face folder, with config.json and "
@@ -240,7 +248,8 @@ def _read_rope(outer: ConfigFields, max_position: int, theta: float) -> RopeConf
     scaling = kind if kind in ("yarn", "llama3") else "none"
     if kind not in ("default", "yarn", "llama3"):
         outer.problem(
-            f"rope_type={format_value(kind)} is not supported; only default, yarn and llama3 are"
+            f"rope_type={format_value(kind)} is not supported; only default, yarn and llama3 are. "
+            f"{_WAYS_OUT.get(str(kind), 'give a checkpoint with one of them').capitalize()}"
         )
     original, factor = max_position, 1.0
     if scaling != "none":
@@ -417,13 +426,17 @@ def _refuse_other_yarn(fields: ConfigFields, rope: RopeConfig) -> None:
     ):
         fields.problem(
             f"attention_factor={format_value(theirs)} is not supported; YaRN gives {ours:.6g} for "
-            "this factor"
+            "this factor. Remove it to use that, and train on"
         )
     if fields.raw.get("mscale") and fields.raw.get("mscale_all_dim"):
         fields.problem(
             "mscale and mscale_all_dim are not supported; remove them from rope_parameters"
         )
-    fields.refuse("truncate", True)
+    if fields.raw.get("truncate") not in (None, True):
+        fields.problem(
+            f"truncate={format_value(fields.raw['truncate'])} is not supported; only true is. "
+            "Remove it, and train on"
+        )
 
 
 def _window_keys(model: ModelConfig, mask: MaskConfig) -> dict[str, Any]:

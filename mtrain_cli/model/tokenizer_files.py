@@ -15,7 +15,7 @@ from typing import Any
 
 from mtrain_cli.config.documents import json_object
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.tokenizers import ByteTokenizer
+from mtrain_cli.data.tokenizers import Begin, ByteTokenizer
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -48,11 +48,14 @@ class TokenizerFiles:
     name: name of the tokenizer for messages.
     files: content of each file, by file name.
     ids: the values of bos_token_id, eos_token_id and pad_token_id, as in config.json.
+    begin: what the model's documents started with in training; None if unknown, which means what
+        the tokenizer prescribes.
     """
 
     name: str
     files: Mapping[str, bytes] = field(default_factory=dict)
     ids: Mapping[str, Any] = field(default_factory=lambda: NO_IDS)
+    begin: Begin | None = None
 
     def for_family(self, family: str) -> TokenizerFiles:
         """Return files with which transformers gives the same token ids for a model of ``family``.

@@ -8,20 +8,12 @@ from dataclasses import replace
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.console import Console
-from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result
+from mtrain_cli.evaluation.results import NATS, PERCENT, Part, Result, format_score
 from mtrain_cli.reporting.evaluation_names import distinguished
 from mtrain_cli.reporting.terminal_width import TextTable, say
 
 RULER, LM_EVAL = "ruler:", "lm-eval:"
 _MARK = "@"  # in the name of a task with another haystack, which no mean includes
-
-
-def score(value: float | None, error: float | None, unit: str) -> str:
-    """Return a score with its standard error, ``97.5 ± 1.2``; ``-`` without a score."""
-    if value is None:
-        return "-"
-    digits = 1 if unit == PERCENT else 4
-    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def evaluation_tables(results: Sequence[Result]) -> list[TextTable]:
@@ -105,8 +97,8 @@ def _mean(found: Sequence[Result | None]) -> str:
     errors = [result.error for result in present]
     error = None
     if all(one is not None for one in errors):
-        error = math.sqrt(sum((one or 0.0) ** 2 for one in errors)) / len(errors)
-    return score(mean, error, present[0].unit)
+        error = math.hypot(*(one or 0.0 for one in errors)) / len(errors)
+    return format_score(mean, error, present[0].unit)
 
 
 def _lm_eval(results: Sequence[Result]) -> Iterator[TextTable]:
@@ -169,11 +161,11 @@ def _find(results: Sequence[Result], length: int, attention: str) -> Result | No
 
 
 def _cell(result: Result | None) -> str:
-    return "-" if result is None else score(result.score, result.error, result.unit)
+    return "-" if result is None else format_score(result.score, result.error, result.unit)
 
 
 def _part(part: Part | None, unit: str) -> str:
-    return "-" if part is None else score(part.score, part.error, unit)
+    return "-" if part is None else format_score(part.score, part.error, unit)
 
 
 def _unit(results: Sequence[Result]) -> str:

@@ -17,7 +17,7 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.store import META, StoreMeta
-from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
+from mtrain_cli.data.tokenizers import NO_BEGIN, Begin, ByteTokenizer, choose_begin, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.model import huggingface
@@ -159,10 +159,12 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
 
     If the data do not name a tokenizer, return the tokenizer of `train.init_from`.
     """
+    trained = _was_trained(run)
     if (run / TOKENIZER).is_dir():
-        return of_folder(run / TOKENIZER), ""
+        files = of_folder(run / TOKENIZER)
+        return dataclasses.replace(files, begin=_begin(config) if trained else None), ""
     copy = "copy one with --tokenizer FOLDER"
-    if not _was_trained(run):
+    if not trained:
         return None, f"no tokenizer: the imported folder has none; {copy}"
     return tokenizer_of_data(config)
 
@@ -173,14 +175,30 @@ def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
     data, folder = config.data, folder_of(config.train.init_from)
     try:
         if data.kind in ("text", "stdlib"):
-            return _chosen_tokenizer(data.tokenizer), ""
-        if data.kind == "tokens" and (files := _tokenizer_of_stores(config, folder)):
-            return files, ""
-        if folder is not None:
-            return of_folder(folder), ""
+            files: TokenizerFiles | None = _chosen_tokenizer(data.tokenizer)
+        else:
+            files = _tokenizer_of_stores(config, folder) if data.kind == "tokens" else None
+            files = of_folder(folder) if files is None and folder is not None else files
+        if files is not None:
+            return dataclasses.replace(files, begin=_begin(config)), ""
     except ConfigError as error:
         return None, f"no tokenizer: {error.problems[0]}; {copy}"
     return None, f"no tokenizer: data.path={data.path} does not name a tokenizer; {copy}"
+
+
+def _begin(config: Config) -> Begin | None:
+    """Return what the documents of a run start with: of several stores, if any of them do.
+
+    None means what the tokenizer prescribes.
+    """
+    data = config.data
+    if data.kind in ("text", "stdlib") and data.bos is True:
+        tokenizer = open_tokenizer(data.tokenizer)
+        choose_begin(tokenizer, data.bos)
+        return tokenizer.begin
+    if metas := _metas_of_stores(config):
+        return max((meta.begin or NO_BEGIN for meta in metas), key=lambda begin: len(begin.ids))
+    return NO_BEGIN if data.bos is False else None
 
 
 def _chosen_tokenizer(choice: str) -> TokenizerFiles:
@@ -215,20 +233,30 @@ def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles 
         folder: folder of `train.init_from`, or None. If this folder and the stores have the same
             tokenizer.json, take the tokenizer from this folder, which holds more files.
     """
-    data = config.data
-    names = parse_mix(data.mix) if data.mix is not None else {"": 1.0}
-    stores = [Path(data.path or ".", name) for name in names]
-    if not all((store / META).is_file() for store in stores):
-        return None
-    metas = [StoreMeta.read(store, str(store)) for store in stores]
-    if len({meta.tokenizer_identity for meta in metas}) > 1:
+    metas = _metas_of_stores(config)
+    if len({meta.tokenizer_identity for meta in metas}) != 1:
         return None
     if metas[0].tokenizer_identity == ByteTokenizer.identity:
         return _bytes()
-    file = stores[0] / TOKENIZER_JSON
+    file = _stores(config)[0] / TOKENIZER_JSON
     if folder is not None and _content(folder / TOKENIZER_JSON) == _content(file):
         return of_folder(folder)
     return of_file(file, metas[0].eos)
+
+
+def _stores(config: Config) -> list[Path]:
+    """Return the paths of the corpora of a run."""
+    data = config.data
+    names = parse_mix(data.mix) if data.mix is not None else {"": 1.0}
+    return [Path(data.path or ".", name) for name in names]
+
+
+def _metas_of_stores(config: Config) -> list[StoreMeta]:
+    """Return the metadata of the run's token stores; an empty list if a corpus is no store."""
+    stores = _stores(config)
+    if config.data.kind != "tokens" or not all((store / META).is_file() for store in stores):
+        return []
+    return [StoreMeta.read(store, str(store)) for store in stores]
 
 
 def _bytes() -> TokenizerFiles:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from data.framed_tokenizers import write_framed
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
@@ -16,7 +17,16 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import split_text
-from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, open_tokenizer, train_bpe
+from mtrain_cli.data.tokenizers import (
+    NO_BEGIN,
+    Begin,
+    ByteTokenizer,
+    FileTokenizer,
+    choose_begin,
+    documents_identity,
+    open_tokenizer,
+    train_bpe,
+)
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -187,3 +197,62 @@ def test_without_the_package_the_line_says_what_to_install(
     with pytest.raises(ConfigError, match=re.escape(install_command("data"))):
         open_tokenizer(str(bpe_file))
     assert open_tokenizer("bytes").vocab_size == 264
+
+
+_SINGLE = ["<begin> $A", "", "<begin> $A <end>", "$A <end>", "<end> <begin> $A"]
+
+
+@pytest.mark.parametrize("single", _SINGLE)
+def test_documents_start_as_the_library_and_transformers_start_a_text(
+    tmp_path: Path, single: str
+) -> None:
+    path = write_framed(tmp_path / "t", single)
+    tokenizer, library = open_tokenizer(str(path)), tokenizers.Tokenizer.from_file(str(path))
+    ends = single.partition("$A")[2].split()
+    transformers = pytest.importorskip("transformers")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    for text in ("The grass is green.", "x", "café\n\n 漢字"):
+        own = tokenizer.begin.before(tokenizer.encode([text])[0]).tolist()
+        ended = own + [library.token_to_id(name) for name in ends]
+        assert ended == library.encode(text, add_special_tokens=True).ids == fast(text).input_ids
+    assert tokenizer.begin.name == "".join(single.partition("$A")[0].split())
+
+
+def test_a_text_that_brings_its_begin_token_gets_no_second_one(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(str(write_framed(tmp_path / "t")))
+    plain, framed = tokenizer.encode(["Here we go", "<begin>Here we go"])
+    assert tokenizer.begin.before(framed).tolist() == tokenizer.begin.before(plain).tolist()
+    assert tokenizer.begin.before(plain).tolist() == framed.tolist() != plain.tolist()
+
+
+def test_data_bos_adds_or_omits_the_begin_token(tmp_path: Path) -> None:
+    path = write_framed(tmp_path / "t", "")
+    tokenizer = open_tokenizer(str(path))
+    with pytest.raises(ConfigError, match=r"data.bos=true: the tokenizer t has no begin token"):
+        choose_begin(tokenizer, True)
+    config = json.loads((path.parent / "tokenizer_config.json").read_text())
+    config["bos_token"] = "<begin>"
+    (path.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = open_tokenizer(str(path))
+    assert tokenizer.begin == NO_BEGIN, "no transformers tokenizer adds it without a post-processor"
+    before = documents_identity(tokenizer)
+    choose_begin(tokenizer, True)
+    assert tokenizer.begin == Begin(tuple(tokenizer.encode(["<begin>"])[0].tolist()), "<begin>")
+    assert documents_identity(tokenizer) != before
+    framed = open_tokenizer(str(write_framed(tmp_path / "u")))
+    choose_begin(framed, False)
+    assert framed.begin == NO_BEGIN != framed.prescribed
+    raw = ByteTokenizer()
+    choose_begin(raw, True)
+    assert raw.begin.before(raw.encode(["a"])[0]).tolist() == [256, 97]
+    assert ByteTokenizer().begin == NO_BEGIN
+
+
+def test_an_end_token_without_a_usual_name_ends_documents(tmp_path: Path) -> None:
+    path = write_framed(tmp_path / "t", "$A <end>")
+    usual = open_tokenizer(str(path))
+    assert usual.eos == usual.encode(["<|endoftext|>"])[0][0]
+    content = path.read_text().replace("<|endoftext|>", "<other>")
+    path.write_text(content)
+    tokenizer = open_tokenizer(str(path))
+    assert [tokenizer.eos] == tokenizer.encode(["<end>"])[0].tolist()

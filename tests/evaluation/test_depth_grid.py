@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data.framed_tokenizers import write_framed
 from evaluation.small_tokenizer import write_small_tokenizer
 
 from mtrain_cli.config.schema import ConfigError
@@ -16,10 +17,12 @@ _TEXT = "".join(f"Sentence {number} costs 3.5 or more. Line {number}?\n" for num
 _DEPTHS = (0.0, 0.25, 0.5, 1.0)
 
 
-@pytest.fixture(params=["byte", "bpe"])
+@pytest.fixture(params=["byte", "bpe", "framed"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     if request.param == "byte":
         return ByteTokenizer()
+    if request.param == "framed":
+        return open_tokenizer(str(write_framed(tmp_path)))
     return open_tokenizer(str(write_small_tokenizer(tmp_path)))
 
 
@@ -27,6 +30,7 @@ def _check(sample: DepthSample, length: int, tokenizer: Tokenizer) -> None:
     """Check each probe by reading the text of the sample."""
     assert (sample.ids.shape, sample.ids.dtype) == ((length,), np.int64)
     text = tokenizer.decode(sample.ids)
+    assert text.count("<begin>") == text.startswith("<begin>") == len(tokenizer.begin.ids)
     for probe in sample.probes:
         needle = tokenizer.decode(sample.ids[slice(*probe.needle)])
         name = needle.split(" of ")[1].split(" is ")[0]
@@ -107,3 +111,11 @@ def test_mistakes_are_named() -> None:
             next(grid.samples(1000, (0.5, depth)))
     with pytest.raises(ConfigError, match="holds no text"):
         DepthGrid(" \n", ByteTokenizer())
+
+
+def test_a_haystack_that_brings_its_begin_token_gets_no_second_one(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(str(write_framed(tmp_path)))
+    grid = DepthGrid("<begin>One. " * 3, tokenizer)
+    (sample,) = DepthGrid("<begin>" + "One " * 200, tokenizer).samples(200, [0.5])
+    assert sample.ids.tolist().count(tokenizer.begin.ids[0]) == 1
+    assert len(next(grid.samples(200, [0.5])).ids) == 200

@@ -143,7 +143,7 @@ def test_what_a_task_reads_belongs_to_its_settings(tmp_path, codec):
 
 def test_a_begin_token_needs_no_position_beyond_the_length(codec):
     class Beginning:
-        tokenizer = codec.tokenizer
+        tokenizer, begin = codec.tokenizer, (0,)
 
         def encode(self, text: str) -> list[int]:
             return [0, *codec.encode(text)]

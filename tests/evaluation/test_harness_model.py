@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from data.framed_tokenizers import write_framed
 from evaluation.small_tokenizer import write_small_tokenizer
 from inference.small_models import write_hf
 
@@ -16,7 +17,7 @@ from lm_eval.api.instance import Instance
 
 from mtrain_cli import api
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.tokenizers import open_tokenizer
+from mtrain_cli.data.tokenizers import NO_BEGIN, open_tokenizer
 from mtrain_cli.evaluation.harness_model import HarnessModel
 from mtrain_cli.evaluation.harness_requests import Plan
 from mtrain_cli.inference.text import TextCodec
@@ -101,9 +102,40 @@ def test_a_request_that_is_too_long_is_refused_whole(ours):
         ours.generate_until(instances("generate_until", [(LONG[:9000], {})]))
 
 
+def test_each_window_of_a_long_text_starts_with_the_begin_token(tmp_path):
+    tokenizer = open_tokenizer(str(write_framed(tmp_path)))
+    codec = TextCodec(tokenizer, frozenset(), first=tokenizer.begin.ids[0])
+    asked: list[tuple[list[int], list[int]]] = []
+
+    class Kept:
+        def scores(self, pairs):
+            asked.extend(pairs)
+            return [(-1.0, False)] * len(pairs)
+
+    model = HarnessModel(codec, 64, Kept())  # type: ignore[arg-type]
+    begin, plain = [*tokenizer.begin.ids], codec.encode_plain(LONG)
+    model.loglikelihood_rolling(instances("loglikelihood_rolling", [("The sky",), (LONG,)]))
+    (context, rest), *windows = asked
+    assert (context, rest) == (begin, codec.encode_plain("The sky"))
+    assert len(windows) > 2
+    assert all(len(context) + len(rest) - 1 <= 64 for context, rest in windows)
+    assert [token for _, rest in windows for token in rest] == plain
+    done = 0
+    for context, rest in windows:
+        earlier = len(context) - 1  # the last window fills up with tokens of the one before
+        assert context == [*begin, *plain[done - earlier : done]]
+        assert (earlier > 0) == (done > 0)
+        done += len(rest)
+    asked.clear()
+    pairs = [("The sky", " is"), ("", "The sky"), ("<begin>The sky", " is")]
+    model.loglikelihood(instances("loglikelihood", pairs))
+    assert asked[0] == asked[2] == (codec.encode("The sky"), codec.encode_plain(" is"))
+    assert asked[1] == (begin, codec.encode_plain("The sky"))
+
+
 def test_a_text_without_context_needs_a_token_to_begin_with():
     class Bare:
-        vocab_size = 256
+        vocab_size, begin = 256, NO_BEGIN
 
         def encode(self, pieces):
             import numpy as np

@@ -6,13 +6,14 @@ import dataclasses
 
 import numpy as np
 import pytest
+from data.framed_tokenizers import write_framed
 
 from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import StoreMeta, Stretch
-from mtrain_cli.data.tokenizers import ByteTokenizer
+from mtrain_cli.data.tokenizers import NO_BEGIN, ByteTokenizer, open_tokenizer
 from mtrain_cli.evaluation.held_out_text import (
     Sequence,
     _joined,
@@ -105,3 +106,16 @@ def test_the_last_held_out_sequence_may_be_too_short(config):
     assert len(found) == 3  # the corpus ends in the fourth
     mixed = config.changed(data={"mix": {"a": 3, "b": 1}})
     assert held_out_count(mixed, 512) == 4
+
+
+def test_every_window_of_a_file_starts_with_the_begin_token(tmp_path):
+    tokenizer = open_tokenizer(str(write_framed(tmp_path / "tokenizer")))
+    (tmp_path / "a.txt").write_text(text := "The grass is green. The sky is blue. " * 20)
+    found = sequences_of_files(str(tmp_path / "a.txt"), "text", tokenizer, 50, 4)
+    (begin,) = tokenizer.begin.ids
+    assert [one.ids[0] for one in found] == [begin] * 4
+    joined = np.concatenate([one.ids[1:] for one in found])
+    np.testing.assert_array_equal(joined, tokenizer.encode([text])[0][: 4 * 49])
+    tokenizer.begin = NO_BEGIN
+    (first, *_) = sequences_of_files(str(tmp_path / "a.txt"), "text", tokenizer, 50, 4)
+    np.testing.assert_array_equal(first.ids, tokenizer.encode([text])[0][:50])

@@ -111,6 +111,16 @@ def test_short_losses_see_a_short_context(model, length):
         assert found[place] == pytest.approx(window[-1], rel=1e-4)
 
 
+def test_windows_of_a_short_context_start_with_the_begin_token(model):
+    ids, short = tokens(300), 64
+    found = short_losses(model, ids, short, kept=1)
+    np.testing.assert_allclose(found[:80], model.token_losses(ids).numpy()[:80], rtol=1e-4)
+    for place in (80, 100, 298):
+        begin = 80 + (place - 80) // 16 * 16 - short
+        window = model.token_losses([ids[0], *ids[begin : place + 2]]).numpy()
+        assert found[place] == pytest.approx(window[-1], rel=1e-4)
+
+
 def test_key_tokens_gain_more_than_two_nats_and_are_likely():
     long = np.array([0.5, 0.5, 1.9, 2.1, 0.5])
     short = np.array([2.4, 2.6, 4.0, 9.0, 9.0])

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
+from data.framed_tokenizers import write_framed
 from evaluation.evaluated_runs import configs_of, request_of, small_run, text_file
 from inference.small_models import source, write_hf
 
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.data.prepare import prepare_store
+from mtrain_cli.data.store import TokenStore
+from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.evaluation.request import (
     NIAH,
     PERPLEXITY,
@@ -108,3 +115,83 @@ def test_needles_have_the_length_and_the_number_that_was_asked(run, form):
     assert [len(item["answers"]) for item in items] == [4, 4]
     end = 0 if form == "sentences" else 1  # a document of Python ends with an end token
     assert [len(item["ids"]) + end for item in items] == [2048, 2048]
+
+
+@pytest.fixture
+def framed(tmp_path) -> tuple[Path, Path]:
+    """A tokenizer with a begin token, and a text."""
+    return write_framed(tmp_path / "framed"), text_file(tmp_path)
+
+
+def starts_of(run, text: Path) -> list[list[int]]:
+    """Return the first ids of each kind of text of a run: in training, evaluated and generated."""
+    found = source(run)
+    codec = open_codec(found)
+    file = text.parent / "own.jsonl"
+    file.write_text(json.dumps({"input": "Line 1 says 1.", "outputs": ["1"]}) + "\n")
+    short = RulerOptions(tasks=("fwe",), files=(str(file),))
+    python = NeedleOptions(form=PYTHON, haystack=str(text), needles=2)
+    sentences = NeedleOptions(haystack=str(text), needles=2)
+    perplexity = PerplexityOptions(str(text))
+    requests = [
+        request_of(run, NIAH, niah=sentences), request_of(run, NIAH, niah=python),
+        request_of(run, PERPLEXITY, perplexity=perplexity), request_of(run, "ruler", ruler=short),
+    ]  # fmt: skip
+    items = [
+        item["ids"]
+        for request in requests
+        for measurement in [open_measurement(request, found, codec)]
+        for cell in measurement.cells()
+        for item in measurement.items(cell)
+    ]
+    assert all(len(ids) == 512 for ids in items[:3]), "needles and windows keep the length"
+    trained = open_dataset(dataclasses.replace(found.config, seq=64))[0].tokens
+    return [ids[:3] for ids in (trained.tolist(), codec.encode("Line 0 says"), *items)]
+
+
+def test_every_text_starts_as_in_training(tmp_path, framed):
+    tokenizer, text = framed
+    words = ["data=text", f"data.path={text}", f"data.tokenizer={tokenizer}"]
+    vocabulary = ["model.vocab_size=auto", "data.shuffle=false"]
+    kinds = {}
+    for name, bos in (("with", "auto"), ("without", "false")):
+        run = small_run(tmp_path / name, *words, *vocabulary, f"data.bos={bos}")
+        kinds[name] = starts_of(run, text)
+        codec = open_codec(source(run))
+        begin = codec.encode_plain("<begin>")
+        assert [ids[:1] == begin for ids in kinds[name]] == [name == "with"] * len(kinds[name])
+        starts = "each document starts with" if name == "with" else "documents start without"
+        assert codec.starts.startswith(f"{starts} id {begin[0]} (<begin>)")
+        assert begin[0] not in [number for ids in kinds[name] for number in ids[1:]]
+        # A run of an earlier version recorded no choice, and had no begin token.
+        file = run / "resolved.yaml"
+        file.write_text(file.read_text().replace(f"  bos: {bos}\n", ""))
+        assert open_codec(source(run)).begin == ()
+
+
+def test_evaluations_follow_the_store_that_a_run_was_trained_on(tmp_path, framed):
+    tokenizer, text = framed
+    stores = {}
+    for bos in ("auto", False):
+        corpus = text_corpus(str(text), "text", "SOURCE", "--text-key")
+        store = prepare_store(
+            corpus, tmp_path / f"{bos}", str(tokenizer), None, lambda _: None, bos=bos
+        )
+        words = ["data=tokens", f"data.path={store.folder}", "model.vocab_size=auto"]
+        stores[bos] = small_run(tmp_path / f"of-{bos}", *words)
+    begin = open_codec(source(stores["auto"])).begin
+    first = {bos: TokenStore.open(tmp_path / f"{bos}").tokens[0] for bos in stores}
+    assert (first["auto"] == begin[0], first[False] == begin[0]) == (True, False)
+    assert open_codec(source(stores[False])).begin == ()
+    assert open_codec(source(stores[False]), tokenizer.parent).begin == ()
+    assert open_codec(source(stores["auto"]), tokenizer.parent).begin == begin
+    # A store of an earlier version has no begin token, and does not say so.
+    meta = tmp_path / "False" / "meta.json"
+    content = json.loads(meta.read_text())
+    assert content.pop("begin") == {"ids": [], "name": ""}
+    meta.write_text(json.dumps(content))
+    assert open_codec(source(stores[False])).begin == ()
+    described = open_dataset(resolved_file.load(stores[False] / "resolved.yaml")).describe()
+    assert f"documents start without id {begin[0]} (<begin>), which their token" in described
+    described = open_dataset(resolved_file.load(stores["auto"] / "resolved.yaml")).describe()
+    assert f"each document starts with id {begin[0]} (<begin>)" in described

@@ -16,6 +16,7 @@ from mtrain_cli.evaluation.results import (
     Part,
     Result,
     ResultsFolder,
+    format_score,
     key_of,
     mean_and_error,
     model_name,
@@ -279,3 +280,16 @@ def test_what_a_run_trains_again_is_dropped(tmp_path):
     folder.drop_training(2)
     for left in (folder, ResultsFolder.open(tmp_path / "out", "..")):
         assert sorted(left.samples) == sorted(left.results) == ["a", "c"]
+
+
+def test_a_huge_perplexity_is_kept_and_shown(tmp_path):
+    own = dataclasses.replace(RESULT, score=2.3e21, error=1.5e300, unit="")
+    ResultsFolder.open(tmp_path / "out", "m").add_result(own)
+    (read,) = read_results(tmp_path / "out")
+    assert read == own
+    assert format_score(read.score, read.error, read.unit) == "2.3e+21 ± 1.5e+300"
+    assert format_score(None, None, "") == "-"
+    assert format_score(123456.7, 1.25, "") == "123456.7000 ± 1.2500"
+    damaged = (tmp_path / "out" / "results.jsonl").read_text().replace("2.3e+21", "Infinity")
+    (tmp_path / "out" / "results.jsonl").write_text(damaged)
+    assert read_results(tmp_path / "out") == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import gloo
@@ -231,12 +232,23 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         (
             lambda f: edit_config(f, rope_parameters=None,
                 rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-            "rope_type=dynamic is not supported",
+            "rope_type=dynamic is not supported; only default, yarn and llama3 are. Remove it: up",
+        ),
+        *(
+            (partial(edit_config, rope_parameters=None,
+                rope_scaling={"rope_type": kind, "factor": 2.0}), f"{kind} is not.* {way}")
+            for kind, way in (("linear", "Remove it, or give yarn"), ("longrope", "no counterpart"),
+                              ("other", "Give a checkpoint with one of them"))
+        ),
+        (
+            lambda f: edit_config(f, rope_parameters=None,
+                rope_scaling={"type": "yarn", "factor": 2.0, "truncate": False}),
+            "truncate=false is not supported; only true is. Remove it",
         ),
         (
             lambda f: edit_config(f, rope_parameters=None,
                 rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": 1.0}),
-            "attention_factor=1.0 is not",
+            "attention_factor=1.0 is not.* Remove it to use that",
         ),
         (lambda f: (f / SINGLE).unlink(), f"has neither {SINGLE} nor {INDEX}"),
         (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-100]),
@@ -252,7 +264,11 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         (lambda f: edit_tensors(f, model__norm__bias=torch.ones(40)),
             "unexpected tensor model.norm.bias"),
         (lambda f: edit_tensors(f, lm_head__weight=torch.ones(97, 40)),
-            "unexpected tensor lm_head.weight"),
+            r"lm_head.weight differs .* Set tie_word_embeddings=false .* or remove the tensor"),
+        (lambda f: ((f / "config.json").unlink(), (f / "adapter_config.json").write_text("{}")),
+            "config.json: no such file. This is a PEFT adapter: merge it first"),
+        (lambda f: ((f / SINGLE).unlink(), (f / "adapter_config.json").write_text("{}")),
+            "has neither .* This is a PEFT adapter: merge it first"),
         (lambda f: edit_config(f, num_attention_heads=2, head_dim=32),
             r"has shape \(32, 40\); .*config.json requires \(64, 40\)"),
     ],

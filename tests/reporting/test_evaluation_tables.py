@@ -83,3 +83,10 @@ def test_tasks_of_lm_eval_have_a_row_per_metric():
         ["arc", "acc, %", "5-shot", "97.5 ± 1.2", "96.0", "10"],
         ["text", "word_perplexity", "0-shot", "12.3457", "-", "10"],
     ]
+
+
+def test_no_metric_of_lm_eval_is_too_large_for_the_table():
+    task = "lm-eval:wiki:word_perplexity"
+    huge = dataclasses.replace(NIAH, task=task, score=2.3e21, error=None, unit="", parts=())
+    (table,) = evaluation_tables([huge])
+    assert table.rows == [["wiki", "word_perplexity", "", "2.3e+21", "10"]]
