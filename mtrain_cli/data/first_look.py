@@ -16,7 +16,7 @@ from mtrain_cli.data.dataset import Sample
 from mtrain_cli.data.open_dataset import check_vocabulary, corpora_of, open_dataset, require_columns
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import open_corpus
-from mtrain_cli.data.tokenizers import Tokenizer, open_tokenizer
+from mtrain_cli.data.tokenizers import Tokenizer, choose_begin, open_tokenizer
 from mtrain_cli.printable import one_line
 
 _SHOWN = 60  # characters, or tokens if there is no tokenizer, of the first document
@@ -56,6 +56,7 @@ def _beginning(data: DataConfig, tokens: np.ndarray) -> str:
 
 def _look_at_text(config: Config, data: DataConfig) -> Iterator[str]:
     tokenizer = open_tokenizer(data.tokenizer)
+    choose_begin(tokenizer, data.bos)
     check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
     corpus = open_corpus(data)
     needed, tokens, first = config.seq * (data.eval_sequences + 1), 0, ""
