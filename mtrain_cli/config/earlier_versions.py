@@ -91,4 +91,9 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
     layers = {"mask.full_first": 0} if flat.get("mask.kind") == "sliding_window" else {}
     sparse = {"sparsity.dense_layers": 0} if flat.get("sparsity.dense_steps") is not None else {}
-    return {**LATER, **gate, **layers, "sparsity.dense_layers": None, **sparse, **renamed(flat)}
+    found = {**LATER, **gate, **layers, "sparsity.dense_layers": None, **sparse, **renamed(flat)}
+    if found["mask.kind"] == "chunked" and found["mask.back"] is not None:
+        # Before `block_window` existed, this mask was called chunked, with the key `back`.
+        block = {"mask.block": found["mask.chunk"], "mask.chunk": None}
+        found |= {"mask.kind": "block_window", **block}
+    return found
