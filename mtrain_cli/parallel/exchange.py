@@ -320,7 +320,7 @@ class Exchange:
             _, keys, _, _, *columns = (tensors[name] for name in run.program.saved)
             saved = q, keys, out, lse, *columns
         else:
-            out, saved = self._restored(*(tensors[name] for name in "qkv"), kept)
+            out, saved = self._restored(tensors["q"], tensors["k"], tensors["v"], kept)
         tensors["out"] = out
         run.run(operations[inside.stop :])
         run.transport.end()
