@@ -472,7 +472,8 @@ MASKS = {
     "full": (),
     "prefix_lm": ("mask.prefix=20",),
     "block_causal": ("mask.block=8",),
-    "chunked": ("mask.chunk=8", "mask.back=1"),
+    "block_window": ("mask.block=8", "mask.back=1"),
+    "chunked": ("mask.chunk=16",),
     "video": ("mask.frames=4", "mask.height=4", "mask.width=4", "mask.window=[3,3,4]"),
     "dilated": ("mask.block=4", "mask.stride=4", "mask.count=3"),
 }

@@ -87,6 +87,10 @@ class MaskRule:
             return whole
         if len(documents) >= length and not document_starts(documents, padded).any():
             return whole
+        if self.mask.chunk is not None:  # chunks count from the start of a document
+            starts = document_starts(documents, padded)
+            place = np.arange(padded) - starts
+            return SequenceMask.from_first(starts + place - place % self.mask.chunk, length)
         return whole.intersect(SequenceMask.from_documents(documents, padded, causal=False))
 
     def undivided(self, length: int, padded: int) -> SequenceMask:

@@ -53,14 +53,21 @@ def prefix_lm(seq: int, prefix: int) -> IntArray:
 
 def block_causal(seq: int, block: int) -> IntArray:
     """Query q sees key k if k // block <= q // block."""
-    return chunked(seq, block, back=seq)
+    return block_window(seq, block, back=seq)
 
 
-def chunked(seq: int, chunk: int, back: int) -> IntArray:
-    """Query q sees key k if 0 <= q // chunk - k // chunk <= back."""
+def block_window(seq: int, block: int, back: int) -> IntArray:
+    """Query q sees key k if 0 <= q // block - k // block <= back."""
+    start = np.arange(0, seq, block)
+    stop = np.minimum(start + block, seq)
+    return _columns(start, stop, np.maximum(start - back * block, 0), stop, SliceKind.FULL)
+
+
+def chunked(seq: int, chunk: int) -> IntArray:
+    """Query q sees key k <= q if q // chunk == k // chunk."""
     start = np.arange(0, seq, chunk)
     stop = np.minimum(start + chunk, seq)
-    return _columns(start, stop, np.maximum(start - back * chunk, 0), stop, SliceKind.FULL)
+    return _columns(start, stop, start, stop, SliceKind.CAUSAL)
 
 
 def dilated(seq: int, block: int, stride: int, count: int) -> IntArray:
@@ -165,6 +172,7 @@ _NAMED: dict[str, Callable[..., IntArray]] = {
     "sliding_window": sliding_window,
     "prefix_lm": prefix_lm,
     "block_causal": block_causal,
+    "block_window": block_window,
     "chunked": chunked,
     "video": video,
     "dilated": dilated,

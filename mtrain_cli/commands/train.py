@@ -328,7 +328,8 @@ def _way_to_labels(config: Config) -> str:
     mask = config.mask
     if mask.kind == "video":
         return "Give mask.causal=true"
-    size = {"prefix_lm": "prefix", "block_causal": "block", "chunked": "chunk"}.get(mask.kind)
+    sizes = {"prefix_lm": "prefix", "block_causal": "block", "block_window": "block"}
+    size = sizes.get(mask.kind)
     if size is None:
         return "Choose a mask that hides some, such as mask=prefix_lm"
     return f"mask.{size}={getattr(mask, size)} must be below seq={config.seq}"

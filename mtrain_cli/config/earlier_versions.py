@@ -94,12 +94,10 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     sparse = {"sparsity.dense_layers": 0} if flat.get("sparsity.dense_steps") is not None else {}
     # Documents of text had no begin token. Token ids may well have had one.
     bos = {} if flat.get("data.kind") in ("tokens", "mds") else {"data.bos": False}
-    return {
-        **LATER,
-        **gate,
-        **layers,
-        **bos,
-        "sparsity.dense_layers": None,
-        **sparse,
-        **renamed(flat),
-    }
+    dense = {"sparsity.dense_layers": None, **sparse}
+    found = {**LATER, **gate, **layers, **bos, **dense, **renamed(flat)}
+    if found["mask.kind"] == "chunked" and found["mask.back"] is not None:
+        # Before `block_window` existed, this mask was called chunked, with the key `back`.
+        block = {"mask.block": found["mask.chunk"], "mask.chunk": None}
+        found |= {"mask.kind": "block_window", **block}
+    return found

@@ -23,7 +23,8 @@ MASKS: dict[str, tuple[str, ...]] = {
     "full": (),
     "prefix_lm": ("prefix",),
     "block_causal": ("block",),
-    "chunked": ("chunk", "back"),
+    "block_window": ("block", "back"),
+    "chunked": ("chunk",),
     "video": ("frames", "height", "width", "window", "causal"),
     "dilated": ("block", "stride", "count"),
 }
@@ -55,9 +56,11 @@ class MaskConfig:
         tokens instead. For dense attention only
     prefix: prefix_lm: number of tokens at the start of the sequence that all queries see
     block: block_causal: number of tokens per block, which sees itself and all earlier blocks.
+        block_window: number of tokens per block, which sees itself and some earlier blocks.
         dilated: number of tokens per block
-    chunk: chunked: number of tokens per chunk, which sees itself and earlier chunks
-    back: chunked: number of earlier chunks that a chunk sees
+    chunk: chunked: number of tokens per chunk. A query sees the earlier tokens of its chunk. Chunks
+        count from the start of the document, with data.document_mask=false of the sequence
+    back: block_window: number of earlier blocks that a block sees
     frames: video: number of frames; frames * height * width must be seq
     height: video: number of rows of tokens per frame
     width: video: number of tokens per row of a frame
@@ -108,7 +111,7 @@ class MaskConfig:
         """
         if self.kind == "video":
             return not self.causal
-        return self.kind in ("full", "prefix_lm", "block_causal", "chunked")
+        return self.kind in ("full", "prefix_lm", "block_causal", "block_window")
 
     def intervals(self, seq: int) -> int:
         """Return the most separate intervals of keys that a query sees in a sequence."""

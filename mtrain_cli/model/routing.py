@@ -30,6 +30,9 @@ PADDING = -1  # slot of a token that pads a sequence
 # Numbers of a layer that `Routing.loads` holds after the tokens of each expert.
 BALANCE, Z, ENTROPY, DROPPED = range(4)
 SUMS = 4
+# Scores that differ by at most this share of the score at an expert's capacity count as equal. It
+# is far above the rounding by which equal tokens differ on different workers.
+_EQUAL = 2.0**-8
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,9 @@ class Routing:
     def _fits(self, keys_TK: Tensor, scores_TK: Tensor) -> Tensor:
         """Return which pairs are within the capacity of their expert, in the whole sequences.
 
-        The pairs with the highest scores are. Of equal scores, the first positions are.
+        The pairs with the highest scores are. Where the capacity ends, the first positions are,
+        among all pairs whose scores are about equal (`_EQUAL`) to the last score that fits. This
+        score changes as little as the scores do, so the number of workers cannot decide a tie.
         """
         moe, options = self.moe, self.options
         share = options.capacity * moe.top_k / moe.experts
@@ -164,14 +169,21 @@ class Routing:
         keys, scores, slots = (
             self._gather(each.flatten()) for each in (keys_TK, scores_TK, slots_TK)
         )
-        order = slots.argsort(stable=True)
-        order = order[scores[order].argsort(descending=True, stable=True)]
+        # Every sort by keys gives the same keys, so the pairs of a key stay in the same places.
+        order = scores.argsort(descending=True)
         order = order[keys[order].argsort(stable=True)]
         ordered = keys[order]
-        first = torch.searchsorted(ordered, ordered)
+        places = torch.arange(len(keys), device=keys.device)
+        first, most = torch.searchsorted(ordered, ordered), capacity_B.to(keys.device)
+        most = most[ordered % self._batch]
+        last = torch.empty_like(scores)  # of the key's scores that fit
+        last[order] = scores[order[(first + most - 1).clamp(0, len(keys) - 1)]]
+        rank = (scores > last * (1 + _EQUAL)).int() + (scores >= last * (1 - _EQUAL))
+        order = slots.argsort(stable=True)
+        order = order[rank[order].argsort(descending=True, stable=True)]
+        order = order[keys[order].argsort(stable=True)]
         fits = torch.empty_like(keys, dtype=torch.bool)
-        most = capacity_B.to(keys.device)[ordered % self._batch]
-        fits[order] = torch.arange(len(keys), device=keys.device) - first < most
+        fits[order] = places - first < most
         own = 0
         for group in reversed(self.groups):
             own = own * group.size + group.rank
@@ -221,13 +233,16 @@ class Routing:
 
 
 def choose(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
-    """Return the numbers of each token's experts with the highest scores + bias, ``[T, K]``."""
+    """Return the numbers of each token's experts with the highest scores + bias, ``[T, K]``.
+
+    Of equal experts, those with the lowest numbers are chosen.
+    """
     is_float = scores_TE.dtype == bias_E.dtype == torch.float32
     if scores_TE.is_cuda and is_float and importlib.util.find_spec("triton") is not None:
         from mtrain_cli.kernels.triton import router
 
         return router.chosen_experts(scores_TE, bias_E, top_k)
-    return (scores_TE + bias_E).topk(top_k).indices
+    return (scores_TE + bias_E).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 def decide_alone(chosen_TK: Tensor, experts: int) -> Decision:

@@ -264,16 +264,21 @@ class Exchange:
     def kept_for_recompute(self, saved: Saved, early: int) -> Saved:
         """Return the tensors to keep if `recompute` computes only the first ``early`` queries.
 
-        These are out and lse of the later queries. If ``early`` is 0, a ring also keeps the KV that
-        it received from other ranks: fetching this KV again would stall the backward pass, and with
-        grouped heads it takes fewer bytes than this rank's own activations.
+        These are out and lse of the later queries. If ``early`` is 0, a ring also keeps its single
+        columns, and the KV of another rank that it holds: fetching this KV again would stall the
+        backward pass, and with grouped heads it takes fewer bytes than this rank's own activations.
         """
         _, keys, out, lse, *columns = saved
         if early:
             # Clone: a view would keep the whole tensor alive.
             return out[:, early:].clone(), lse[..., early:].clone()
-        own_keys = self.schedule.gathers or self.schedule.groups == 1
-        return (out, lse) if own_keys else (out, lse, keys, *columns)
+        return (out, lse, *columns) if self._ends_with_own_keys else (out, lse, *columns, keys)
+
+    @property
+    def _ends_with_own_keys(self) -> bool:
+        """Whether forward ends with the keys of this rank, which recomputation makes anyway."""
+        rank = self.group.rank
+        return rank in self.schedule.keeps[rank]
 
     def recompute(
         self,
@@ -301,7 +306,7 @@ class Exchange:
         """
         what = self.recomputes(early)
         if what is Recompute.NOTHING:
-            return _restored(q, k, v, kept)
+            return self._restored(q, k, v, kept)
         run = self._begin_forward(q, k, v, shard_tiles, kernel, scale, label)
         program, tensors = run.program.recomputed(what), run.tensors
         operations, inside = program.operations, program.inside
@@ -315,23 +320,19 @@ class Exchange:
             _, keys, _, _, *columns = (tensors[name] for name in run.program.saved)
             saved = q, keys, out, lse, *columns
         else:
-            out, saved = _restored(tensors["q"], tensors["k"], tensors["v"], kept)
+            out, saved = self._restored(tensors["q"], tensors["k"], tensors["v"], kept)
         tensors["out"] = out
         run.run(operations[inside.stop :])
         run.transport.end()
         return tensors[run.program.results[0]], saved
 
+    def _restored(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Saved
+    ) -> tuple[torch.Tensor, Saved]:
+        """Return the result of `recompute` for ``early`` 0, without any computation."""
+        out, lse, *columns = kept
+        keys = torch.stack([k, v]) if self._ends_with_own_keys else columns.pop()
+        return out, (q, keys, out, lse, *columns)
+
     def _transport(self, label: str, direction: str, program: Program) -> Transport:
         return Transport(self.group, self.name, label, direction, program.steps, self.recorder)
-
-
-def _restored(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Saved
-) -> tuple[torch.Tensor, Saved]:
-    """Return the result of `Exchange.recompute` for ``early`` 0, without any computation.
-
-    kept: result of `Exchange.kept_for_recompute` with ``early`` 0.
-    """
-    out, lse, *foreign = kept
-    keys, *columns = foreign or [torch.stack([k, v])]
-    return out, (q, keys, out, lse, *columns)

@@ -33,14 +33,7 @@ from mtrain_cli.parallel.program import (
     stage_of_keys,
 )
 from mtrain_cli.parallel.rates import Rates
-from mtrain_cli.parallel.schedule import (
-    GRADIENTS,
-    GROUP_CAST,
-    GROUP_REDUCE,
-    INNER,
-    OUTER,
-    Schedule,
-)
+from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, INNER, OUTER, Schedule
 from mtrain_cli.parallel.traffic import Nodes, pairs_per_query
 
 Clock = NDArray[np.float64]
@@ -76,7 +69,7 @@ def attention_seconds(
         flop_per_pair = float(_FLOP_PER_PAIR[backward] * sizes.heads * sizes.head_dim)
         work: Work = {stage: number * flop_per_pair for stage, number in pairs.items()}
         program = lower(schedule, 0, backward=backward)
-        seconds += _Walk(program, sizes, nodes, rates).seconds(work)
+        seconds += _Walk(program, sizes, nodes, schedule.per_node, rates).seconds(work)
     return seconds
 
 
@@ -123,10 +116,19 @@ def _pairs_with(masks: Sequence[SequenceMask], queries: IntArray, keys: IntArray
 
 
 class _Walk:
-    """Plays one program on all ranks. Clocks are float64 [nodes, ranks of a node], in seconds."""
+    """Plays one program on all ranks. Clocks are float64 [nodes, ranks of a node], in seconds.
 
-    def __init__(self, program: Program, sizes: ShardSizes, nodes: Nodes, rates: Rates) -> None:
+    Ranks that share heads have one clock, since their all-to-alls begin and end together.
+
+    nodes: of these clocks.
+    per_node: number of single ranks of the context group that share a node.
+    """
+
+    def __init__(
+        self, program: Program, sizes: ShardSizes, nodes: Nodes, per_node: int, rates: Rates
+    ) -> None:
         self.program, self.sizes, self.nodes, self.rates = program, sizes, nodes, rates
+        self.per_node = per_node
         self.now = np.zeros((nodes.count, nodes.per_node))
         self.free: dict[tuple[str, bool], Clock] = {}  # by communicator
         self.arrived: dict[int, Clock] = {}
@@ -141,9 +143,9 @@ class _Walk:
                     stage = 0 if op.keys[0] >= 0 else stage_of_keys(op.keys)
                     seconds = flop[stage] / op.part[1] / self.rates.flops
                     self._compute(_CALL + seconds.reshape(self.now.shape))
-                case Post() if op.transfer.kind in (GROUP_CAST, GROUP_REDUCE):
+                case Post():
                     self._post(op)
-                case Wait() if op.number in self.arrived:
+                case Wait():
                     self.now = np.maximum(self.now, self.arrived[op.number])
                 case Arrange() | Merge() | Reduce() | AddColumns():
                     if bytes_moved := self._bytes(op.moves):
@@ -170,15 +172,20 @@ class _Walk:
         if t.after is not None:
             ready = np.maximum(ready, self.arrived[t.after])
         # Ranks with equal local numbers cast across nodes, and the ranks of a node inside it.
-        axis = {OUTER: (0,), INNER: (1,)}.get(t.channel, (0, 1))
+        axis = {OUTER: (0,), INNER: (1,), HEADS: ()}.get(t.channel, (0, 1))
         begins = np.broadcast_to(ready.max(axis=axis, keepdims=True), ready.shape)
-        size, rates = self._bytes(op.sends), self.rates
-        crosses = t.channel == OUTER or (t.channel != INNER and self.nodes.count > 1)
+        size, rates, peers = self._bytes(op.sends), self.rates, len(t.peers)
+        members = {OUTER: 1, INNER: peers, HEADS: min(peers, self.per_node)}.get(
+            t.channel, self.nodes.per_node
+        )
+        crosses, inside = members < peers, size if members > 1 else 0.0
         latency, moving = rates.inner_latency, size / rates.inner
         if crosses:
-            members = 1 if t.channel == OUTER else self.nodes.per_node
-            inside = moving if members > 1 else 0.0
-            latency, moving = rates.outer_latency, max(size / rates.outer / members, inside)
+            across = size / members
+            if t.channel == HEADS:
+                across = size * (peers - members) / (peers - 1)
+                inside = size - across
+            latency, moving = rates.outer_latency, max(across / rates.outer, inside / rates.inner)
         ends = begins + latency + moving
         self.free[queue] = self.arrived[t.number] = ends
         self.flying.append((ends, rates.outer_share if crosses else rates.inner_share))

@@ -86,13 +86,14 @@ class AttentionMemory:
 
     @cached_property
     def ring_kv(self) -> int:
-        """Bytes of the KV shard that a ring keeps for backward; 0 for other exchanges.
+        """Bytes of the KV shard of another rank that a ring keeps for backward; 0 without one.
 
-        A ring keeps the shard that arrived last. If queries circulate in backward, the ring keeps
-        the rank's own shard.
+        This is the shard that arrived last in forward. If queries circulate in backward, forward
+        ends with the rank's own shard, which recomputation makes anyway.
         """
         circulates = self.exchange.circulates_among(self.layout.workers)
-        return _saved(*self._program, self.sizes)["kv"] if circulates else 0
+        foreign = circulates and not self.exchange.queries_travel
+        return _saved(*self._program, self.sizes)["kv"] if foreign else 0
 
     @cached_property
     def gathered_columns(self) -> int:

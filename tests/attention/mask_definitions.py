@@ -25,8 +25,11 @@ def window_start(place: np.ndarray, size: int, window: int) -> np.ndarray:
     return np.clip(place - window // 2, 0, size - window)
 
 
-def predicate(kind: str, seq: int, **keys) -> np.ndarray:
-    """Which query sees which key under a named mask, bool [seq, seq]."""
+def predicate(kind: str, seq: int, ids: np.ndarray | None = None, **keys) -> np.ndarray:
+    """Which query sees which key under a named mask, bool [seq, seq].
+
+    ids: ids of the documents in which the mask counts, if it counts in documents.
+    """
     q, k = np.indices((seq, seq))
     if kind == "causal":
         return k <= q
@@ -39,7 +42,11 @@ def predicate(kind: str, seq: int, **keys) -> np.ndarray:
     if kind == "block_causal":
         return k // keys["block"] <= q // keys["block"]
     if kind == "chunked":
-        apart = q // keys["chunk"] - k // keys["chunk"]
+        start = np.zeros(seq, int) if ids is None else np.searchsorted(ids, ids)
+        chunk = (np.arange(seq) - start) // keys["chunk"]
+        return (k <= q) & (chunk[q] == chunk[k])
+    if kind == "block_window":
+        apart = q // keys["block"] - k // keys["block"]
         return (apart >= 0) & (apart <= keys["back"])
     if kind == "dilated":
         apart = q // keys["block"] - k // keys["block"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from attention.mask_definitions import cells, predicate
 
 from mtrain_cli.attention.mask import KeySlice, SequenceMask
@@ -30,10 +31,11 @@ CASES = [
     *(("prefix_lm", seq, {"prefix": p}) for seq in (1, 97) for p in (0, 1, 40, 97) if p <= seq),
     *(("block_causal", seq, {"block": block}) for seq in (3, 97) for block in (1, 8, 97, 500)),
     *(
-        ("chunked", 97, {"chunk": chunk, "back": back})
-        for chunk in (1, 10, 97, 200)
+        ("block_window", 97, {"block": block, "back": back})
+        for block in (1, 10, 97, 200)
         for back in (0, 1, 3, 1000)
     ),
+    *(("chunked", seq, {"chunk": chunk}) for seq in (5, 97) for chunk in (1, 10, 97, 200)),
     *(
         ("dilated", 97, {"block": block, "stride": stride, "count": count})
         for block in (1, 4, 16, 200)
@@ -80,7 +82,7 @@ def test_documents_cut_every_mask(kind, document):
     seq, keys = case
     ids = np.arange(seq) // document
     rule = MaskRule(True, MaskConfig(kind=kind, **keys))
-    wanted = predicate(kind, seq, **keys) & (ids[:, None] == ids)
+    wanted = predicate(kind, seq, ids, **keys) & (ids[:, None] == ids)
     everywhere = np.arange(seq)
     made = rule(ids, seq, seq + 2)
     assert (made.spans(everywhere, everywhere).seen() == wanted).all()
@@ -89,6 +91,34 @@ def test_documents_cut_every_mask(kind, document):
     if kind == "causal":
         old = SequenceMask.from_documents(ids, seq + 2)
         assert np.array_equal((made.low, made.high), (old.low, old.high))
+
+
+@pytest.mark.parametrize(("seq", "chunk"), [(40, 8), (33, 16), (7, 16)])
+def test_chunked_is_the_mask_of_llama_4_in_transformers(seq, chunk):
+    """Packed documents have the masks that they have alone."""
+    masking_utils = pytest.importorskip("transformers.masking_utils")
+    from transformers import Llama4TextConfig
+
+    config = Llama4TextConfig(attention_chunk_size=chunk, attn_implementation="eager")
+
+    def theirs(length: int) -> np.ndarray:
+        mask = masking_utils.create_chunked_causal_mask(
+            config=config,
+            inputs_embeds=torch.zeros(1, length, 1),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=torch.arange(length)[None],
+        )
+        return (mask[0, 0] == 0).numpy()
+
+    rule, everywhere = MaskRule(True, MaskConfig(kind="chunked", chunk=chunk)), np.arange(seq)
+    found = rule(None, seq, seq).spans(everywhere, everywhere).seen()
+    assert (found == theirs(seq)).all()
+    ids = np.sort(np.arange(seq) % 3)
+    found = rule(ids, seq, seq).spans(everywhere, everywhere).seen()
+    lengths = np.bincount(ids)
+    alone = [torch.from_numpy(theirs(length)) for length in lengths]
+    assert (found == torch.block_diag(*alone).numpy()).all()
 
 
 def test_a_sequence_of_one_document_has_the_same_mask_object():

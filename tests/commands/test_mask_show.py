@@ -47,7 +47,7 @@ def test_it_counts_pairs_labels_and_the_work_of_layouts(tmp_path):
 
 def test_it_draws_the_mask_alone_to_svg(tmp_path):
     file = tmp_path / "mask.svg"
-    for mask in ("chunked", "block_causal"):  # the second replaces the first
+    for mask in ("chunked", "block_window"):  # the second replaces the first
         found = run("show", f"mask={mask}", "seq=8k", "--plot", str(file))
         assert found.exit_code == 0, found.output
         assert file.read_text().startswith("<svg ")
@@ -125,7 +125,7 @@ def test_training_needs_a_label_that_the_mask_hides(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mask", "key"), [("prefix_lm", "prefix"), ("block_causal", "block"), ("chunked", "chunk")]
+    ("mask", "key"), [("prefix_lm", "prefix"), ("block_causal", "block"), ("block_window", "block")]
 )
 def test_a_size_that_leaves_no_label_is_named(mask, key):
     with pytest.raises(ConfigError, match=rf"\. mask\.{key}=64 must be below seq=64; "):

@@ -27,6 +27,14 @@ def test_missing_keys_get_the_behaviour_of_the_version_that_lacked_them():
         assert completed({"mask.kind": kind})["mask.full_first"] == full_first
 
 
+def test_chunks_that_saw_earlier_chunks_are_called_block_window():
+    old = completed({"mask.kind": "chunked", "mask.chunk": 64, "mask.back": 2})
+    found = {key: old[f"mask.{key}"] for key in ("kind", "block", "chunk", "back")}
+    assert found == {"kind": "block_window", "block": 64, "chunk": None, "back": 2}
+    new = completed({"mask.kind": "chunked", "mask.chunk": 64})
+    assert (new["mask.kind"], new["mask.chunk"], new["mask.block"]) == ("chunked", 64, None)
+
+
 def test_only_existing_keys_have_a_value_for_older_files():
     assert set(LATER) <= set(keys.all_keys())
     assert set(RENAMED.values()) <= set(keys.all_keys())

@@ -52,7 +52,13 @@ def test_the_documents_give_the_command_of_a_picture(drawing):
         for words in block.commands
         if any(word.endswith(".svg") for word in words)
     )
-    assert command == ["mask", "show", *drawing.mask_words("chunked"), "--plot", "chunked.svg"]
+    assert command == [
+        "mask",
+        "show",
+        *drawing.mask_words("block_window"),
+        "--plot",
+        "block_window.svg",
+    ]
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.svg")), ids=lambda path: path.stem)

@@ -25,7 +25,8 @@ KEYS = {
     "full": {},
     "prefix_lm": {"prefix": 20},
     "block_causal": {"block": 11},
-    "chunked": {"chunk": 9, "back": 2},
+    "block_window": {"block": 9, "back": 2},
+    "chunked": {"chunk": 9},
     "video": {"frames": 3, "height": 4, "width": 5, "window": (2, 3, 3)},
     "dilated": {"block": 4, "stride": 3, "count": 4},
 }

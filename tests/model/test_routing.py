@@ -142,12 +142,16 @@ def test_padding_is_not_computed_and_pairs_are_ordered_by_expert():
     assert torch.equal(decision.order_S[decision.place_S], torch.arange(32))
 
 
-@pytest.mark.parametrize("equal_scores", [False, True])
-def test_an_expert_computes_the_best_tokens_of_each_sequence(equal_scores):
+@pytest.mark.parametrize("equal", [None, 0.0, 1e-6])
+def test_an_expert_computes_the_best_tokens_of_each_sequence(equal):
+    """equal: by how much scores differ that are equal but for rounding; None for other scores."""
     given = routing({}, capacity=0.9)  # 3 pairs of the first sequence, 2 of the second
-    scores = torch.full((2 * SEQ, E), 0.5) if equal_scores else logits().softmax(-1)
+    scores, rounded = logits().softmax(-1), logits().softmax(-1)
+    if equal is not None:
+        scores = torch.full((2 * SEQ, E), 0.5)
+        rounded = scores * (1 + equal * logits(1))
     chosen = logits().topk(2).indices
-    decision = given.decide(chosen, scores, 2)
+    decision = given.decide(chosen, rounded, 2)
     kept = set(decision.order_S[: int(decision.ends_E[-1])].tolist())
     wanted, beyond = set(), [0] * E
     for number, length in enumerate(LENGTHS):
@@ -167,6 +171,32 @@ def test_an_expert_computes_the_best_tokens_of_each_sequence(equal_scores):
     assert given.loads[2, -1] == dropped
     assert given.beyond.tolist() == [[0] * E, [0] * E, beyond]
     assert given.decided == {2}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rounding_does_not_choose_among_equal_tokens(seed):
+    """Equal tokens stand among others, and the capacity ends at any of them."""
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.rand(9, generator=generator).double()
+    scores = levels[torch.randint(9, (2 * SEQ, E), generator=generator)]
+    chosen = torch.randn(2 * SEQ, E, generator=generator).topk(2).indices
+
+    def computed(scores):
+        decision = routing({}, capacity=0.9).decide(chosen, scores, 0)
+        return set(decision.order_S[: int(decision.ends_E[-1])].tolist())
+
+    noise = torch.randn(scores.shape, generator=generator, dtype=torch.float64)
+    assert computed(scores) == computed(scores * (1 + 1e-5 * noise))
+
+
+@pytest.mark.parametrize("experts", [6, 128])
+def test_of_equal_experts_the_first_are_chosen(experts):
+    scores, bias = torch.full((40, experts), 0.25), torch.zeros(experts)
+    assert choose(scores, bias, 3).tolist() == [[0, 1, 2]] * 40
+    scores[:, experts // 2 :] = 0.5
+    bias[-1] = 1.0
+    expected = [experts - 1, experts // 2, experts // 2 + 1]
+    assert choose(scores, bias, 3).tolist() == [expected] * 40
 
 
 class Meeting:

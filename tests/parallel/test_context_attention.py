@@ -70,7 +70,8 @@ MASKS: dict[str, tuple[int, str, dict, bool]] = {
     "full, docs": (SEQ, "full", {}, True),
     "prefix": (SEQ, "prefix_lm", {"prefix": 22}, False),
     "blocks, docs": (SEQ, "block_causal", {"block": 7}, True),
-    "chunks": (SEQ, "chunked", {"chunk": 8, "back": 2}, False),
+    "block window": (SEQ, "block_window", {"block": 8, "back": 2}, False),
+    "chunks, docs": (SEQ, "chunked", {"chunk": 5}, True),
     "video": (60, "video", {"frames": 5, "height": 3, "width": 4, "window": (3, 2, 3)}, False),
     "dilated": (SEQ, "dilated", {"block": 3, "stride": 4, "count": 4}, True),
     "data": (SEQ, "data", {}, True),
@@ -188,7 +189,8 @@ def seen_by_definition(name: str, index: Index | None) -> torch.Tensor:
     length, kind, keys, documents = MASKS[name]
     seen, at = torch.zeros(BATCH, 1, SEQ, SEQ, dtype=torch.bool), torch.arange(SEQ)
     for row, ids in enumerate(document_ids(length)):
-        allowed = seen_by_documents(row) if kind == "data" else predicate(kind, length, **keys)
+        own = ids if documents else None
+        allowed = seen_by_documents(row) if kind == "data" else predicate(kind, length, own, **keys)
         allowed &= (ids[:, None] == ids) | (not documents) | (kind == "data")
         seen[row, 0, :length, :length] = torch.from_numpy(allowed)
     if isinstance(index, BlockBitmap):

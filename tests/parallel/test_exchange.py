@@ -72,17 +72,27 @@ def test_later_passes_allocate_almost_nothing_and_earlier_gradients_survive(circ
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "foreign"),
-    [("ring", 1, True), ("ring", 2, True), ("ring", 4, False), ("all_gather", 1, False)],
+    ("name", "heads", "circulates", "foreign"),
+    [
+        ("ring", 1, "kv", True),
+        ("ring", 2, "kv", True),
+        ("hierarchical_ring", 2, "kv", True),
+        ("ring", 4, "kv", False),
+        ("ring", 1, "queries", False),
+        ("ring", 2, "queries", False),
+        ("hierarchical_ring", 1, "queries", False),
+        ("all_gather", 1, "kv", False),
+    ],
 )
-def test_only_a_ring_keeps_what_it_received_for_a_recomputation_without_queries(
-    name, heads, foreign
+def test_a_recomputation_without_queries_keeps_only_the_keys_of_another_rank(
+    name, heads, circulates, foreign
 ):
-    group = ContextGroup(1, tuple(range(4)), per_node=4, heads=heads)
-    exchange = make_exchange(name, make_layout("striped", 4, 64, 4), group)
+    group = ContextGroup(1, tuple(range(4)), per_node=2, heads=heads)
+    options = {"circulates": circulates}
+    exchange = make_exchange(name, make_layout("striped", 4, 64, 4), group, **options)
     saved = _, keys, out, lse, columns = tuple(torch.rand(1, 6, 2, 8) for _ in range(5))
-    more = (keys, columns) if foreign else ()
     kept = exchange.kept_for_recompute(saved, 0)
+    more = (columns, keys) if foreign else (columns,)
     assert [id(tensor) for tensor in kept] == [id(tensor) for tensor in (out, lse, *more)]
     late_out, late_lse = exchange.kept_for_recompute(saved, 2)
     assert late_out.equal(out[:, 2:])

@@ -15,7 +15,7 @@ from mtrain_cli.reporting.mask_svg import inline, svg
 from mtrain_cli.reporting.mask_view import density
 
 RUN = re.compile(r"M(\d+) (\d+)h(\d+)v1h-(\d+)z")
-CHUNKED = MaskRule(False, MaskConfig(kind="chunked", chunk=20, back=1)).undivided(320, 320)
+CHUNKED = MaskRule(False, MaskConfig(kind="block_window", block=20, back=1)).undivided(320, 320)
 
 
 def painted(text: str, kind: str) -> np.ndarray:

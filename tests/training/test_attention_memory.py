@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 
+import gloo
 import numpy as np
 import pytest
+import torch
+from training.masked_runs import SMALL
 
 from mtrain_cli.attention.block_lists import mask_lists
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.mask_words import mask_words
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.attention_memory import AttentionMemory, kernel_backward, shard_sizes
 from mtrain_cli.training.layout_choice import choose_layout
+from mtrain_cli.training.trainer import Trainer
 
 WORKERS, BYTES = 8, 2
 RUN = [
@@ -53,12 +58,80 @@ def test_a_ring_keeps_the_columns_that_it_gathers_once(heads):
     assert memory("ring", sparse=False, heads=heads).gathered_columns == 0
 
 
-def test_a_ring_keeps_one_shard_of_keys_and_values():
+def test_a_ring_keeps_the_keys_and_values_of_another_worker():
     model, tokens = compose(RUN).model, 65536 // WORKERS
     shard = 2 * BYTES * tokens * model.num_kv_heads * model.head_dim
-    assert memory("ring").ring_kv == memory("ring", circulates="queries").ring_kv == shard
+    assert memory("ring").ring_kv == shard
+    assert memory("ring", circulates="queries").ring_kv == 0, "its own shard is recomputed"
     assert memory("all_gather").ring_kv == 0
     assert memory("ring", heads=WORKERS).ring_kv == 0, "no shard circulates"
+
+
+WAYS = {
+    "queries": ["topology.circulates=queries"],
+    "queries, ulysses": ["topology.circulates=queries", "topology.ulysses=2"],
+    "queries, hierarchical": ["topology.circulates=queries", "topology.exchange=hierarchical_ring"],
+    "queries, offloaded": ["topology.circulates=queries", "train.offload_activations=true"],
+    "queries, columns": [
+        *("topology.circulates=queries", "sparsity=vertical_slash", "sparsity.block=16"),
+        *("sparsity.last_q=16", "sparsity.max_columns=16", "sparsity.min_columns=8"),
+    ],
+    "keys": ["topology.circulates=kv"],
+}
+
+
+def kept_by_selective(
+    rank: int, world: int, of_ways: list[list[str]]
+) -> list[tuple[list[int], list[int], bool]]:
+    """Train two steps of each way with selective checkpoints.
+
+    Returns for each way the bytes that a layer keeps for attention, its planned bytes, and whether
+    the weights equal those of a run that also keeps its own keys and values.
+    """
+    found = []
+    original, kept_for_recompute = Exchange._ends_with_own_keys, Exchange.kept_for_recompute
+    for way in of_ways:
+        words = [*SMALL, "seq=128", "topology.exchange=ring", "topology.columns=once", *way]
+        weights, kept = [], []
+
+        def record(self, saved, early, kept=kept):
+            tensors = kept_for_recompute(self, saved, early)
+            kept.append(sum(t.untyped_storage().nbytes() for t in tensors))
+            return tensors
+
+        for keeps_more in (True, False):
+            kept.clear()
+            Exchange.kept_for_recompute = record
+            if keeps_more:
+                Exchange._ends_with_own_keys = False
+            config = compose([*words, f"topology.workers={world}", "train.steps=2"])
+            trainer = Trainer(config, gloo.environment(rank, world, world, 2))
+            for _ in range(2):
+                trainer.train_step(False)
+            Exchange.kept_for_recompute = kept_for_recompute
+            Exchange._ends_with_own_keys = original
+            weights.append([p.detach().clone() for p in trainer.decoder.parameters()])
+            plan = trainer.plan
+            trainer.close()
+        planned = AttentionMemory(plan.config, plan.layout, plan.exchange, plan.kernel, 4)
+        sizes = planned.sizes
+        results = 4 * sizes.tokens * sizes.heads * (sizes.head_dim + 1)
+        planned = [results + planned.ring_kv + planned.gathered_columns]
+        equal = all(map(torch.equal, *weights))
+        found.append((sorted(set(kept)), planned, equal))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [(2, ["queries", "queries, columns"]), pytest.param(4, [*WAYS], marks=pytest.mark.slow)],
+    ids=["quick", "all"],
+)
+def test_selective_keeps_what_the_plan_says_and_nothing_that_it_recomputes(world, names):
+    for of_rank in gloo.run(world, kept_by_selective, [WAYS[name] for name in names]):
+        for name, (kept, planned, equal) in zip(names, of_rank, strict=True):
+            assert kept == planned, name
+            assert equal, name
 
 
 @pytest.mark.parametrize("kernel", ["flash4", "triton"])

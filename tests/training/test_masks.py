@@ -23,20 +23,28 @@ CASES = {
     "window, sinks": [*WINDOW, "mask.global_tokens=8", "data.document_mask=false"],
     "prefix": ["mask=prefix_lm", "mask.prefix=100", "data.document_mask=false"],
     "blocks": ["mask=block_causal", "mask.block=8"],
-    "chunks": ["mask=chunked", "mask.chunk=24", "mask.back=2"],
+    "block window": ["mask=block_window", "mask.block=24", "mask.back=2"],
+    "chunks": ["mask=chunked", "mask.chunk=24"],
     "dilated": ["mask=dilated", "mask.block=8", "mask.stride=3", "mask.count=4"],
     "video": ["mask=video", "mask.causal=true", *VIDEO, "data.document_mask=false"],
     "window, mixed": [*WINDOW, "mask.full_every=2"],
     "window, full first": [*WINDOW, "mask.full_first=1"],
     "causal": [],
 }
-OTHERS = ("window, recomputed", "window, sparse", "window, sinks", "window, full first", "chunks")
+OTHERS = (
+    "window, recomputed",
+    "window, sparse",
+    "window, sinks",
+    "window, full first",
+    "block window",
+)
 
 WAYS = {
     "window": ["topology.exchange=ring", "topology.layout=zigzag"],
     "prefix": ["topology.exchange=all_gather", "topology.layout=contiguous"],
     "window, sinks": ["topology.exchange=ring", "topology.layout=striped"],
     "blocks": ["topology.exchange=ulysses"],
+    "chunks": ["topology.exchange=group_cast", "topology.layout=balanced"],
     "video": ["topology.exchange=group_cast", "topology.layout=balanced"],
     "dilated": ["topology.exchange=group_cast", "topology.layout=zigzag", "topology.stages=2"],
 }
@@ -61,6 +69,7 @@ def causal() -> list[float]:
         "video",
         "window, mixed",
         "dilated",
+        "chunks",
         *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )
@@ -73,12 +82,12 @@ def test_two_workers_train_like_one(name, causal):
     assert abs(causal[0] - alone.losses[0]) > 1e-6, "the mask has an effect"
 
 
-@pytest.mark.parametrize("name", ["prefix", "blocks", "chunks", "video", "dilated"])
+@pytest.mark.parametrize("name", ["prefix", "blocks", "block window", "chunks", "video", "dilated"])
 def test_no_loss_depends_on_its_label_in_the_input(name):
     ((counted, shown),) = gloo.run(1, changes_of_losses, words(name))
     assert len(counted) > 1
     assert max(counted) < 1e-6
-    assert name in ("video", "dilated") or max(shown) > 1e-4
+    assert name in ("video", "dilated", "chunks") or max(shown) > 1e-4
 
 
 def pairs_of_layers(rank: int, world: int) -> tuple[list[dict[int, int]], float]:

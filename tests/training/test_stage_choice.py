@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 
 from mtrain_cli import resource_dir
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.training import stage_choice
 from mtrain_cli.training.run_plan import make_plan
 
@@ -61,6 +63,26 @@ def test_the_reason_states_all_times_and_the_smallest_wins(slow):
     stages, best, *others = map(float, found.groups())
     assert stages == chosen.stages
     assert best < min(others)
+
+
+@pytest.mark.parametrize("layout", ["auto", "zigzag", "balanced"])
+@pytest.mark.parametrize("ulysses", ["auto", 1, 2, 4])
+def test_every_exchange_is_planned_under_every_mask(layout, ulysses):
+    """With eight GPUs in nodes of two, and with all other choices left to auto."""
+    masks = (
+        ("mask=sliding_window", "mask.window=1k"),
+        ("mask=prefix_lm", "mask.prefix=100"),
+    )
+    for exchange, mask in product(("auto", *EXCHANGE_TRAITS), masks):
+        words = ("model=tiny", "seq=2k", "topology.device=cuda", "data.document_mask=false")
+        topology = {"workers": 8, "gpus_per_node": 2, "layout": layout}
+        topology |= {"exchange": exchange, "ulysses": ulysses}
+        given = (f"topology.{name}={value}" for name, value in topology.items())
+        choice = make_plan(compose([*words, *mask, *given], plan=True)).exchange
+        assert exchange in ("auto", choice.name)
+        assert choice.heads == (1 if ulysses == "auto" else ulysses)
+        if choice.traits.by_mask:
+            assert "attention of a layer takes" in choice.reason
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
