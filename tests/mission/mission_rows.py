@@ -334,7 +334,8 @@ BURST = (
         "Queries can circulate instead of keys and values: fewer bytes, the same losses.",
         PAIR.format("topology.workers=3 topology.exchange=ring topology.circulates=queries")
         + "; equal a b; for c in kv queries; do mtrain train model=llama14b seq=1m "
-        "topology=a800_4x8 topology.exchange=ring topology.circulates=$c --dry-run | "
+        "topology=a800_4x8 topology.gpu_memory_gib=99 topology.exchange=ring "
+        "topology.circulates=$c --dry-run | "
         "sed -n s/^traffic/$c/p; done",
         (
             equal_runs(1),
@@ -409,7 +410,7 @@ MAGI = (
         "G2",
         "The kernel of masks is timed for all masks.",
         "mtrain profile kernels --mask all --seq 1k --repeats 1 --heads 4/2 --head-dim 32",
-        (lines(r"^ *(full|causal|\w*documents\w*|video|\w*sliding\w*) ", 6),),
+        (lines(r"^\w+ +1024 .* [\d.]+ ms +[\d.]+ ms$", 8),),
         elsewhere="FlexAttention beside it, on a GPU: --compare flex",
     ),
     Row(
@@ -510,7 +511,8 @@ OWN = (
         "X1",
         "The bytes and pairs that the plan, the simulator and a profile count are equal.",
         "mtrain profile imbalance --exchange ring --layout striped --steps 1 seq=512 "
-        "topology.workers=3 run.name=p >log; mtrain simulate validate p --no-files | tail -30",
+        "topology.workers=3 run.name=p >log; mtrain simulate validate measurements/p --no-files "
+        "| tail -30",
         (r"\b(?P<all>[1-9]\d*) of (?P=all) counts equal",),
         fast=True,
     ),
@@ -519,13 +521,17 @@ OWN = (
         "Predictions stand beside measurements, for every step and worker.",
         "mtrain simulate validate predicted-4xh200 --prediction predicted-4xh200/predictions "
         "--no-files",
-        (r"predicted", r"measured"),
+        (
+            lines(r" all +[\d.]+ +[\d.]+ +[+-][\d.]+%", 24),
+            every(r"^time +mean absolute error ([\d.]+)%", lambda percent: percent <= 6),
+            r"\b(?P<all>[1-9]\d*) of (?P=all) counts equal",
+        ),
     ),
     Row(
         "X3a",
         "`recommend` names the fastest configuration that fits, and why.",
         "mtrain simulate recommend model=qwen3b seq=1m --cluster h200_1x8 --no-files",
-        (r"^ *1 ", r"(?i)because|why|fastest"),
+        (lines(r"^ \S+ .* yes *$", 3), r"^best ", r"^why "),
     ),
     Row(
         "X3b",
@@ -546,8 +552,13 @@ FIGURES = (
     Row(
         "N2",
         "The share of attention in a step, measured and predicted.",
-        "mtrain profile step model=tiny seq=1k topology.workers=2 --steps 1",
-        (r"(?i)attention +.*%",),
+        "mtrain profile step model=tiny seq=1k topology.workers=2 --steps 1; "
+        "mtrain simulate model=qwen3b seq=64k --cluster h200_1x8 --no-files",
+        (
+            every(r"^ attention +[\d.,]+ +([\d.]+)%", lambda share: 0 < share < 100),
+            r"^ step +[\d,.]+ +100\.0%",
+            r"^time .*\battention [\d.]+%",
+        ),
     ),
     Row(
         "N3",
@@ -555,14 +566,14 @@ FIGURES = (
         "mtrain profile imbalance --exchange ring --layout zigzag --steps 1 seq=1k "
         "topology.workers=4 run.name=s >log; mtrain report s >log; "
         "grep -cE '<svg|plotly' measurements/s/report.html; "
-        "mtrain report s | grep -iA9 'sends meanwhile'",
+        "mtrain report s | grep -iA14 'sends meanwhile'",
         (r"^[1-9]\d*$", lines(r"^ *forward +\d+ ", 4), lines(r"^ *backward +\d+ ", 4)),
     ),
     Row(
         "N4",
         "Learning with sparse attention: several seeds, curves and needles.",
         "mtrain study learning --tier a --dry-run",
-        (r"(?i)seed", r"(?i)hours|minutes|GPU"),
+        (lines(r" 0, 1, 2 .* [PT]FLOP +\d", 10), r"seeds to compute\. .* left, \d+ minutes"),
         elsewhere="training the cells",
     ),
     Row(
@@ -576,12 +587,9 @@ FIGURES = (
         "Kernel rates of six masks.",
         "mtrain profile kernels --mask full,causal,documents,documents_full,"
         "documents_block_causal,video --seq 1k --repeats 1 --heads 4/2 --head-dim 32",
-        tuple(
-            rf"^ *\S* *{name}\b.* \d"
-            for name in (
-                *("full", "causal", "documents", "documents_full", "documents_block_causal"),
-                "video",
-            )
+        (
+            *(rf"^{name} +1024 .* [\d.]+ ms +[\d.]+ ms$" for name in ("full", "causal", "video")),
+            *(rf"^documents{kind} +1024 .* ms$" for kind in ("", "_full", "_block_causal")),
         ),
         elsewhere="the rates of a GPU",
     ),
