@@ -110,12 +110,14 @@ def imbalance(
 
     words = list(overrides or ())
     limits = {} if fail_above is None else _limits(fail_above)
-    if not attention_only:
-        _refuse_attention_options(seq, peer)
+    if seq and not attention_only:
+        raise ConfigError(
+            f"--seq {seq}: only with --attention-only; otherwise give one length, as seq=N"
+        )
+    if peer and not attention_only:
+        raise ConfigError("--peer: compares one layer's attention; add --attention-only")
     typed = {"--layout": layout, "--exchange": exchange, "--pattern": pattern, "--seq": seq}
-    cases, remark = _cases(
-        words, {option: parse_names(option, text) for option, text in typed.items()}
-    )
+    cases, remark = _cases(words, {name: parse_names(name, text) for name, text in typed.items()})
     _require_experts(limits, cases[0][1], attention_only)
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
@@ -128,7 +130,11 @@ def imbalance(
         if not attention_only or case.data.mask_key is not None:
             require_data(case)
     warn_of_unused_settings(words)
-    _require_launcher(environment, fail_above)
+    if fail_above is not None and environment.launcher != "mtrain":
+        raise ConfigError(
+            f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
+            "summary.json instead"
+        )
     if peer:
         _require_peer(config, environment)
     if remark and not job_rank():
@@ -145,25 +151,6 @@ def imbalance(
     if code == 0 and limits:
         _check(record_files.open_records(run.path).summary, limits)
     raise typer.Exit(code)
-
-
-def _refuse_attention_options(seq: str, peer: bool) -> None:
-    """Raise ConfigError for an option that needs --attention-only."""
-    if seq:
-        raise ConfigError(
-            f"--seq {seq}: only with --attention-only; otherwise give one length, as seq=N"
-        )
-    if peer:
-        raise ConfigError("--peer: compares one layer's attention; add --attention-only")
-
-
-def _require_launcher(environment: Environment, fail_above: str | None) -> None:
-    """Raise ConfigError if --fail-above cannot set the exit code."""
-    if fail_above is not None and environment.launcher != "mtrain":
-        raise ConfigError(
-            f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
-            "summary.json instead"
-        )
 
 
 def _require_peer(config: Config, environment: Environment) -> None:
@@ -291,12 +278,10 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> tuple[list[tuple[st
 
     cases = _combinations(words, typed)
     named = {word.partition("=")[0] for word in words}
-    if (
-        typed["--exchange"]
-        or typed["--pattern"]
-        or any(key.startswith(_CHOOSING) for key in named)
-        or cases[0][1].topology.exchange != "auto"  # by the group topology
-    ):
+    chosen = (
+        typed["--exchange"] or typed["--pattern"] or any(k.startswith(_CHOOSING) for k in named)
+    )
+    if chosen or cases[0][1].topology.exchange != "auto":  # the latter by the group topology
         return cases, ""
     seq, added = min(config.seq for _, config in cases), []
     if not (typed["--seq"] or named & {"seq", "model"}) and (
