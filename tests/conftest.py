@@ -34,6 +34,7 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)
 MAX_PROCESSES = 8  # each test may start up to five more
 # The files that take longest begin first, so that no process has one of them left at the end.
 LONGEST = (
+    "mission/test_mission.py",
     "docs/test_commands.py",
     "training/test_pipeline.py",
     "parallel/test_context_attention.py",

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from built_wheel import REPOSITORY, SHIPPED, build, copy_sources
 from packaging.specifiers import SpecifierSet
 
 import mtrain_cli
 from mtrain_cli import install_command, resource_dir
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-SHIPPED = ("conf", "kernels", "profiles")
 
 in_checkout = pytest.mark.skipif(
     not (REPOSITORY / ".github").is_dir(), reason="an sdist or an image, without the files"
@@ -62,30 +59,7 @@ def test_the_install_command_for_an_extra_works_here(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A copy of the sources, so that building does not write into the checkout."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("mtrain_cli", *SHIPPED, "tests"):
-        shutil.copytree(
-            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for name in ("pyproject.toml", "hatch_build.py", "LICENSE"):
-        shutil.copy(REPOSITORY / name, folder / name)
-    readme = REPOSITORY / "README.md"
-    (folder / "README.md").write_text(readme.read_text() if readme.is_file() else "mtrain\n")
-    return folder
-
-
-def build(source: Path, out: Path, kind: str) -> Path:
-    """Build a wheel with pyproject.toml's backend.
-
-    kind: ``build_wheel`` or ``build_editable``.
-    """
-    code = f"import hatchling.build as backend; print(backend.{kind}({str(out)!r}))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    return out / result.stdout.split()[-1]
+    return copy_sources(tmp_path_factory.mktemp("source"))
 
 
 def install(wheel: Path, target: Path) -> None:

@@ -60,6 +60,7 @@ ORDER = (
     "study",
     "status",
     "profile",
+    "profile-balance",
     "simulate",
     "report",
     "config",
@@ -326,6 +327,7 @@ _PROFILES = (
 )
 assert all(module.app is profile.app for module in _PROFILES)
 app.add_typer(profile.app, name="profile")
+app.command("profile-balance")(profile_imbalance.imbalance)
 app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")

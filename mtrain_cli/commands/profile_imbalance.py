@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,7 +49,7 @@ def imbalance(
     exchange: Annotated[str, name_list(complete_exchanges)] = "",
     pattern: Annotated[str, name_list()] = "",
     seq: Annotated[str, option("N,...")] = "",
-    steps: Annotated[int, bounded(1, MOST_SAMPLES)] = 5,
+    steps: Annotated[int, bounded(1, MOST_SAMPLES)] = 3,
     warmup: Annotated[int, bounded(0, MOST_STEPS)] = 1,
     every: Annotated[int, bounded(1, MOST_STEPS)] = 1,
     attention_only: Annotated[bool, flag("--attention-only")] = False,
@@ -64,9 +65,15 @@ def imbalance(
     of a step, step-level across the steps of a worker. 1 is perfect. The records are saved in
     measurements/, for `mtrain report`.
 
+    If you name neither an exchange nor a pattern, it compares dense attention with a small
+    vertical_slash index on a ring, and prints these settings. With --exchange auto, it measures the
+    attention that `mtrain train` would run. `mtrain profile-balance` is the same command.
+
     [bold]Examples[/bold]
 
-      [cyan]mtrain profile imbalance --layout zigzag,striped sparsity=vertical_slash[/cyan]
+      [cyan]mtrain profile imbalance --layout zigzag[/cyan]
+          Compare a sparse ring with a dense one, within a minute on two CPU cores
+      [cyan]mtrain profile imbalance --layout zigzag,striped --exchange ring sparsity=moba[/cyan]
           Compare two layouts with one dynamic index
       [cyan]mtrain profile imbalance --exchange ring,all_gather model=qwen3b --warmup 9[/cyan]
           Compare two exchanges after nine steps of training
@@ -77,9 +84,11 @@ def imbalance(
 
     Args:
         layout: Layouts to compare; by default topology.layout.
-        exchange: Exchanges to compare; by default topology.exchange.
-        pattern: Patterns to compare; by default the pattern of sparsity=. A setting
-            sparsity.KEY=... applies to each pattern that has the key.
+        exchange: Exchanges to compare; by default topology.exchange, or a ring if you name no
+            pattern either.
+        pattern: Patterns to compare; by default the pattern of sparsity=, or dense and
+            vertical_slash if you name no exchange either. A setting sparsity.KEY=... applies to
+            each pattern that has the key.
         seq: Sequence lengths to compare; only with --attention-only.
         steps: Number of recorded training steps per case.
         warmup: Number of training steps before the first recorded step.
@@ -96,14 +105,19 @@ def imbalance(
     """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import launch
 
     words = list(overrides or ())
     limits = {} if fail_above is None else _limits(fail_above)
-    if not attention_only:
-        _refuse_attention_options(seq, peer)
+    if seq and not attention_only:
+        raise ConfigError(
+            f"--seq {seq}: only with --attention-only; otherwise give one length, as seq=N"
+        )
+    if peer and not attention_only:
+        raise ConfigError("--peer: compares one layer's attention; add --attention-only")
     typed = {"--layout": layout, "--exchange": exchange, "--pattern": pattern, "--seq": seq}
-    cases = _cases(words, {option: parse_names(option, text) for option, text in typed.items()})
+    cases, remark = _cases(words, {name: parse_names(name, text) for name, text in typed.items()})
     _require_experts(limits, cases[0][1], attention_only)
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
@@ -116,9 +130,15 @@ def imbalance(
         if not attention_only or case.data.mask_key is not None:
             require_data(case)
     warn_of_unused_settings(words)
-    _require_launcher(environment, fail_above)
+    if fail_above is not None and environment.launcher != "mtrain":
+        raise ConfigError(
+            f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
+            "summary.json instead"
+        )
     if peer:
         _require_peer(config, environment)
+    if remark and not job_rank():
+        print(f"mtrain: {remark}", file=sys.stderr)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TARGETS, TRAINING, MeasurementPlan
     from mtrain_cli.records import record_files
@@ -131,25 +151,6 @@ def imbalance(
     if code == 0 and limits:
         _check(record_files.open_records(run.path).summary, limits)
     raise typer.Exit(code)
-
-
-def _refuse_attention_options(seq: str, peer: bool) -> None:
-    """Raise ConfigError for an option that needs --attention-only."""
-    if seq:
-        raise ConfigError(
-            f"--seq {seq}: only with --attention-only; otherwise give one length, as seq=N"
-        )
-    if peer:
-        raise ConfigError("--peer: compares one layer's attention; add --attention-only")
-
-
-def _require_launcher(environment: Environment, fail_above: str | None) -> None:
-    """Raise ConfigError if --fail-above cannot set the exit code."""
-    if fail_above is not None and environment.launcher != "mtrain":
-        raise ConfigError(
-            f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
-            "summary.json instead"
-        )
 
 
 def _require_peer(config: Config, environment: Environment) -> None:
@@ -253,8 +254,19 @@ _COMPARED = {
 }
 
 
-def _cases(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Config]]:
+# Groups and keys that choose an exchange or a pattern.
+_CHOOSING = (
+    *("recipe", "sparsity", "topology.exchange", "topology.ulysses", "topology.chunks"),
+    *("topology.stages", "topology.circulates"),
+)
+
+
+def _cases(words: list[str], typed: dict[str, list[str]]) -> tuple[list[tuple[str, Config]], str]:
     """Compose the configuration of every combination, and return each with its label.
+
+    If the user names neither an exchange nor a pattern, compare a dense with a sparse ring, because
+    imbalance needs several steps and unequal work, and return a remark for the user. Settings that
+    do not allow a sparse ring, such as most masks, are measured as they are.
 
     Args:
         typed: values to compare, by option.
@@ -262,6 +274,42 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Con
     Raises:
         ConfigError: a value or a combination is not allowed.
     """
+    from mtrain_cli.launch.environment import resolve_environment
+
+    cases = _combinations(words, typed)
+    named = {word.partition("=")[0] for word in words}
+    chosen = (
+        typed["--exchange"] or typed["--pattern"] or any(k.startswith(_CHOOSING) for k in named)
+    )
+    if chosen or cases[0][1].topology.exchange != "auto":  # the latter by the group topology
+        return cases, ""
+    seq, added = min(config.seq for _, config in cases), []
+    if not (typed["--seq"] or named & {"seq", "model"}) and (
+        resolve_environment(cases[0][1]).device == "cpu"
+    ):
+        seq, added = 1024, ["seq=1k"]  # within a minute
+    # Random weights attend evenly, so without maximums an index keeps nearly all pairs. This one
+    # keeps a sixteenth of the slashes and of the columns.
+    block = 16 if seq < 16_384 else 128
+    added += [
+        f"sparsity.block={block}",
+        f"sparsity.max_slashes={max(2, seq // block // 16)}",
+        f"sparsity.max_columns={max(64, min(4096, seq // 16))}",
+    ]
+    compared = {"--exchange": ["ring"], "--pattern": ["dense", "vertical_slash"]}
+    try:
+        cases = _combinations([*words, *added], typed | compared)
+    except ConfigError:
+        return cases, ""
+    shown = [f"{option} {','.join(names)}" for option, names in compared.items()]
+    return cases, (
+        f"compares a sparse ring with a dense one: {' '.join([*shown, *added])}. To choose "
+        "otherwise, name an exchange or a pattern; --exchange auto takes those of `mtrain train`"
+    )
+
+
+def _combinations(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Config]]:
+    """Compose the configuration of every combination, and return each with its label."""
     from mtrain_cli.composition.compose import compose
 
     for word in words:

@@ -230,6 +230,9 @@ def _partial_mark(case: CaseAnalysis, cases: Sequence[CaseAnalysis]) -> str:
 def _imbalance_note(cases: Sequence[CaseAnalysis]) -> str:
     several = any(case.samples > 1 for case in cases)
     over = "mean ± standard deviation over n samples" if several else "of one sample"
+    passes = [one for case in cases for one in case.passes.values()]
+    if any(one.attention.shape[1] == 1 for one in passes):
+        over += "; always 1 across steps if a pass has one step, as with all_gather"
     return f"imbalance degree: max over mean, {over};"
 
 

@@ -82,7 +82,7 @@ def test_every_option_of_every_command_has_help_from_the_docstring():
         commands += getattr(command, "commands", {}).values()
         assert "Args:" not in (command.help or ""), command.name
         assert all(param.help for param in command.params), command.name
-    (fail_above,) = (p for c in commands for p in c.params if p.name == "fail_above")
+    fail_above = next(p for c in commands for p in c.params if p.name == "fail_above")
     assert fail_above.help.startswith("Exit with code 1 if an imbalance degree of any case exceeds")
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from command import mtrain
 from commands.typed_line import split
+from typer.testing import CliRunner
 
-from mtrain_cli.commands.profile_imbalance import _check, _require_experts
+from mtrain_cli.commands.app import app
+from mtrain_cli.commands.profile_imbalance import _cases, _check, _require_experts
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
@@ -265,8 +267,9 @@ def test_attention_alone_at_several_lengths(tmp_path):
 
 
 def test_json_and_fail_above_serve_scripts(tmp_path):
-    words = ["--layout contiguous,striped --steps 1 --json --fail-above", "step=99,work.worker=1.3"]
-    result = run(tmp_path, *words, "topology.workers=2", *SMALL, "data.document_mask=false")
+    words = ["--layout contiguous,striped --exchange all_gather --steps 1 --json"]
+    words += ["--fail-above step=99,work.worker=1.3 data.document_mask=false"]
+    result = run(tmp_path, *words, "topology.workers=2", *SMALL)
     # Contiguous: the second of two workers has three quarters of the pairs.
     assert result.returncode == 1
     (line,) = (line for line in result.stderr.splitlines() if "above" in line)
@@ -276,6 +279,87 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
     )
     summary = json.loads(result.stdout)
     assert [round(r["work"]["worker"]["mean"], 2) for r in summary["results"]] == [1.5, 1.06]
+
+
+TWO_RINGS = ["dense zigzag ring", "vertical_slash zigzag ring"]
+
+
+def compared(words: str, **options: list[str]) -> tuple[list[str], str, list[Any]]:
+    """Return the labels of the cases, the remark for the user, and the configurations."""
+    typed = {f"--{name}": options.get(name, []) for name in ("exchange", "pattern", "seq")}
+    cases, remark = _cases(words.split(), {"--layout": ["zigzag"], **typed})
+    return [label for label, _ in cases], remark, [config for _, config in cases]
+
+
+def test_without_exchange_and_pattern_a_sparse_ring_is_compared_with_a_dense_one():
+    labels, remark, (_, sparse) = compared("topology.device=cpu")
+    assert labels == TWO_RINGS
+    settings = sparse.sparsity
+    assert (sparse.seq, settings.block) == (1024, 16)
+    assert (settings.max_slashes, settings.max_columns) == (4, 64)
+    # The printed words give the same cases, so a user can start from them.
+    words = remark.partition("one: ")[2].partition(". To")[0].split()
+    options = dict(zip(words[0:4:2], words[1:4:2], strict=True))
+    assert [word for word in words[4:] if "=" not in word] == []
+    same = compared(
+        " ".join(["topology.device=cpu", *words[4:]]),
+        exchange=[options["--exchange"]],
+        pattern=options["--pattern"].split(","),
+    )
+    assert same[0] == labels
+    assert [case.sparsity for case in same[2]] == [case.sparsity for case in compared("")[2]]
+    assert [case.seq for case in same[2]] == [1024, 1024]
+
+
+@pytest.mark.parametrize(
+    ("words", "seq", "block"),
+    [("seq=2k", 2048, 16), ("seq=32k", 32768, 128), ("model=qwen3b", 4096, 16)],
+)
+def test_a_named_length_is_kept_and_gets_blocks_that_it_can_leave_out(words, seq, block):
+    labels, _, (_, sparse) = compared(words)
+    assert labels == TWO_RINGS
+    assert (sparse.seq, sparse.sparsity.block) == (seq, block)
+    kept = sparse.sparsity.max_slashes * block / seq + sparse.sparsity.max_columns / seq
+    assert kept <= 1 / 8
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "labels"),
+    [
+        ("", {"exchange": ["auto"]}, ["dense zigzag auto"]),
+        ("", {"pattern": ["moba"]}, ["moba zigzag auto"]),
+        ("topology.exchange=auto", {}, ["dense zigzag auto"]),
+        ("topology=ulysses", {}, ["dense zigzag ulysses"]),
+        ("topology.chunks=2", {}, ["dense zigzag auto"]),
+        ("sparsity=moba", {}, ["moba zigzag auto"]),
+        ("sparsity.pattern=dense", {}, ["dense zigzag auto"]),
+        ("recipe=stdlib_8k", {}, ["vertical_slash zigzag auto"]),
+        # Masks that a sparse index does not allow, and a sequence shorter than its probe.
+        ("mask=full", {}, ["dense zigzag auto"]),
+        ("mask=sliding_window mask.full_every=2", {}, ["dense zigzag auto"]),
+        ("seq=32", {}, ["dense zigzag auto"]),
+    ],
+)
+def test_what_the_user_chose_is_measured_as_it_is(words, options, labels):
+    assert compared(words, **options)[:2] == (labels, "")
+
+
+def test_the_mask_of_a_sparse_ring_is_the_users():
+    labels, _, (dense, _) = compared("mask=sliding_window mask.window=64")
+    assert labels == TWO_RINGS
+    assert dense.mask.window == 64
+
+
+def test_profile_balance_is_the_same_command():
+    runner = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"})
+    pages = [
+        runner.invoke(app, [*words, "--help"], prog_name="mtrain").output
+        for words in (["profile-balance"], ["profile", "imbalance"])
+    ]
+    assert "Usage: mtrain profile-balance " in pages[0]
+    balance, imbalance = (page.partition("Measure how")[2] for page in pages)
+    assert balance == imbalance != ""
+    assert "profile-balance" in runner.invoke(app, ["--help"], prog_name="mtrain").output
 
 
 NO_EXPERT_WORKERS = (

@@ -13,30 +13,35 @@ WITHOUT_TORCH = (
 )
 
 
+REFUSED = [
+    ("simulate --index text", "text: not an index file of mtrain"),
+    ("simulate sweep --index nope model=tiny seq=4k,8k", "--index nope: no such index"),
+    ("simulate --calibration text", "--calibration text: not readable as JSON"),
+    ("simulate recommend --calibration empty", "--calibration empty: holds no times"),
+    ("simulate validate x --calibration nope", "--calibration nope: no such calibration"),
+    ("profile non-attention modl=x", "modl=x: no key or group is called modl"),
+    ("profile sparsity modl=x", "modl=x: no key or group is called modl"),
+    ("checkpoint export run out", "run: holds no checkpoint"),
+    ("checkpoint import nope out", "nope/config.json: no such file"),
+    ("checkpoint verify nope", "nope: not a run or a run's checkpoint"),
+    ("generate nope --prompt a", "nope: no such folder"),
+]
+MORE = [  # other commands and options whose checks the same functions make
+    ("simulate --index nope", "--index nope: no such index"),
+    ("simulate recommend --index nope model=tiny", "--index nope: no such index"),
+    ("simulate --calibration nope.json", "--calibration nope.json: no such calibration"),
+    ("simulate sweep modl=x seq=4k,8k", "modl=x: no key or group is called modl"),
+    ("profile sparsity --out x.csv", "--out x.csv: give a file that ends in .parquet"),
+    ("checkpoint export nope out", "nope: not a run or a run's checkpoint"),
+    ("checkpoint export nope .", ".: already exists"),
+    ("generate nope --prompt-file nope.txt", "--prompt-file nope.txt: no such file"),
+    ("generate nope --prompt a --top-p 2", "--top-p 2: must be above 0 and at most 1"),
+]
+
+
 @pytest.mark.parametrize(
     ("command", "problem"),
-    [
-        ("simulate --index nope", "--index nope: no such index"),
-        ("simulate --index text", "text: not an index file of mtrain"),
-        ("simulate recommend --index nope model=tiny", "--index nope: no such index"),
-        ("simulate sweep --index nope model=tiny seq=4k,8k", "--index nope: no such index"),
-        ("simulate --calibration nope.json", "--calibration nope.json: no such calibration"),
-        ("simulate --calibration text", "--calibration text: not readable as JSON"),
-        ("simulate recommend --calibration empty", "--calibration empty: holds no times"),
-        ("simulate validate x --calibration nope", "--calibration nope: no such calibration"),
-        ("simulate sweep modl=x seq=4k,8k", "modl=x: no key or group is called modl"),
-        ("profile non-attention modl=x", "modl=x: no key or group is called modl"),
-        ("profile sparsity --out x.csv", "--out x.csv: give a file that ends in .parquet"),
-        ("profile sparsity modl=x", "modl=x: no key or group is called modl"),
-        ("checkpoint export nope out", "nope: not a run or a run's checkpoint"),
-        ("checkpoint export run out", "run: holds no checkpoint"),
-        ("checkpoint export nope .", ".: already exists"),
-        ("checkpoint import nope out", "nope/config.json: no such file"),
-        ("checkpoint verify nope", "nope: not a run or a run's checkpoint"),
-        ("generate nope --prompt a", "nope: no such folder"),
-        ("generate nope --prompt-file nope.txt", "--prompt-file nope.txt: no such file"),
-        ("generate nope --prompt a --top-p 2", "--top-p 2: must be above 0 and at most 1"),
-    ],
+    [*REFUSED, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
 )
 def test_a_wrong_name_is_refused_before_slow_imports(tmp_path, command, problem):
     (tmp_path / "text").write_text("no file of mtrain")

@@ -272,6 +272,7 @@ def test_json_is_all_on_standard_output(tmp_path, monkeypatch, capfd):
         assert line in said.err
 
 
+@pytest.mark.slow
 def test_sittings_never_repeat_a_cell(computed):
     study, keys = computed
     wanted = cells_of(study.tier)

@@ -155,6 +155,7 @@ def test_a_rerun_does_not_repeat_finished_documents(
     assert read[-2:] == ["c.jsonl:3", "d.txt"]
 
 
+@pytest.mark.slow
 def test_a_rerun_after_sigkill_gives_the_same_store(
     jsonl: Callable[..., Path], tmp_path: Path, bpe_file: Path
 ) -> None:

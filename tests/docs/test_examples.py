@@ -98,6 +98,7 @@ def test_every_script_has_a_test():
         assert f'"{path.name}"' in here
 
 
+@pytest.mark.slow
 def test_a_first_run_leaves_a_report(folder):
     run(folder, "first_run.sh", "topology.workers=1")
     assert len(losses(folder, "first")) == 2

@@ -149,6 +149,7 @@ def exchange_differences(rank: int, world: int) -> dict[str, float]:
     return oracle.cells(rank, world, "reference", "float64", ("dense", "vertical_slash"), False)
 
 
+@pytest.mark.slow
 def test_the_exchange_equals_the_oracle_on_real_processes():
     for differences in gloo.run(3, exchange_differences):
         assert len(differences) >= 18, "three layouts, three numbers of key heads, two indices"

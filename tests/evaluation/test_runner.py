@@ -363,7 +363,7 @@ def on_workers(rank: int, world: int, folder: str, kind: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("kind", [PERPLEXITY, NIAH])
+@pytest.mark.parametrize("kind", [PERPLEXITY, pytest.param(NIAH, marks=pytest.mark.slow)])
 def test_one_two_and_four_workers_give_equal_results(run, kind):
     text_file(run.parent)
     alone = on_workers(0, 1, str(run), kind)

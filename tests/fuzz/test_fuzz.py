@@ -18,7 +18,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_state
 from mtrain_cli.launch.run_dir import RunDir
 
-SEED, LINES, DAMAGES, COMMANDS = 20, 500, 120, 30
+SEED, LINES, DAMAGES, COMMANDS = 20, 250, 120, 30
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_any_override_composes_or_is_refused_in_lines(quick: Path) -> None:
-    """500 command lines raise only ConfigError, without Python terms, and no typo is accepted."""
+    """Command lines raise only ConfigError, without Python terms, and no typo is accepted."""
     words = Words(SEED, [str(quick), "nowhere", "a.yaml"])
     # Composing a group is slow, so draw few of them; keys are cheap.
     draw, groups = (

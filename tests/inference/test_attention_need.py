@@ -44,14 +44,16 @@ def expected_and_needed(
     [
         ((), 1024, 1, 1.3),
         pytest.param((), 8192, 1, 1.3, marks=pytest.mark.slow),
-        ((), 2048, 4, 1.3),
-        (("train.dtype=bfloat16",), 4096, 1, 1.4),
-        (("train.kernel=reference",), 1024, 1, 1.6),
+        pytest.param((), 2048, 4, 1.3, marks=pytest.mark.slow),
+        pytest.param(("train.dtype=bfloat16",), 4096, 1, 1.4, marks=pytest.mark.slow),
+        pytest.param(("train.kernel=reference",), 1024, 1, 1.6, marks=pytest.mark.slow),
         pytest.param(("sparsity=vertical_slash",), 8192, 1, 1.5, marks=pytest.mark.slow),
         (("sparsity=vertical_slash", "sparsity.dense_layers=3"), 2048, 1, 2.5),
         pytest.param(("sparsity=xattention",), 8192, 1, 1.5, marks=pytest.mark.slow),
         (("sparsity=moba",), 1024, 1, 1.5),
-        (("sparsity=moba", "sparsity.gate=block"), 4096, 1, 2.5),
+        pytest.param(
+            ("sparsity=moba", "sparsity.gate=block"), 4096, 1, 2.5, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_estimate_covers_the_tensors_of_generation(run, words, prompt, together, most):
@@ -59,7 +61,9 @@ def test_the_estimate_covers_the_tensors_of_generation(run, words, prompt, toget
     assert needed <= expected <= most * needed
 
 
-@pytest.mark.parametrize("words", [(), ("sparsity=vertical_slash",)])
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("sparsity=vertical_slash",), marks=pytest.mark.slow)]
+)
 def test_the_estimate_covers_each_of_two_workers(run, words):
     arguments = (str(run), ("topology.workers=2", *words), 4096, 1)
     for expected, needed in gloo.run(2, expected_and_needed, *arguments):

@@ -176,7 +176,7 @@ def test_experts_serve_new_tokens_as_they_serve_a_text(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_and_layouts_do_not_change_the_tokens(folder, alone, world, layout):
     words = (f"topology.workers={world}", f"topology.layout={layout}")
     results = gloo.run(world, on_workers, str(folder), words)
@@ -197,8 +197,10 @@ def test_workers_and_layouts_do_not_change_the_tokens(folder, alone, world, layo
         ("topology.exchange=ulysses",),
         ("topology.exchange=group_cast", "topology.layout=balanced"),
         (*SPARSE, "topology.exchange=ring"),
-        (*SPARSE, "topology.exchange=all_gather"),
-        ("sparsity=moba", "sparsity.block=16", "sparsity.chunk=64"),
+        pytest.param((*SPARSE, "topology.exchange=all_gather"), marks=pytest.mark.slow),
+        pytest.param(
+            ("sparsity=moba", "sparsity.block=16", "sparsity.chunk=64"), marks=pytest.mark.slow
+        ),
     ],
     ids=" ".join,
 )
@@ -217,7 +219,7 @@ def test_exchanges_and_patterns_on_two_workers(folder, words):
         (2, ()),
         (2, ("topology.tensor_chunks=3",)),
         (4, ("topology.layout=zigzag", "topology.exchange=ring")),
-        (4, SPARSE),
+        pytest.param(4, SPARSE, marks=pytest.mark.slow),
     ],
 )
 def test_tensor_groups_do_not_change_the_tokens(folder, alone, world, words):

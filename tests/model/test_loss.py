@@ -54,7 +54,7 @@ def test_loss_and_both_gradients_equal_plain_cross_entropy_for_any_chunk(chunk_r
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("z_loss", [0.0, 0.07])
+@pytest.mark.parametrize("z_loss", [pytest.param(0.0, marks=pytest.mark.slow), 0.07])
 def test_gradcheck_in_float64(recompute, z_loss):
     x, weight, labels = problem(torch.float64)
 

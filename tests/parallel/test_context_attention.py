@@ -387,10 +387,10 @@ CASES = [
 ]
 
 
-# The float64 cases test the same exchanges more exactly.
+# The float64 cases test the same exchanges more exactly, and take longer.
 USUAL = [
-    pytest.param(case, world, False, 3, id=f"{case[0]}-{world}")
-    for case, worlds in zip(CASES, ((2,), (1, 3)), strict=True)
+    pytest.param(case, world, False, 3, id=f"{case[0]}-{world}", marks=marks)
+    for case, worlds, marks in zip(CASES, ((2,), (1, 3)), (pytest.mark.slow, ()), strict=True)
     for world in worlds
 ]
 # Four workers, for the exchanges over nodes.

@@ -162,7 +162,7 @@ def chosen_lines(tensors: dict[str, torch.Tensor]) -> set[tuple]:
 
 
 @pytest.mark.parametrize(
-    "world", [1, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))]
+    "world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 2, 4))]
 )
 def test_in_float64_the_index_is_bitwise_equal(world):
     ranks = gloo.run(world, estimates, "float64")
@@ -202,7 +202,7 @@ def pairs_of_real_rows(bits: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
 # The Triton interpreter runs the fused probe.
 KINDS = [
     ("float32", False),
-    ("bfloat16", False),
+    pytest.param("bfloat16", False, marks=pytest.mark.slow),
     pytest.param("float32", True, marks=pytest.mark.slow),
 ]
 

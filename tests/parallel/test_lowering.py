@@ -62,11 +62,10 @@ def check(schedule: Schedule, rank: int) -> None:
 
 @pytest.mark.parametrize("exchange", sorted({name for name, _ in cases()}))
 def test_programs_use_live_buffers_and_send_what_is_scheduled(exchange):
-    for name, options in cases():
+    for number, (name, options) in enumerate(cases()):
         if name == exchange:
-            schedule = make_schedule(name, options)
-            for rank in {0, options.workers // 2, options.workers - 1}:
-                check(schedule, rank)
+            # One rank per case: test_spmd_schedule.py compares all ranks of a schedule.
+            check(make_schedule(name, options), number % options.workers)
 
 
 def alike(mine: Operation, theirs: Operation) -> bool:

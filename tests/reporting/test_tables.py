@@ -53,6 +53,15 @@ def test_the_summary_has_every_figure_in_100_columns(source):
     assert "…" not in text
 
 
+def test_the_caption_says_that_a_pass_of_one_step_has_no_imbalance_of_steps(tmp_path):
+    for exchange, number in (("all_gather", 1), ("ring", 0)):
+        (case,) = open_source(
+            recorded_once(tmp_path / exchange, Play(ring(4, exchange=exchange)))
+        ).cases
+        for shown in (tables.summary_table([case]), tables.summary_lines([case])):
+            assert printed(shown).count("if a pass has one step") == number
+
+
 def test_a_case_is_marked_as_partial_only_beside_complete_cases(tmp_path):
     """If all cases lack iterations, the remark of the report says so once."""
     (partial,) = open_source(
