@@ -24,7 +24,7 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document
 from mtrain_cli.data.document_columns import ColumnWriter, column_sizes
-from mtrain_cli.data.filters import EVERYTHING, Filters
+from mtrain_cli.data.filters import EMPTY, EVERYTHING, Filters
 from mtrain_cli.data.permutation import mix64
 from mtrain_cli.data.store import (
     META,
@@ -278,6 +278,9 @@ def _content(
     Raises:
         ConfigError: an id is not one of the tokenizer's.
     """
+    if document.left_out:
+        writer.reject(document.left_out)
+        return iter(())
     if document.tokens is None:
         return _pieces_to_encode(document, tokenizer, writer)
     ids = document.tokens.ids
@@ -313,10 +316,13 @@ def _pieces_to_encode(
             writer.reject("shorter than --min-chars")
             return
         pieces = chain(pending, pieces)
-    if tokenizer.exact_pieces:
-        yield from pieces
-    elif text := "".join(pieces):
-        yield text
+    if not tokenizer.exact_pieces:
+        pieces = filter(None, iter(["".join(pieces)]))
+    piece = ""
+    for piece in pieces:
+        yield piece
+    if not piece:
+        writer.reject(EMPTY)
 
 
 def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:

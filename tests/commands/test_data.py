@@ -208,11 +208,14 @@ def test_only_jsonl_and_parquet_files_hold_token_ids(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     given = ("--tokens-key", "ids")
     file, folder, out = tmp_path / "a.txt", tmp_path, tmp_path / "out"
-    assert "cannot read a .txt file as token ids. Give a .jsonl or .parquet file" in _mistake(
-        "prepare", file, out, *given
+    assert (
+        "cannot read a .txt file as token ids. Give a .jsonl, .json or .parquet file"
+        in _mistake("prepare", file, out, *given)
     )
-    assert "the folder holds no .jsonl or .parquet file" in _mistake("prepare", folder, out, *given)
-    expected = "--tokens-key ids: reads .jsonl and .parquet files, not MDS shards or stdlib"
+    assert "the folder holds no .jsonl, .json or .parquet file" in _mistake(
+        "prepare", folder, out, *given
+    )
+    expected = "--tokens-key ids: reads .jsonl, .json and .parquet files, not MDS shards or stdlib"
     assert expected in _mistake("prepare", "stdlib", out, *given)
     source = write_jsonl(tmp_path / "q.jsonl", [{"ids": []}, {"ids": None}])
     assert "holds no documents of tokens" in _mistake("prepare", source, out, *given)

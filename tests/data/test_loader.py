@@ -104,7 +104,14 @@ def test_resume_continues_the_data_order_on_any_number_of_ranks(dp: int, new_dp:
             next(loader)
     states = [loader.state() for loader in loaders]
     assert all(
-        state == {"seed": 5, "consumed": 16, "sequences": 13, "fingerprint": dataset.fingerprint}
+        state
+        == {
+            "seed": 5,
+            "consumed": 16,
+            "sequences": 13,
+            "fingerprint": dataset.fingerprint,
+            "samples": {},
+        }
         for state in states
     )
     restored = [_loader(dataset, rank, new_dp, seed=1) for rank in range(new_dp)]

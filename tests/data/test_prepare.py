@@ -331,7 +331,7 @@ def test_wrong_arguments_and_sources_write_nothing(source: Path, tmp_path: Path)
     (tmp_path / "empty.txt").write_text("")
     assert (
         _refused(tmp_path / "empty.txt", tmp_path / "e")
-        == f"SOURCE={tmp_path / 'empty.txt'}: holds no text"
+        == f"SOURCE={tmp_path / 'empty.txt'}: holds no text; left out: 1 empty or null"
     )
     assert not (tmp_path / "e.partial").exists()
 
