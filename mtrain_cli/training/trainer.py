@@ -233,7 +233,8 @@ class Trainer:
             else DeviceOptimizer(decoder, config.optim, copies)
         )
         if config.train.init_from:
-            load_into(states.masters, config.train.init_from)
+            local = self.environment.local_rank, self.environment.local_workers
+            load_into(states.masters, config.train.init_from, *local)
         else:
             initialize(states.masters, config.seed, self.device)
         states.send()
