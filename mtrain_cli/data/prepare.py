@@ -206,6 +206,7 @@ def prepare_store(
     partial = out.with_name(out.name + ".partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
+        _refuse_links(partial)
         with _lock(partial):
             if store := _open_finished(out, recipe):  # another process has just finished it
                 shutil.rmtree(partial)
@@ -221,6 +222,13 @@ def prepare_store(
             "to continue where it stopped.",
         ) from None
     return TokenStore.open(out)
+
+
+def _refuse_links(partial: Path) -> None:
+    """Raise ConfigError if writing to an unfinished store could change files elsewhere."""
+    links = [path for path in (partial, *partial.iterdir()) if path.is_symlink()]
+    if links:
+        raise ConfigError(f"{links[0]}: is a link. Remove it, or give another OUT.")
 
 
 def _require_ids(tokenizer: Tokenizer | None, filters: Filters) -> None:
