@@ -1,9 +1,11 @@
 """The user's text, intact and broken."""
 
 import builtins
+import errno
 import gzip
 import inspect
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -429,3 +431,30 @@ def test_many_kinds_and_strange_names_give_a_short_line(tmp_path):
     assert line.count("1 .") == 5
     assert line.endswith("296 of other kinds (not a text format)")
     assert "\x1b" not in line
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    os.mkfifo(tmp_path / "b.txt")
+    assert "b.txt is not a regular file. Remove it." in _error(tmp_path)
+    assert "b.txt is not a regular file. Remove it." in _error(tmp_path / "b.txt")
+
+
+def test_nul_bytes_are_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a\0b\0")
+    assert _texts(text_corpus(str(tmp_path), "text")) == ["a\0b\0"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every folder")
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "closed").mkdir(mode=0)
+    assert "cannot be read (Permission denied)" in _error(tmp_path)
+
+
+def test_a_folder_that_fails_while_it_is_listed_is_one_line(tmp_path, monkeypatch):
+    def walk(_root, onerror):
+        onerror(OSError(errno.EACCES, "Permission denied"))
+
+    monkeypatch.setattr(os, "walk", walk)
+    assert "cannot be read (Permission denied)" in _error(tmp_path)
