@@ -302,7 +302,7 @@ class MdsFolder:
         listed = {file.name for shard in self.shards for file in (shard.raw, shard.packed) if file}
         found = (path.relative_to(self.folder).as_posix() for path in self.folder.glob("*.mds*"))
         count = sum(name not in listed for name in found)
-        return {f"shards (not in {INDEX})": count} if count else {}
+        return {f".mds (not in {INDEX})": count} if count else {}
 
     def require_column(self, name: str, *kinds: str) -> None:
         """Raise ConfigError unless the column ``name`` exists and its kind is one of ``kinds``."""

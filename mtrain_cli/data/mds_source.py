@@ -18,7 +18,7 @@ import numpy as np
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.file_sums import sample_of
-from mtrain_cli.data.mds import MdsFolder
+from mtrain_cli.data.mds import INDEX, MdsFolder
 from mtrain_cli.data.store import StoreMeta, Stretch
 from mtrain_cli.data.token_cache import cached_array
 
@@ -31,6 +31,7 @@ class MdsSource:
     """Source of tokens for `PackedDataset`. A sample is a unit, which shuffling keeps whole."""
 
     folder: Path | None
+    samples: dict[str, str]
 
     def __init__(self, path: str | Path, origin: str) -> None:
         """Open a folder of shards. origin: how the user named the folder, for messages.
@@ -60,9 +61,11 @@ class MdsSource:
             left_out=self.shards.unlisted(),
         )
         files = self.shards.files()
-        chosen = files[:: -(-len(files) // _SAMPLED_SHARDS)]
-        with explain_read_errors(f"{origin}:"):
-            self.samples = {file.name: sample_of(self.shards.folder / file.name) for file in chosen}
+        self.samples = {}
+        for file in files[:: -(-len(files) // _SAMPLED_SHARDS)]:
+            place = f"{origin}: {file.name}"
+            with explain_read_errors(place, f"{place} is missing, but {INDEX} lists it"):
+                self.samples[file.name] = sample_of(self.shards.folder / file.name)
         self.verify = self.shards.verify
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
