@@ -49,3 +49,10 @@ def masked_store(folder: Path, fields: TokenFields = FIELDS) -> Path:
     source = write_jsonl(folder / "documents.jsonl", [question_record(10, 4, 6)] * 20)
     prepared(source, folder / "store", fields)
     return folder / "store"
+
+
+def without_checksums(folder: Path) -> Path:
+    """Make a store one of an earlier version, whose meta.json has no checksum of each file."""
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "files": {}}))
+    return folder

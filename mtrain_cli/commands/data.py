@@ -79,15 +79,16 @@ def prepare(
           Keep the token ids of the source, and the attention mask of each document
 
     Args:
-        source: A .txt, .md, .py, .jsonl or .parquet file, or a folder of them; a folder of MDS
-            shards; or 'stdlib' for Python's own sources.
+        source: A .txt, .md, .py, .jsonl, .json or .parquet file, or a folder of them; all but
+            .parquet may end in .gz or .zst. Or a folder of MDS shards, or 'stdlib' for Python's own
+            sources.
         out: Folder of the token store; must hold nothing else.
         tokenizer: Raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json.
         vocab_size: Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.
-        text_key: Field that holds the text in .jsonl and .parquet files.
-        tokens_key: Field that holds the token ids of a document in .jsonl and .parquet files,
-            instead of text. --tokenizer names the tokenizer that made them. They stay as they are:
-            no begin or end token is added.
+        text_key: Field that holds the text in .jsonl, .json and .parquet files.
+        tokens_key: Field that holds the token ids of a document in .jsonl, .json and .parquet
+            files, instead of text. --tokenizer names the tokenizer that made them. They stay as
+            they are: no begin or end token is added.
         mask_key: Field that holds the mask of a document: a list of slices [query start, query
             stop, key start, key stop, kind] in tokens of the document. The kind is full, causal,
             inverse, bicausal or 0 to 3. null = causal. Only with --tokens-key.
@@ -179,8 +180,8 @@ def _corpus(
     is_mds = source != "stdlib" and path.is_dir() and bool(mds_folders(path))
     if fields is not None and (source == "stdlib" or is_mds or from_tokenizer is not None):
         raise ConfigError(
-            f"--tokens-key {fields.tokens.name}: reads .jsonl and .parquet files, not MDS shards "
-            "or stdlib. Leave it out, or write the documents as .jsonl."
+            f"--tokens-key {fields.tokens.name}: reads .jsonl, .json and .parquet files, not MDS "
+            "shards or stdlib. Leave it out, or write the documents as .jsonl."
         )
     if is_mds:
         if from_tokenizer is None:

@@ -72,12 +72,14 @@ def needles(
     from mtrain_cli.commands.data_output import progress_bar
     from mtrain_cli.config.sizes import format_size, with_count
     from mtrain_cli.console import Console
+    from mtrain_cli.data.filters import describe_left_out
     from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
     from mtrain_cli.data.tokenizers import open_tokenizer
 
     settings = NeedleSettings(_tokens(length), pairs, parse_chains(chains), seed, questions)
     opened = open_tokenizer(tokenizer, "--tokenizer")
-    made = needle_documents(_corpus(haystack), opened, settings, documents)
+    corpus = _corpus(haystack)
+    made = needle_documents(corpus, opened, settings, documents)
     path = out.expanduser() / _FILE
     if path.exists():
         raise ConfigError(f"OUT={out}: already holds {_FILE}; delete it or give another folder")
@@ -93,6 +95,8 @@ def needles(
         f"Wrote {path}: {with_count(documents, 'document')} of {settings.length:,} tokens of "
         f"{opened.name}, {with_count(pairs * questions, 'question')} each"
     )
+    if corpus.left_out:
+        console.print(f"  haystack: {describe_left_out(corpus.left_out)}")
     given = {"data.path": out, "seq": size, "data.tokenizer": tokenizer}
     words = " ".join(shlex.quote(f"{key}={value}") for key, value in given.items())
     console.print(f"Next:\n  mtrain train data=text {words}")

@@ -26,6 +26,8 @@ from rich.table import Table
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.console import Console
+from mtrain_cli.data.file_sums import lines
+from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.mds_corpus import open_mds_folders
 from mtrain_cli.data.mds_source import DOMAIN, TOKENS, sample_lengths
@@ -57,13 +59,7 @@ def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
     console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}")
     if begin := store.describe_begin():
         console.print(f"  {begin}")
-    if meta.left_out:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items())
-        console.print(f"  left out: {reasons}")
-    if meta.cut:
-        console.print(
-            f"  cut at --max-tokens: {with_count(meta.cut, 'document')}, without an end token"
-        )
+    _print_left_out(console, meta)
     _print_columns(console, meta)
     _print_domains(console, _by_domain(store))
 
@@ -90,7 +86,8 @@ def show_store(shown: Inspection, store: TokenStore) -> None:
     meta, console = store.meta, shown.console
     _require_document(store, shown.document)
     if shown.check:
-        store.verify()
+        warn = Console(stderr=True, soft_wrap=True, highlight=False).print
+        store.verify(report=lines(warn, "the whole store"))
     _print_size(shown, store)
     console.print(
         f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, "
@@ -98,6 +95,7 @@ def show_store(shown: Inspection, store: TokenStore) -> None:
     )
     if begin := store.describe_begin():
         console.print(f"  {begin}")
+    _print_left_out(console, meta)
     _print_columns(console, meta)
     console.print(f"  sha256 {meta.sha256}{' (checked)' if shown.check else ''}")
     _print_lengths(console, _by_domain(store))
@@ -119,6 +117,15 @@ def show_array(shown: Inspection, store: TokenStore) -> None:
     console.print(f"  {store.meta.tokenizer}; largest id {largest:,}{where}")
     _print_lengths(console, _by_domain(store))
     _print_snippet(console, store.document(document), document, shown.tokenizer)
+
+
+def _print_left_out(console: Console, meta: StoreMeta) -> None:
+    if meta.left_out:
+        console.print(f"  {describe_left_out(meta.left_out)}")
+    if meta.cut:
+        console.print(
+            f"  cut at --max-tokens: {with_count(meta.cut, 'document')}, without an end token"
+        )
 
 
 def _print_columns(console: Console, meta: StoreMeta) -> None:

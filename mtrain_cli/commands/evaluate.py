@@ -108,8 +108,8 @@ def perplexity(
     Args:
         model: A Hugging Face folder, a run, or a step-N folder of a run.
         overrides: Settings of sparsity and topology, train.kernel and train.dtype.
-        text: File or folder of text (.txt, .md, .py, .jsonl, .parquet). Each sequence is whole and
-            comes from one document. By default, what the run held out.
+        text: File or folder of text (.txt, .md, .py, .jsonl, .json, .parquet). Each sequence is
+            whole and comes from one document. By default, what the run held out.
         text_key: Key or column that holds the text.
         samples: Maximum number of sequences of each length; by default 8.
         short: Also measure the key tokens: those whose log-probability rises by more than 2 nats

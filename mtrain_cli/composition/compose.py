@@ -106,7 +106,7 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
     conflicts = dict.fromkeys(
         _kept(name, value, before[name], parsed.groups, name in parsed.values)
         for name, value in _absolute(changed).items()
-        if name.startswith(FIXED) and value != before[name]
+        if name.startswith(FIXED) and name != "data.verify" and value != before[name]
     )
     problems = [*parsed.problems, *unresolved, *wrong, *conflicts]
     # The checkpoint holds the weights, so the folder of train.init_from may be gone. So may the

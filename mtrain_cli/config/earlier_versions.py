@@ -18,6 +18,7 @@ LATER: dict[str, Any] = {
     "data.eval_sequences": 0,
     "data.mask_key": None,
     "data.positions_key": None,
+    "data.verify": "auto",
     "train.eval_every": 0,
     "train.eval_tasks": [],
     "eval.length": "auto",

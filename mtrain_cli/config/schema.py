@@ -271,13 +271,15 @@ class DataConfig:
         train.init_from if it has one, else bytes
     bos: whether each document starts with the begin token of the tokenizer; auto = if its
         post-processor adds one. A token store was prepared with `mtrain data prepare --bos`
-    text_key: text: key or column that holds the text in .jsonl and .parquet files
+    text_key: text: key or column that holds the text in .jsonl, .json and .parquet files
     token_dtype: tokens: integer type of a .bin file; auto = uint16 if model.vocab_size fits, else
         uint32
     mask_key: tokens: name of the column with the mask of each document as a list of slices, which
         `mtrain data prepare --mask-key` keeps; null = the documents bring no masks
     positions_key: tokens: name of the column with the rotary position of each token, which
         `mtrain data prepare --positions-key` keeps; null = the positions in the sequence
+    verify: bytes to compare with their checksums: sampled = a sample of each file, in milliseconds;
+        full = all; auto = a sample at the start of a run, and all bytes when you resume it
     document_mask: keep attention inside each packed document
     shuffle: shuffle the documents once, by seed, before packing
     eval_sequences: number of sequences held out of training, to evaluate the loss by position; 0 =
@@ -293,6 +295,7 @@ class DataConfig:
     token_dtype: str = option(("auto", "uint16", "uint32"))
     mask_key: str | None = option()
     positions_key: str | None = option()
+    verify: str = option(("auto", "sampled", "full"))
     document_mask: bool = option()
     shuffle: bool = option()
     eval_sequences: int = option(NOT_NEGATIVE.up_to(*_SEQUENCES))

@@ -40,7 +40,7 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.config.suggest import adapter_hint
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
-TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
+TEXT = "a .txt, .md, .py, .jsonl, .json or .parquet file, or a folder of them"
 _INPUTS = {
     "text": TEXT,
     "tokens": "the output of `mtrain data prepare`, or a .npy or .bin of token ids",

@@ -15,6 +15,7 @@ import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
+from mtrain_cli.data.file_sums import sample_of
 from mtrain_cli.data.store import StoreMeta, TokenStore
 
 SUFFIXES = (".npy", ".bin")
@@ -61,7 +62,9 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
         sha256=digest.hexdigest(),
         source=str(path),
     )
-    return TokenStore(meta, tokens, offsets, path)
+    with explain_read_errors(f"{origin}:"):
+        samples = {path.name: sample_of(path)}
+    return TokenStore(meta, tokens, offsets, path, samples=samples)
 
 
 def _open_npy(path: Path, origin: str) -> np.ndarray:

@@ -13,8 +13,8 @@ import os
 import platform
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
@@ -39,6 +39,7 @@ class Document:
     end: number of bytes in the unit up to the end of this document, for a progress bar.
     domain: name of the document's domain, such as code. Empty if unknown.
     tokens: the document's token ids, which replace its text; None for text.
+    left_out: what the document is and why it is left out, as in `describe_left_out`; "" to keep it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Document:
     end: int
     domain: str = ""
     tokens: TokenDocument | None = None
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Corpus:
     origin: how the user named the corpus, for messages.
     signature: hash that changes whenever the documents may have changed.
     fields: keys of documents that come as token ids; None for text.
+    left_out: number of files that are not read, by kind and reason, as in `describe_left_out`.
     """
 
     description: str
@@ -77,6 +80,7 @@ class Corpus:
     signature: str
     units: tuple[Unit, ...]
     fields: TokenFields | None = None
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,8 @@ from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.document_columns import NO_COLUMNS, POSITIONS, SLICES
+from mtrain_cli.data.file_sums import Report
+from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
@@ -67,6 +69,8 @@ class TokenSource(Protocol):
         means that the number of ids is unknown.
     offsets: int64[units + 1]. Unit u holds the tokens offsets[u] to offsets[u + 1] - 1.
     folder: folder or file of the tokens; None if the tokens are in memory only.
+    samples: checksum of a sample of each file's bytes, by name of the file.
+    verify: compares all bytes with their checksums, as `TokenStore.verify`.
     """
 
     @property
@@ -75,14 +79,24 @@ class TokenSource(Protocol):
     def offsets(self) -> np.ndarray: ...
     @property
     def folder(self) -> Path | None: ...
+    @property
+    def samples(self) -> Mapping[str, str]: ...
+    def verify(self, part: int, parts: int, report: Report) -> None: ...
     def read(self, unit: int, start: int, stop: int) -> Stretch: ...
 
 
 class Dataset(Protocol):
-    """Numbered sequences for training, their order, and held-out sequences."""
+    """Numbered sequences for training, their order, and held-out sequences.
+
+    fingerprint: hash of the content, as it was when the corpus was written.
+    samples, verify: as in `TokenSource`.
+    """
 
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def samples(self) -> Mapping[str, str]: ...
+    def verify(self, part: int, parts: int, report: Report) -> None: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Sample: ...
     def sampler(self, seed: int) -> Sampler: ...
@@ -131,7 +145,8 @@ class PackedDataset:
         self.seq = seq
         self.num_tokens = store.meta.num_tokens
         self.vocab_size = store.meta.vocab_size or vocab_size
-        self.fingerprint = store.meta.sha256
+        self.fingerprint, self.samples = store.meta.sha256, store.samples
+        self.verify = store.verify
         self._store, self._document_mask, self._location = store, document_mask, location
         self._masked, self._positioned = masked, positioned
         self._columns = store.columns if isinstance(store, TokenStore) else NO_COLUMNS
@@ -162,6 +177,12 @@ class PackedDataset:
     def held_out(self) -> list[Sample]:
         """The last sequences of the stream, which no training step reads."""
         return [self._sample(index) for index in range(self._length, self.sequences)]
+
+    @property
+    def left_out(self) -> str:
+        """The end of a line that says what the source left out; "" if it left out nothing."""
+        counts = self._store.meta.left_out
+        return f"; {describe_left_out(counts)}" if counts else ""
 
     def sampler(self, seed: int) -> Sampler:
         """Return a sampler that orders the sequences by a new permutation in each epoch."""
@@ -222,6 +243,7 @@ class PackedDataset:
         if held_out:
             tail += f", {held_out} more held out"
         begin = self._store.describe_begin() if isinstance(self._store, TokenStore) else ""
+        tail += self.left_out
         return (
             f"{meta.source}: {with_count(meta.num_documents, 'document')}, {self.num_tokens:,} "
             f"tokens ({meta.tokenizer}, vocabulary {vocabulary}){begin and f', {begin}'}, "

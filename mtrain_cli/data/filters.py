@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from mtrain_cli.config.schema import ConfigError
@@ -48,3 +49,19 @@ class Filters:
 
 
 EVERYTHING = Filters()
+EMPTY = "empty or null"  # documents without text or tokens
+
+
+def describe_left_out(counts: Mapping[str, int]) -> str:
+    """Return ``left out: 1 .html, 2 .pdf (not a text format); 3 empty or null``; "" without counts.
+
+    Args:
+        counts: numbers of files or documents. A key is what they are, perhaps followed by a reason
+            in parentheses.
+    """
+    groups: dict[str, list[str]] = {}
+    for key, count in counts.items():
+        what, _, reason = key.partition(" (")
+        groups.setdefault(reason, []).append(f"{count:,} {what}")
+    parts = (", ".join(group) + (f" ({why}" if why else "") for why, group in groups.items())
+    return f"left out: {'; '.join(parts)}" if counts else ""

@@ -89,11 +89,12 @@ class Loader(Generic[Batch]):
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
 
-        ``sequences`` and ``fingerprint`` identify the dataset. The other keys are the sampler's
-        state after the last step that ``next`` returned.
+        ``sequences`` and ``fingerprint`` identify the dataset, and ``samples`` the bytes that its
+        files had when they were opened. The other keys are the sampler's state after the last step
+        that ``next`` returned.
         """
         stream = {"sequences": len(self._dataset), "fingerprint": self._dataset.fingerprint}
-        return {**self._sampler.state(), **stream}
+        return {**self._sampler.state(), **stream, "samples": dict(self._dataset.samples)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue after the last step of a saved state. ``dp`` may differ from the saved run.
@@ -110,6 +111,13 @@ class Loader(Generic[Batch]):
                 f"{current[0]:,}. Resume with the same data and seq (for data=stdlib also the same "
                 "Python)."
             )
+        samples = self._dataset.samples
+        for name, digest in state.get("samples", {}).items():  # older checkpoints have none
+            if samples.get(name, digest) != digest:
+                raise ConfigError(
+                    f"The data changed since the checkpoint: {name} has other bytes. Put it back, "
+                    "or start a new run."
+                )
         if self._next is not None:
             if not self._next.cancel():
                 wait([self._next])  # the background thread still uses the sampler

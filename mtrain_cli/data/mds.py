@@ -18,11 +18,9 @@ Pickled columns are refused, because unpickling can run any code.
 from __future__ import annotations
 
 import functools
-import gzip
 import hashlib
 import io
 import json
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -30,10 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli import install_command
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
+from mtrain_cli.data.file_sums import Report
+from mtrain_cli.data.unpacking import Unpacked
 
 INDEX = "index.json"
 _UNPACKED_SHARDS = 4  # decompressed shards to keep in memory, usually 64 MiB each
@@ -277,6 +276,34 @@ class MdsFolder:
             )
         return payload // itemsize
 
+    def files(self) -> list[ShardFile]:
+        """Return the file from which each shard is read: the uncompressed one if it is there."""
+        return [
+            shard.raw
+            if shard.packed is None or (self.folder / shard.raw.name).exists()
+            else shard.packed
+            for shard in self.shards
+        ]
+
+    def verify(self, part: int, parts: int, report: Report) -> None:
+        """Compare every ``parts``-th shard, from shard ``part`` on, with its size and checksum.
+
+        Raises:
+            ConfigError: a file is missing or has changed.
+        """
+        mine = self.files()[part::parts]
+        done, size = 0, sum(file.size for file in mine)
+        for file in mine:
+            self._map_file(file)
+            report(done := done + file.size, size)
+
+    def unlisted(self) -> dict[str, int]:
+        """Return the number of shards in the folder that index.json does not list."""
+        listed = {file.name for shard in self.shards for file in (shard.raw, shard.packed) if file}
+        found = (path.relative_to(self.folder).as_posix() for path in self.folder.glob("*.mds*"))
+        count = sum(name not in listed for name in found)
+        return {f".mds (not in {INDEX})": count} if count else {}
+
     def require_column(self, name: str, *kinds: str) -> None:
         """Raise ConfigError unless the column ``name`` exists and its kind is one of ``kinds``."""
         if name not in self.columns:
@@ -368,11 +395,9 @@ class MdsFolder:
 
     def _unpack(self, packed: ShardFile, shard: Shard) -> np.ndarray:
         raw, place, size = self._map_file(packed), f"{self.origin}: {packed.name}", shard.raw.size
-        unpack, unpack_error = _unpacker(shard.compression, place)
-        try:
-            content = _read_unpacked(unpack(raw.data), size)
-        except (OSError, ValueError, EOFError, unpack_error) as error:
-            raise ConfigError(f"{place} cannot be unpacked ({error}). Copy it again.") from None
+        packed_file = io.BytesIO(raw.data)
+        stream = Unpacked(packed_file, str(shard.compression), place, any_ratio=True)
+        content = _read_unpacked(stream, size)
         if len(content) != size:
             found = f"{len(content):,}" if len(content) < size else "more"
             raise ConfigError(f"{place} unpacks to {found} bytes, but {INDEX} lists {size:,}")
@@ -472,34 +497,3 @@ def _read_unpacked(stream: Any, size: int) -> bytearray:
     while len(content) <= size and (piece := stream.read(min(_CHUNK, size + 1 - len(content)))):
         content += piece
     return content
-
-
-def _unpacker(
-    compression: str | None, place: str
-) -> tuple[Callable[[memoryview], Any], type[Exception]]:
-    """Return a function that opens a decompressing stream, and the error that the stream raises.
-
-    Args:
-        place: name of the input, with which error messages begin.
-
-    Raises:
-        ConfigError: the compression is unknown, or its Python package is missing.
-    """
-    kind = " ".join(str(compression).partition(":")[0].split())
-    if kind == "gz":
-        return lambda content: gzip.GzipFile(fileobj=io.BytesIO(content)), zlib.error
-    if kind != "zstd":
-        raise ConfigError(f"{place}: is compressed with {kind}. Only zstd and gz can be read.")
-    try:  # Python's own module, from 3.14 on
-        from compression import zstd  # type: ignore[import-not-found, unused-ignore]
-
-        return lambda content: zstd.ZstdFile(io.BytesIO(content)), zstd.ZstdError
-    except ImportError:
-        pass
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(
-            f"{place}: needs the zstandard package: {install_command('data')}"
-        ) from None
-    return zstandard.ZstdDecompressor().stream_reader, zstandard.ZstdError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -61,14 +62,15 @@ def mds_corpus(
     """
     root, place = Path(path).expanduser(), f"{origin}={path}"
     digest = hashlib.sha256(f"mds 1 {decoder.identity}".encode())
-    units = []
+    units, left_out = [], Counter[str]()
     for name, shards in open_mds_folders(root, place):
         digest.update(f"{name} {shards.identity}".encode())
+        left_out.update(shards.unlisted())
         for number, shard in enumerate(shards.shards):
             documents = partial(_documents, shards, number, name, decoder, domains)
             label = f"{name}/{shard.raw.name}" if name else shard.raw.name
             units.append(Unit(label, shard.raw.size, documents))
-    return Corpus(path, place, digest.hexdigest(), tuple(units))
+    return Corpus(path, place, digest.hexdigest(), tuple(units), left_out=left_out)
 
 
 def _documents(

@@ -16,11 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.mds import MdsFolder
+from mtrain_cli.data.checked_files import explain_read_errors
+from mtrain_cli.data.file_sums import sample_of
+from mtrain_cli.data.mds import INDEX, MdsFolder
 from mtrain_cli.data.store import StoreMeta, Stretch
 from mtrain_cli.data.token_cache import cached_array
 
 TOKENS, SPANS, TARGETS, DOMAIN = "input_ids", "indices", "mask", "domain"
+_SAMPLED_SHARDS = 8  # of these, a run remembers a sample of the bytes
 _INTEGERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
 
@@ -28,6 +31,7 @@ class MdsSource:
     """Source of tokens for `PackedDataset`. A sample is a unit, which shuffling keeps whole."""
 
     folder: Path | None
+    samples: dict[str, str]
 
     def __init__(self, path: str | Path, origin: str) -> None:
         """Open a folder of shards. origin: how the user named the folder, for messages.
@@ -54,7 +58,15 @@ class MdsSource:
             num_documents=lengths.size,
             sha256=hashlib.sha256(self.shards.identity.encode() + lengths.tobytes()).hexdigest(),
             source=f"{kind} of {path}",
+            left_out=self.shards.unlisted(),
         )
+        files = self.shards.files()
+        self.samples = {}
+        for file in files[:: -(-len(files) // _SAMPLED_SHARDS)]:
+            place = f"{origin}: {file.name}"
+            with explain_read_errors(place, f"{place} is missing, but {INDEX} lists it"):
+                self.samples[file.name] = sample_of(self.shards.folder / file.name)
+        self.verify = self.shards.verify
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
         sample = self.shards.sample(unit, self._columns)

@@ -28,6 +28,7 @@ import numpy as np
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import PackedDataset, Sample
+from mtrain_cli.data.file_sums import Report
 from mtrain_cli.data.permutation import Permutation, cached_permutation, mix64
 from mtrain_cli.data.sampler import Sampler
 
@@ -173,6 +174,11 @@ class MixedDataset:
         self._starts = np.cumsum([0, *(len(part) for part in self._datasets)])
         facts = [f"{name} {weights[name]!r} {part.fingerprint}" for name, part in parts.items()]
         self.fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+        self.samples = {
+            f"{name}/{file}": digest
+            for name, part in parts.items()
+            for file, digest in part.samples.items()
+        }
         self.num_tokens = sum(part.num_tokens for part in self._datasets)
         self.vocab_size = max(part.vocab_size for part in self._datasets)
 
@@ -190,6 +196,10 @@ class MixedDataset:
         """The held-out sequences of all corpora, which no training step reads."""
         return [sample for part in self._datasets for sample in part.held_out]
 
+    def verify(self, part: int, parts: int, report: Report) -> None:
+        for dataset in self._datasets:
+            dataset.verify(part, parts, report)
+
     def sampler(self, seed: int) -> MixtureSampler:
         sizes = [len(part) for part in self._datasets]
         return MixtureSampler(sizes, [self.weights[name] for name in self.parts], seed)
@@ -197,7 +207,8 @@ class MixedDataset:
     def describe(self) -> str:
         """Return one line with the weight and the number of sequences of each corpus."""
         shares = ", ".join(
-            f"{name} {self.weights[name]:.1%} of {len(part):,}" for name, part in self.parts.items()
+            f"{name} {self.weights[name]:.1%} of {len(part):,}{part.left_out}"
+            for name, part in self.parts.items()
         )
         seq = self._datasets[0].seq
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from mtrain_cli.data.mixture import MixedDataset, parse_mix
 from mtrain_cli.data.store import StoreMeta, TokenStore
 from mtrain_cli.data.text_files import open_corpus
 from mtrain_cli.data.token_cache import cached_store
-from mtrain_cli.data.tokenizers import choose_begin, open_tokenizer
+from mtrain_cli.data.tokenizers import FileTokenizer, choose_begin, open_tokenizer
 
 _ARRAYS = f"{' or '.join(SUFFIXES)} file of token ids"
 
@@ -164,13 +165,21 @@ def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSo
             return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
         require_folder(path, origin, f"written by `mtrain data prepare`, or a {_ARRAYS}")
         store = TokenStore.open(data.path, origin)
+        if not store.meta.files:
+            location += (
+                ", prepared by an earlier mtrain without checksums, so its bytes are not checked"
+            )
         owner = f"the token store {data.path} (tokenizer {store.meta.tokenizer})"
         check_vocabulary(config, store.meta.vocab_size, owner)
         return store, location
     tokenizer = open_tokenizer(data.tokenizer)
     choose_begin(tokenizer, data.bos)
     check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
-    return cached_store(open_corpus(data), tokenizer)
+    store, location = cached_store(open_corpus(data), tokenizer)
+    if isinstance(tokenizer, FileTokenizer):
+        digest = hashlib.sha256(tokenizer.content).hexdigest()[:32]
+        store = replace(store, samples={**store.samples, "the tokenizer": digest})
+    return store, location
 
 
 def check_vocabulary(config: Config, needed: int, owner: str) -> None:

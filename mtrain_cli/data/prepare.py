@@ -24,7 +24,7 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document
 from mtrain_cli.data.document_columns import ColumnWriter, column_sizes
-from mtrain_cli.data.filters import EVERYTHING, Filters
+from mtrain_cli.data.filters import EMPTY, EVERYTHING, Filters
 from mtrain_cli.data.permutation import mix64
 from mtrain_cli.data.store import (
     META,
@@ -217,6 +217,7 @@ def prepare_store(
     partial = out.with_name(out.name + ".partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
+        _refuse_links(partial)
         with _lock(partial):
             if store := _open_finished(out, recipe):  # another process has just finished it
                 shutil.rmtree(partial)
@@ -232,6 +233,13 @@ def prepare_store(
             "to continue where it stopped.",
         ) from None
     return TokenStore.open(out)
+
+
+def _refuse_links(partial: Path) -> None:
+    """Raise ConfigError if writing to an unfinished store could change files elsewhere."""
+    links = [path for path in (partial, *partial.iterdir()) if path.is_symlink()]
+    if links:
+        raise ConfigError(f"{links[0]}: is a link. Remove it, or give another OUT.")
 
 
 def _require_ids(tokenizer: Tokenizer | None, filters: Filters, bos: bool | str) -> None:
@@ -294,6 +302,9 @@ def _content(
     Raises:
         ConfigError: an id is not one of the tokenizer's.
     """
+    if document.left_out:
+        writer.reject(document.left_out)
+        return iter(())
     if document.tokens is None:
         return _pieces_to_encode(document, tokenizer, writer)
     ids = document.tokens.ids
@@ -329,10 +340,13 @@ def _pieces_to_encode(
             writer.reject("shorter than --min-chars")
             return
         pieces = chain(pending, pieces)
-    if tokenizer.exact_pieces:
-        yield from pieces
-    elif text := "".join(pieces):
-        yield text
+    if not tokenizer.exact_pieces:
+        pieces = filter(None, iter(["".join(pieces)]))
+    piece = ""
+    for piece in pieces:
+        yield piece
+    if not piece:
+        writer.reject(EMPTY)
 
 
 def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:

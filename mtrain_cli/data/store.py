@@ -18,9 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -41,7 +42,8 @@ from mtrain_cli.data.document_columns import (
     DocumentColumns,
     WrittenColumns,
 )
-from mtrain_cli.data.filters import EVERYTHING, Filters
+from mtrain_cli.data.file_sums import FileSums, Report, changed, check_all, sample_of
+from mtrain_cli.data.filters import EMPTY, EVERYTHING, Filters, describe_left_out
 from mtrain_cli.data.token_documents import TokenDocument
 from mtrain_cli.data.tokenizers import (
     NO_BEGIN,
@@ -51,6 +53,7 @@ from mtrain_cli.data.tokenizers import (
     describe_begin,
     open_tokenizer,
 )
+from mtrain_cli.launch.manifest import plain_name
 
 VERSION = 1
 TOKENS, DOCUMENTS, DOMAINS = "tokens.bin", "documents.bin", "domains.bin"
@@ -61,7 +64,7 @@ _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<
 _HASH_CHUNK = 1 << 24
 # Fields of `StoreMeta` that earlier versions lacked, with the value for their stores.
 _LATER = {"domains": [], "left_out": {}, "cut": 0, "mask_key": "", "positions_key": ""}
-_LATER |= {"columns": asdict(WrittenColumns()), "begin": None}
+_LATER |= {"columns": asdict(WrittenColumns()), "begin": None, "files": {}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +84,13 @@ class StoreMeta:
     recipe: identities of the corpus, the tokenizer and the filters. Two stores with the same recipe
         hold the same tokens.
     domains: names of the domains.
-    left_out: number of documents that the filters left out, by reason.
+    left_out: number of files and documents that are not in the store, as in `describe_left_out`.
     cut: number of documents that the filters cut at --max-tokens.
     mask_key: name of the column of masks; empty if the store has no masks.
     positions_key: name of the column of rotary positions; empty if the store has none.
     columns: what the columns hold.
+    files: checksums of each file but meta.json; empty if an earlier version of mtrain wrote the
+        store.
     """
 
     version: int = VERSION
@@ -106,6 +111,7 @@ class StoreMeta:
     mask_key: str = ""
     positions_key: str = ""
     columns: WrittenColumns = field(default_factory=WrittenColumns)
+    files: dict[str, FileSums] = field(default_factory=dict)
 
     @property
     def keys(self) -> list[str]:
@@ -134,6 +140,13 @@ class StoreMeta:
             raise ConfigError(f"{origin}: {META} lacks {', '.join(missing)}. {again}")
         try:
             meta = documents.checked(cls, content)
+            entries: dict[str, Any] = dict(meta.files)
+            sums = {name: documents.checked(FileSums, one) for name, one in entries.items()}
+            meta = replace(meta, files=sums)
+            if not all(isinstance(count, int) for count in meta.left_out.values()):
+                raise documents.UnreadableError("left_out has a count that is not a number")
+            if outside := [name for name in sums if not plain_name(name)]:
+                raise documents.UnreadableError(f"files names {outside[0]!r}")
         except documents.UnreadableError as error:
             raise ConfigError(f"{origin}: {META} is broken ({error}). {again}") from None
         columns = meta.columns.intervals, meta.columns.slices + 1
@@ -183,6 +196,7 @@ class TokenStore:
     folder: folder of the store; None if the store is in memory only.
     domains: uint16[num_documents], indices into ``meta.domains``; None without domains.
     columns: masks and rotary positions of the documents.
+    samples: checksum of a sample of each file's bytes, by file name, as read when it was opened.
     """
 
     meta: StoreMeta
@@ -191,16 +205,17 @@ class TokenStore:
     folder: Path | None = None
     domains: np.ndarray | None = None
     columns: DocumentColumns = NO_COLUMNS
+    samples: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path, origin: str | None = None) -> TokenStore:
-        """Open the store in a folder. The tokens are mapped, but not read.
+        """Open the store in a folder. The tokens are mapped, and a sample of them is checked.
 
         Args:
             origin: how the user named the folder, for messages.
 
         Raises:
-            ConfigError: the folder or meta.json is missing, or an array does not match meta.json.
+            ConfigError: the folder or meta.json is missing, or a file does not match meta.json.
         """
         folder, origin = Path(path).expanduser(), origin or str(path)
         require_folder(folder, origin, "written by `mtrain data prepare`")
@@ -220,7 +235,9 @@ class TokenStore:
                     f"{origin}: {DOMAINS} is corrupt: it holds domains that {META} does not list. "
                     "Prepare the store again."
                 )
-        return cls(meta, tokens, offsets, folder, domains, _open_columns(folder, meta, origin))
+        columns = _open_columns(folder, meta, origin)
+        samples = _check_samples(folder, meta, origin)
+        return cls(meta, tokens, offsets, folder, domains, columns, samples)
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
         """Return the tokens ``start`` to ``stop`` - 1 of document ``unit``."""
@@ -255,18 +272,30 @@ class TokenStore:
         tokenizer.begin = NO_BEGIN
         return describe_begin(tokenizer)
 
-    def verify(self) -> None:
-        """Read the arrays, and compare their hash with ``meta.sha256``.
+    def verify(
+        self, part: int = 0, parts: int = 1, report: Report = lambda _done, _size: None
+    ) -> None:
+        """Read all files, and compare them with the checksums in meta.json.
+
+        A store of an earlier version has only one checksum, so each caller reads everything. Arrays
+        and stores in memory have none.
+
+        Args:
+            part, parts: several callers share the work. This one is number ``part``.
+            report: receives the progress.
 
         Raises:
-            ConfigError: the hashes differ.
+            ConfigError: a file has changed.
         """
-        digest = _sha256(self.tokens, self.offsets, *self.columns.arrays)
-        if digest != self.meta.sha256:
-            raise ConfigError(
-                f"{self.folder}: its sha256 is {digest}, but {META} lists {self.meta.sha256}. The "
-                "store is corrupt: prepare it again."
-            )
+        if self.folder is None or not (self.folder / META).is_file():
+            return
+        origin, advice = str(self.folder), _advice(self.meta, self.folder)
+        if self.meta.files:
+            check_all(self.folder, self.meta.files, origin, advice, part, parts, report)
+        elif _sha256(self.tokens, self.offsets, *self.columns.arrays) != self.meta.sha256:
+            names = [TOKENS, DOCUMENTS, *(["a column"] if self.meta.keys else [])]
+            how = f"the sha256 is not the one in {META}"
+            raise changed(origin, " or ".join(names), how, advice)
 
 
 @dataclass
@@ -323,7 +352,7 @@ class StoreWriter:
         self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], self._dtype)
         # Tokens of the document being written, and how many of them `flush` has written.
         self._open_document = self._flushed = 0
-        self._exceeds_limit = False
+        self._exceeds_limit = self._has_content = False
         self._open_start = 0  # index in _pending_tokens at which that document begins
         self._pending_tokens: list[np.ndarray] = []
         self._pending_offsets: list[int] = [] if self.written.documents else [0]
@@ -339,6 +368,7 @@ class StoreWriter:
             ids = ids[: limit - self._open_document]
         self._pending_tokens.append(ids)
         self._open_document += ids.size
+        self._has_content = True
 
     def end_document(self, domain: str = "", content: TokenDocument | None = None) -> None:
         """Append the end token and close the document.
@@ -356,8 +386,10 @@ class StoreWriter:
                 self._accept(domain)
                 if self._columns is not None and content is not None:
                     self._columns.append(content, self._open_document)
+        elif self._has_content:
+            self.reject(EMPTY)
         self._open_document = self._flushed = 0
-        self._exceeds_limit = False
+        self._exceeds_limit = self._has_content = False
         self._open_start = len(self._pending_tokens)
 
     def leaves_out(self, domain: str) -> bool:
@@ -464,12 +496,12 @@ class StoreWriter:
             meta = replace(meta, sha256=_sha256(tokens, offsets, *columns))
         if not meta.domains:
             (folder / DOMAINS).unlink(missing_ok=True)
-        meta.write(folder)
+        replace(meta, files={n: FileSums.of(folder / n) for n in _names(folder)}).write(folder)
 
     def _require_documents(self, corpus: Corpus) -> None:
         if self.written.documents == 0:
-            reasons = ", ".join(f"{n:,} {why}" for why, n in self.written.left_out.items())
-            kept = f" that the filters keep: {reasons}" if reasons else ""
+            reasons = describe_left_out({**corpus.left_out, **self.written.left_out})
+            kept = f"; {reasons}" if reasons else ""
             content = "text" if corpus.fields is None else "documents of tokens"
             raise ConfigError(f"{corpus.origin}: holds no {content}{kept}")
 
@@ -492,7 +524,7 @@ class StoreWriter:
             source=corpus.description,
             recipe=recipe,
             domains=written.domains if any(written.domains) else [],
-            left_out=written.left_out,
+            left_out={**corpus.left_out, **written.left_out},
             cut=written.cut,
             mask_key=fields.mask.name if fields and fields.mask else "",
             positions_key=fields.positions.name if fields and fields.positions else "",
@@ -522,6 +554,36 @@ def write_json(path: Path, content: dict) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of the files that a store has in a folder, without meta.json."""
+    names = (TOKENS, DOCUMENTS, DOMAINS, SLICES, SLICE_OFFSETS, POSITIONS, TOKENIZER)
+    return [name for name in names if (folder / name).is_file()]
+
+
+def _check_samples(folder: Path, meta: StoreMeta, origin: str) -> dict[str, str]:
+    """Return the checksum of a sample of each file.
+
+    Raises:
+        ConfigError: a file differs from its checksum in meta.json.
+    """
+    samples = {}
+    for name in meta.files or _names(folder):
+        place = f"{origin}: {name}"
+        with explain_read_errors(place, f"{place} is missing. Prepare the store again."):
+            samples[name] = sample_of(folder / name)
+        if meta.files and samples[name] != meta.files[name].sample:
+            how = "a sample of its bytes has another checksum"
+            raise changed(origin, name, how, _advice(meta, folder))
+    return samples
+
+
+def _advice(meta: StoreMeta, folder: Path) -> str:
+    """Return what to do about a store whose bytes have changed. The cache has no recipe."""
+    if meta.recipe:
+        return "Put the file back, or prepare the store again."
+    return f"Delete the folder {folder}: mtrain makes it again."
 
 
 def _open_columns(folder: Path, meta: StoreMeta, origin: str) -> DocumentColumns:

@@ -1,21 +1,27 @@
-"""Read the user's text from .txt, .md, .py, .jsonl and .parquet files.
+"""Read the user's text from .txt, .md, .py, .jsonl, .json and .parquet files.
 
-.jsonl and .parquet files may hold token ids instead.
-A .txt, .md or .py file is one document. Each line of a .jsonl file is one document, and so is each
-row of a .parquet file. A fault in a file raises a ConfigError of one line. To add a format, write a
-function of type ``Reader`` and add it to ``READERS``.
+.jsonl, .json and .parquet files may hold token ids instead. A .txt, .md or .py file is one
+document. Each line of a .jsonl file is one document, and so is each record of a .json file and each
+row of a .parquet file. All but .parquet may be compressed: ``corpus.jsonl.gz``, ``book.txt.zst``.
+A fault in a file raises a ConfigError of one line. To add a format, write a function of type
+``Reader`` and add it to ``READERS``.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
+import io
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -24,15 +30,21 @@ from mtrain_cli.config.problem import ConfigError, Problem, cli_option
 from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
+from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.parquet_pages import rows_per_read
 from mtrain_cli.data.record_key import RecordKey
 from mtrain_cli.data.token_documents import TokenDocument, TokenFields
+from mtrain_cli.data.unpacking import PACKED, Unpacked
 
 _BLOCK = 1 << 22  # bytes of a plain file to read at once
 # Key or column that names the domain of a record. Without it, the domain is the first folder in the
 # path of the file, relative to the corpus.
 DOMAIN = "domain"
-LONGEST_LINE = 1 << 30  # bytes of a .jsonl line
+LONGEST_LINE = 1 << 30  # bytes of a .jsonl line, or characters of a record of a .json file
+_MOST_KINDS = 5  # kinds of files that a message names
+_BETWEEN = re.compile(r"[ \t\r\n,]*")  # between the values of a .json file
+_LITERAL = len("-Infinity")  # a cut literal or escape is reported at its start
+_PLAIN_KIND = re.compile(r"(\.[a-z0-9_]{1,12}){1,2}")
 _MAX_ROWS = 1024  # parquet rows to turn into Python strings at once
 
 
@@ -97,8 +109,8 @@ def open_corpus(data: DataConfig) -> Corpus:
     assert data.kind == "text"
     if not data.path:
         raise ConfigError(
-            "data.path is not set: data=text needs a corpus. Give a .txt, .md, .py, .jsonl or "
-            ".parquet file, or a folder of them."
+            "data.path is not set: data=text needs a corpus. Give a .txt, .md, .py, .jsonl, .json "
+            "or .parquet file, or a folder of them."
         )
     return text_corpus(data.path, data.text_key)
 
@@ -108,8 +120,9 @@ def text_corpus(
 ) -> Corpus:
     """Open the corpus of text in a file, or in all readable files of a folder and its subfolders.
 
-    The files of a folder are sorted by relative path. Hidden files and folders are skipped. The
-    signature covers relative paths, sizes and modification times, so no file is read here.
+    The files of a folder are sorted by relative path. Hidden files, files of other kinds and links
+    to folders are left out and counted. The signature covers relative paths, sizes and modification
+    times, so no file is read here.
 
     Args:
         path: the file or folder.
@@ -129,23 +142,21 @@ def refuse_unread_key(corpus: Corpus, text_key: str) -> None:
     Args:
         text_key: value of --text-key.
     """
-    if text_key != TEXT_KEY and not any(
-        unit.name.lower().endswith(_OF_RECORDS) for unit in corpus.units
-    ):
-        given, kinds = cli_option("text_key", text_key), " or ".join(_OF_RECORDS)
+    if text_key != TEXT_KEY and not any(_kind(unit.name) in _OF_RECORDS for unit in corpus.units):
+        given, kinds = cli_option("text_key", text_key), _listed(_OF_RECORDS)
         line = f": {corpus.origin} has no {kinds} file, and other files have no keys; leave it out"
         raise ConfigError(Problem(given, line))
 
 
 def token_corpus(path: str, fields: TokenFields, path_option: str = "SOURCE") -> Corpus:
-    """Open the corpus of token ids in a .jsonl or .parquet file, or in a folder of them.
+    """Open the corpus of token ids in a .jsonl, .json or .parquet file, or in a folder of them.
 
     Args:
         fields: keys of the ids, the masks and the positions.
         path, path_option: as in `text_corpus`.
 
     Raises:
-        ConfigError: the path is missing, or holds no .jsonl or .parquet file.
+        ConfigError: the path is missing, or holds no such file.
     """
     readers = {suffix: READERS[suffix] for suffix in _OF_RECORDS}
     return replace(_open(path, path_option, fields, readers), fields=fields)
@@ -154,14 +165,16 @@ def token_corpus(path: str, fields: TokenFields, path_option: str = "SOURCE") ->
 def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Reader]) -> Corpus:
     """Open a corpus as `text_corpus` does. readers: by suffix, the kinds of files to read."""
     origin, root = f"{path_option}={path}", Path(path).expanduser()
-    *first, last = readers
-    kinds, content = f"{', '.join(first)} or {last}", "text" if readers is READERS else "token ids"
+    kinds, content = _listed(readers), "text" if readers is READERS else "token ids"
+    left_out: dict[str, int] = {}
     if root.is_dir():
-        found = _files_below(root, readers)
-        files = sorted(found, key=lambda file: file.relative_to(root).parts)
+        reason = "not a text format" if readers is READERS else "holds no token ids"
+        with explain_read_errors(f"{origin}:"):
+            files, left_out = _scan(root, readers, reason)
         if not files:
-            raise ConfigError(f"{origin}: the folder holds no {kinds} file")
-    elif root.suffix.lower() in readers or not root.exists():
+            rest = f"; {describe_left_out(left_out)}" if left_out else ""
+            raise ConfigError(f"{origin}: the folder holds no {kinds} file{rest}")
+    elif _kind(root.name) in readers or not root.exists():
         files = [root]
     else:
         kind = f"a {root.suffix} file" if root.suffix else "a file without a suffix"
@@ -175,59 +188,140 @@ def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Rea
         missing = f"{origin}: no such file{hint}. Give a {kinds} file, or a folder of them."
         with explain_read_errors(f"{origin}: {file}", missing):
             status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for ever
+            raise ConfigError(f"{origin}: {file} is not a regular file. Remove it.")
         name = file.relative_to(root).as_posix() if root.is_dir() else file.name
         facts = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0"
         digest.update(facts.encode("utf-8", "surrogateescape"))
-        reader = readers[file.suffix.lower()]
+        reader = readers[_kind(file.name)]
         label = origin if file == root else f"{origin}: {file}"
         domain = name.partition("/")[0] if "/" in name else ""
-        documents = partial(_read_guarded, reader, file, label, fields, domain)
+        documents = partial(_read_guarded, reader, file, label, fields, domain, file == root)
         units.append(Unit(name, status.st_size, documents))
-    return Corpus(str(path), origin, digest.hexdigest(), tuple(units))
+    return Corpus(str(path), origin, digest.hexdigest(), tuple(units), left_out=left_out)
 
 
-def _files_below(root: Path, suffixes: Container[str]) -> Iterator[Path]:
+def _listed(kinds: Iterable[str]) -> str:
+    *first, last = kinds
+    return f"{', '.join(first)} or {last}"
+
+
+def _kind(name: str) -> str:
+    """Return the suffix of a file that says what it holds: .jsonl of a.jsonl and of a.jsonl.gz."""
+    stem, suffix = os.path.splitext(name.lower())
+    inner = os.path.splitext(stem)[1]
+    if suffix not in PACKED or inner == ".parquet":  # parquet cannot be read as a stream
+        return inner + suffix if suffix in PACKED else suffix
+    return inner if inner in READERS else inner + suffix
+
+
+def _scan(
+    root: Path, readers: Mapping[str, Reader], reason: str
+) -> tuple[list[Path], dict[str, int]]:
+    """Return the files of a folder that can be read, and the number of others by kind.
+
+    Args:
+        reason: why files of other kinds are left out.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    files: list[Path] = []
+    kinds, others = Counter[str](), Counter[str]()
+
+    def fail(error: OSError) -> None:
+        raise error
+
     def is_visible(name: str) -> bool:
+        others["hidden"] += name.startswith(".")
         return not name.startswith(".") and name != "__pycache__"
 
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = filter(is_visible, folders)
-        files = (Path(folder, name) for name in filter(is_visible, names))
-        yield from (file for file in files if file.suffix.lower() in suffixes)
+        links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)
+        others["linked (links to folders are not followed)"] += links
+        present = set(names)
+        for name in filter(is_visible, names):
+            kind, (plain, suffix) = _kind(name), os.path.splitext(name)
+            if kind not in readers:
+                kinds[kind if _PLAIN_KIND.fullmatch(kind) else "of other kinds"] += 1
+            elif suffix.lower() in PACKED and plain in present:
+                others[f"{kind}{suffix.lower()} (the unpacked file is there, too)"] += 1
+            else:
+                files.append(Path(folder, name))
+    most = dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:_MOST_KINDS])
+    if rest := kinds.total() - sum(most.values()):
+        most["of other kinds"] = most.get("of other kinds", 0) + rest
+    left_out = {f"{kind} ({reason})": count for kind, count in most.items()} | +others
+    return sorted(files, key=lambda file: file.relative_to(root).parts), left_out
+
+
+class _NoRecordsError(ConfigError):
+    """The first value of a .json file is no record with the wanted keys."""
 
 
 def _read_guarded(
-    reader: Reader, path: Path, label: str, fields: Fields, domain: str, skip: int
+    reader: Reader, path: Path, label: str, fields: Fields, domain: str, alone: bool, skip: int
 ) -> Iterator[Document]:
     """Yield the documents of a file. A document without a domain gets ``domain``.
+
+    A folder of text may hold .json files of settings. They give one document that is left out.
 
     Args:
         reader: reads this kind of file.
         label: name of the input, with which error messages begin.
+        alone: whether the user named this file.
         skip: number of records to skip.
 
     Raises:
         ConfigError, RunError: the file cannot be read.
     """
-    with explain_read_errors(f"{label}:"):
-        for document in reader(path, label, fields, skip):
-            yield document if document.domain or not domain else replace(document, domain=domain)
+    try:
+        with explain_read_errors(f"{label}:"):
+            for document in reader(path, label, fields, skip):
+                yield (
+                    document if document.domain or not domain else replace(document, domain=domain)
+                )
+    except _NoRecordsError:
+        if alone:
+            raise
+        if not skip:
+            reason = f"{path.suffix.lower()} (no records with the key {fields.keys[0].name})"
+            yield Document(path.name, (), 1, path.stat().st_size, domain, left_out=reason)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, label: str) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """Open a file, which may be compressed.
+
+    Yield the content, and a function that returns how many bytes of the file have been read.
+    """
+    compression = PACKED.get(path.suffix.lower())
+    with path.open("rb") as file:
+        if compression is None:
+            yield file, file.tell
+        else:
+            yield io.BufferedReader(Unpacked(file, compression, label), 1 << 16), file.tell
 
 
 def _read_plain(path: Path, label: str, _fields: Fields, skip: int) -> Iterator[Document]:
     if skip == 0:
-        pieces = split_text(_decode_blocks(path, label))
+        pieces = split_text(text for text, _ in _decode_blocks(path, label))
         yield Document(path.name, pieces, record=1, end=path.stat().st_size)
 
 
-def _decode_blocks(path: Path, label: str) -> Iterator[str]:
-    """Yield the text of a file block by block, without its byte order mark."""
+def _decode_blocks(path: Path, label: str) -> Iterator[tuple[str, int]]:
+    """Yield the text of a file block by block, without its byte order mark.
+
+    Yields:
+        The text, and how many bytes of the file have been read.
+    """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     position = 0
     try:
-        with explain_read_errors(f"{label}:"), path.open("rb") as file:
+        with explain_read_errors(f"{label}:"), _opened(path, label) as (file, tell):
             while block := file.read(_BLOCK):
-                yield decoder.decode(block)
+                yield decoder.decode(block), tell()
                 position += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
@@ -252,32 +346,103 @@ def _document(
 
 
 def _read_jsonl(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
-    with path.open("rb") as file:
-        lines = _read_lines(file, label)
-        end = sum(len(line) for line in islice(lines, skip))
-        for number, line in enumerate(lines, skip + 1):
-            end += len(line)
-            if not line.strip():
+    with _opened(path, label) as (file, tell):
+        for number, line in enumerate(_read_lines(file, label), 1):
+            if number <= skip or not line.strip():
                 continue
-            record = _parse_record(line, f"{label} line {number}", fields.keys[0])
-            for key in fields.keys:
-                if key.name not in record:
-                    raise key.missing_error(f"{path} line {number}", record)
-            yield _document(fields, record, path, number, end, "line")
+            place = f"line {number}"
+            record = _record(_parse(line, f"{label} {place}"), label, path, place, fields)
+            yield _document(fields, record, path, number, tell(), "line")
 
 
-def _parse_record(line: bytes, location: str, key: RecordKey) -> dict[str, Any]:
+def _parse(line: bytes, location: str) -> Any:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{location}: not UTF-8 text at byte {error.start} of the line") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{location}: not JSON ({error})") from None
-    if not isinstance(record, dict):
+
+
+def _record(value: Any, label: str, path: Path, place: str, fields: Fields) -> dict[str, Any]:
+    """Return a value of a file if it is an object with the keys of ``fields``.
+
+    place: where the value is in the file.
+    """
+    if not isinstance(value, dict):
         raise ConfigError(
-            f"{location}: is {_json_kind(record)}, not a JSON object with the key {key.name}"
+            f"{label} {place}: is {_json_kind(value)}, not a JSON object with the key "
+            f"{fields.keys[0].name}"
         )
-    return record
+    for key in fields.keys:
+        if key.name not in value:
+            raise key.missing_error(f"{path} {place}", value)
+    return value
+
+
+def _read_json(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
+    number = 0
+    try:
+        for value, end in _json_values(_decode_blocks(path, label), label):
+            record = _record(value, label, path, f"record {number + 1}", fields)
+            number += 1
+            if number > skip:
+                yield _document(fields, record, path, number, end, "record")
+    except ConfigError as error:
+        if number:
+            raise
+        raise _NoRecordsError(*error.problems) from None
+
+
+def _json_values(blocks: Iterator[tuple[str, int]], label: str) -> Iterator[tuple[Any, int]]:
+    """Yield the elements of one array, or values that stand one after another.
+
+    Args:
+        blocks: parts of the text, and how many bytes of the file have been read for them.
+
+    Yields:
+        The value, and how many bytes of the file have been read.
+
+    Raises:
+        ConfigError: the text is not JSON, or a value is longer than ``LONGEST_LINE``.
+    """
+    scan = json.JSONDecoder().raw_decode
+    text, at, end, number = "", 0, 0, 1
+    in_array: bool | None = None  # unknown before the first value
+    while True:
+        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+        if at == len(text):
+            if (block := next(blocks, None)) is not None:
+                (text, end), at = block, 0
+                continue
+            if in_array:
+                raise ConfigError(f"{label}: ends within its array. Copy the file again.")
+            return
+        if (in_array is None and text[at] == "[") or (in_array and text[at] == "]"):
+            in_array = not in_array
+            at += 1
+            continue
+        in_array = bool(in_array)
+        try:
+            value, at = scan(text, at)
+        except (ValueError, RecursionError) as error:
+            parts, size = [text[at:]], len(text) - at
+            reason, limit = str(error), min(2 * size, LONGEST_LINE)
+            if isinstance(error, json.JSONDecodeError):
+                reason = error.msg
+                # Without this, a fault would read the rest of the file into memory.
+                is_cut = reason.startswith("Unterminated") or error.pos > len(text) - _LITERAL
+                while is_cut and size < limit and (block := next(blocks, None)):
+                    parts.append(block[0])
+                    size, end = size + len(block[0]), block[1]
+            if len(parts) == 1:
+                if size >= LONGEST_LINE:
+                    reason = f"it is longer than {LONGEST_LINE:,} characters"
+                raise ConfigError(f"{label} record {number}: not JSON ({reason})") from None
+            text, at = "".join(parts), 0
+            continue
+        yield value, end
+        number += 1
 
 
 def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
@@ -372,5 +537,5 @@ def _json_kind(value: Any) -> str:
 Reader = Callable[[Path, str, Fields, int], Iterator[Document]]
 TEXT_KEY = "text"  # the usual key of the text
 READERS: dict[str, Reader] = dict.fromkeys((".txt", ".md", ".py"), _read_plain)
-READERS |= {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-_OF_RECORDS = (".jsonl", ".parquet")  # kinds of files that can hold token ids
+READERS |= {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+_OF_RECORDS = (".jsonl", ".json", ".parquet")  # kinds of files that can hold token ids

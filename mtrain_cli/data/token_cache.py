@@ -34,16 +34,17 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     Raises:
         ConfigError: the corpus is broken.
     """
-    facts = f"{VERSION} {documents_identity(tokenizer)} {corpus.signature}"
+    facts = f"{VERSION} 2 {documents_identity(tokenizer)} {corpus.signature}"
     key = hashlib.sha256(facts.encode()).hexdigest()[:32]
     try:
         with _locked_entry(key) as (entry, has_lock):
             store = _open_entry(entry, has_lock)
             if store is None:
-                _write_entry(corpus, tokenizer, entry, has_lock)
+                _write_entry(replace(corpus, left_out={}), tokenizer, entry, has_lock)
                 store = TokenStore.open(entry)
             # The entry may come from another path with the same corpus.
-            meta = replace(store.meta, source=corpus.description)
+            left_out = {**corpus.left_out, **store.meta.left_out}
+            meta = replace(store.meta, source=corpus.description, left_out=left_out)
             return replace(store, meta=meta), f"cached in {entry}"
     except OSError as error:
         location = (

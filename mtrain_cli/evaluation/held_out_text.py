@@ -11,6 +11,7 @@ import numpy as np
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.data.dataset import Sample
+from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import TokenStore
@@ -56,9 +57,7 @@ def sequences_of_files(
     Raises:
         ConfigError: the path cannot be read, or no document is long enough.
     """
-    corpus = text_corpus(path, text_key, path_option="--text", key_option="--text-key")
-    refuse_unread_key(corpus, text_key)
-    store, _ = cached_store(corpus, tokenizer)
+    store = _store_of_files(path, text_key, tokenizer)
     tokens = np.diff(store.offsets)
     if not len(tokens) or tokens.max() < length:
         longest = int(tokens.max()) if len(tokens) else 0
@@ -69,6 +68,21 @@ def sequences_of_files(
     begin = np.array(tokenizer.begin.ids, np.int32)
     parts = itertools.islice(_cut(store, len(begin), length - len(begin)), count)
     return [Sequence(np.concatenate([begin, ids])) for ids in parts]
+
+
+def left_out_of_files(path: str, text_key: str, tokenizer: Tokenizer, length: int) -> str:
+    """Return a line on the files and documents that `sequences_of_files` does not use, or ""."""
+    store = _store_of_files(path, text_key, tokenizer)
+    counts = dict(store.meta.left_out)
+    if short := int((np.diff(store.offsets) < length).sum()):
+        counts[f"shorter than {length:,} tokens"] = short
+    return describe_left_out(counts)
+
+
+def _store_of_files(path: str, text_key: str, tokenizer: Tokenizer) -> TokenStore:
+    corpus = text_corpus(path, text_key, path_option="--text", key_option="--text-key")
+    refuse_unread_key(corpus, text_key)
+    return cached_store(corpus, tokenizer)[0]
 
 
 def _cut(store: TokenStore, skip: int, length: int) -> Iterator[np.ndarray]:

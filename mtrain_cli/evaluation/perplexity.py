@@ -47,7 +47,7 @@ class Perplexity:
     key_origin: hash that identifies the source of ``keys``.
     key_label: name of the source of ``keys``, for the user.
     keys_from: folder of ``keys``; "" if they come from a model of this evaluation.
-    remarks: why a length has fewer sequences than the run held out, by length.
+    remarks: what text is left out, by length.
     read: reads at most a number of sequences of a length, for rows beyond ``sequences``; None if
         there are no more.
     begin: ids with which each sequence starts, and so each window of a short context.

@@ -22,6 +22,7 @@ from mtrain_cli.evaluation.depth_grid import DepthGrid
 from mtrain_cli.evaluation.generated import Generated
 from mtrain_cli.evaluation.held_out_text import (
     held_out_count,
+    left_out_of_files,
     sequences_of_files,
     sequences_of_run,
 )
@@ -237,6 +238,10 @@ def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCode
     measurement = Perplexity(sequences, origin, options.short, read=read, begin=begin)
     if origin == HELD_OUT and request.samples:
         measurement.remarks = dict(_remarks(run, request.samples, sequences))
+    elif options.text is not None and codec.tokenizer is not None:
+        given = options.text, options.text_key, codec.tokenizer
+        lines = ((length, left_out_of_files(*given, length)) for length in request.lengths)
+        measurement.remarks = {length: line for length, line in lines if line}
     if options.keys_from is not None:
         folder = Path(options.keys_from)
         measurement.keys = _keys(folder, options.short)

@@ -6,10 +6,13 @@ index that names the file of each tensor.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,10 +24,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mtrain_cli.config.documents import reason
 from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint
-from mtrain_cli.launch.failures import RunError, write_failure
+from mtrain_cli.launch.failures import RunError, read_failure, write_failure
 from mtrain_cli.launch.manifest import plain_name
 from mtrain_cli.model import huggingface_config
 from mtrain_cli.model.decoder import Decoder
@@ -36,9 +40,11 @@ from mtrain_cli.printable import one_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SUMS = "SHA256SUMS"  # `sha256sum -c SHA256SUMS` checks a folder, too
 MAX_FILE_BYTES = 5 * 10**9
 _SHOWN_PROBLEMS = 8
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def has_weights(folder: Path) -> bool:
@@ -142,6 +148,32 @@ class HuggingFaceFolder:
                 tensor = self._slice(stored)[rows]
             yield place, tensor
 
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Compare the files with the checksums in `SUMS`. Only exports of mtrain have them.
+
+        Several callers can share the work: this one checks every ``parts``-th file, from ``part``.
+
+        Raises:
+            ConfigError: a file is missing or has changed, or `SUMS` is damaged.
+        """
+        sums = self.path / SUMS
+        if not sums.is_file():
+            return
+        try:
+            lines = sums.read_text(encoding="utf-8").splitlines()
+            found = [_SUM.fullmatch(line) for line in lines]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{sums}: cannot be read ({reason(error)})") from None
+        expected = {match[2]: match[1] for match in found if match and plain_name(match[2])}
+        if len(expected) < len(lines):
+            raise ConfigError(f"{sums}: has a line that is not a checksum and a file of the folder")
+        for name, digest in _digests(self.path, sorted(expected)[part::parts]):
+            if digest != expected[name]:
+                raise ConfigError(
+                    f"{self.path / name}: has changed since the export, as its sha256 in {SUMS} "
+                    f"shows. Copy it again. If you changed it yourself, delete its line in {SUMS}."
+                )
+
     def unmap(self) -> None:
         """Let go of the weight files. Pages that were read no longer count as this process's."""
         self._files.clear()
@@ -223,18 +255,22 @@ class HuggingFaceFolder:
         return True
 
 
-def load_into(decoder: Decoder, folder: Path | str) -> None:
-    """Load the weights of a Hugging Face folder into a decoder.
+def load_into(decoder: Decoder, folder: Path | str, part: int = 0, parts: int = 1) -> None:
+    """Verify a Hugging Face folder, and load its weights into a decoder.
 
     The parameters may be plain tensors or sharded by FSDP2, on any device. Each worker reads only
     the rows of its shards. The decoder and the folder may have different rotary settings, which
     extends a model to a longer context.
 
+    Args:
+        part, parts: as in `HuggingFaceFolder.verify`.
+
     Raises:
-        ConfigError: the folder cannot be read, or the decoder has another shape. No parameter has
-            changed.
+        ConfigError: the folder cannot be read or is damaged, or the decoder has another shape. No
+            parameter has changed.
     """
     source = HuggingFaceFolder(folder)
+    source.verify(part, parts)
     differences = decoder.model_config.shape_differences(source.model)
     if differences:
         config = source.path / "config.json"
@@ -309,6 +345,9 @@ def write_folder(
             json.dumps(config, indent=2) + "\n", encoding="utf-8"
         )
         _write_weights(partial_folder, model, read, dtype, max_file_bytes)
+        names = sorted(file.name for file in partial_folder.iterdir())
+        lines = [f"{digest}  {name}\n" for name, digest in _digests(partial_folder, names)]
+        (partial_folder / SUMS).write_text("".join(lines), encoding="utf-8")
         if path.exists():
             path.rmdir()
         partial_folder.rename(path)
@@ -349,6 +388,24 @@ def _write_weights(
         total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _digests(folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return name and sha256 of files of a folder. A missing file has an empty sha256."""
+
+    def digest(name: str) -> str:
+        try:
+            with (folder / name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise read_failure(
+                error, f"{folder / name}: cannot be read ({error.strerror})"
+            ) from None
+
+    with ThreadPoolExecutor() as pool:
+        return list(zip(names, pool.map(digest, names), strict=True))
 
 
 def _split(name: str, tensor: Tensor, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:

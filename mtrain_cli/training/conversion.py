@@ -60,6 +60,7 @@ def import_folder(source: Path, run: Path) -> Config:
         CheckpointError: the weights cannot be written, for example on a full disk.
     """
     folder = huggingface.HuggingFaceFolder(source)
+    folder.verify()
     named = {"name": run.resolve().name, "dir": str(run)}
     base = compose.compose().changed(optim={"lr": GIVEN_WEIGHTS_LR}, run=named)
     config = dataclasses.replace(base, seq=folder.max_position, model=folder.model)

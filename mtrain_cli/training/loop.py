@@ -60,6 +60,7 @@ def train(
     """
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
+        trainer.check_data(resumed=resume)
         reports: list[str] = []
         checkpointer = Checkpointer(
             run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import state_dict
 
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.schema import Config
+from mtrain_cli.data import file_sums
 from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.open_dataset import open_dataset
@@ -182,6 +183,24 @@ class Trainer:
         )
         self.held_out: list[Sample] = self.dataset.held_out
 
+    def check_data(self, *, resumed: bool) -> None:
+        """Read all data and verify their checksums, if ``data.verify`` asks for it.
+
+        The workers of a machine share the work.
+
+        Raises:
+            ConfigError: a file has changed.
+        """
+        choice, environment = self.config.data.verify, self.environment
+        # After an automatic restart, the data were read moments ago.
+        asked = resumed and not environment.restarts if choice == "auto" else choice == "full"
+        if asked:
+            progress_record.note("checks the data")
+            say = partial(print, flush=True) if environment.rank == 0 else lambda _: None
+            report = file_sums.lines(say, "data.verify=sampled skips this")
+            self.dataset.verify(environment.local_rank, environment.local_workers, report)
+            progress_record.note("")
+
     def _make_decoder(self) -> tuple[Decoder, DeviceOptimizer | OffloadedOptimizer]:
         """Build the decoder on the meta device, shard it, then fill the shards.
 
@@ -214,7 +233,8 @@ class Trainer:
             else DeviceOptimizer(decoder, config.optim, copies)
         )
         if config.train.init_from:
-            load_into(states.masters, config.train.init_from)
+            local = self.environment.local_rank, self.environment.local_workers
+            load_into(states.masters, config.train.init_from, *local)
         else:
             initialize(states.masters, config.seed, self.device)
         states.send()

@@ -17,7 +17,7 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.commands.checkpoint import app as checkpoint_app
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into, write_folder
 from mtrain_cli.model.init import initialize
@@ -143,6 +143,7 @@ def test_verify_fails_when_weights_are_not_numbers(hf_folder):
     tensors = load_file(hf_folder / "model.safetensors")
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, hf_folder / "model.safetensors", {"format": "pt"})
+    (hf_folder / "SHA256SUMS").unlink()
     assert "DISAGREES" in mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=1)
 
 
@@ -271,6 +272,7 @@ def test_help_shows_examples_without_importing_torch():
 def test_verify_reports_a_refusal_by_transformers_in_one_line(hf_folder):
     config = hf_folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": "x"}))
+    (hf_folder / "SHA256SUMS").unlink()
     message = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
     assert f"{hf_folder}: mtrain reads this folder, but transformers" in message
     assert "attention_dropout" in message
@@ -334,3 +336,21 @@ def trained_run(run: Path, *words: str) -> Path:
 def ids_in(folder: Path) -> tuple[object, ...]:
     config = json.loads((folder / "config.json").read_text())
     return tuple(config[f"{name}_token_id"] for name in ("bos", "eos", "pad"))
+
+
+def test_a_flipped_bit_of_an_export_is_refused_by_import_verify_and_init_from(hf_folder, tmp_path):
+    path = hf_folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    message = f"mtrain: {path}: has changed since the export, as its sha256 in SHA256SUMS shows."
+    assert mtrain("checkpoint", "import", hf_folder, tmp_path / "run", code=2).startswith(message)
+    assert not (tmp_path / "run").exists()
+    assert mtrain("checkpoint", "verify", hf_folder, code=2).startswith(message)
+    decoder = decoder_of(HuggingFaceFolder(hf_folder).model)
+    before = decoder.norm.weight.detach().clone()
+    with pytest.raises(ConfigError, match="SHA256SUMS"):
+        load_into(decoder, hf_folder)
+    assert torch.equal(decoder.norm.weight, before)
+    (hf_folder / "SHA256SUMS").unlink()
+    load_into(decoder, hf_folder)

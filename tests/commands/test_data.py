@@ -1,5 +1,6 @@
 """`mtrain data`: prepare and show, with their mistakes."""
 
+import gzip
 import json
 import shlex
 import subprocess
@@ -208,11 +209,49 @@ def test_only_jsonl_and_parquet_files_hold_token_ids(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     given = ("--tokens-key", "ids")
     file, folder, out = tmp_path / "a.txt", tmp_path, tmp_path / "out"
-    assert "cannot read a .txt file as token ids. Give a .jsonl or .parquet file" in _mistake(
-        "prepare", file, out, *given
+    assert (
+        "cannot read a .txt file as token ids. Give a .jsonl, .json or .parquet file"
+        in _mistake("prepare", file, out, *given)
     )
-    assert "the folder holds no .jsonl or .parquet file" in _mistake("prepare", folder, out, *given)
-    expected = "--tokens-key ids: reads .jsonl and .parquet files, not MDS shards or stdlib"
+    assert "the folder holds no .jsonl, .json or .parquet file" in _mistake(
+        "prepare", folder, out, *given
+    )
+    expected = "--tokens-key ids: reads .jsonl, .json and .parquet files, not MDS shards or stdlib"
     assert expected in _mistake("prepare", "stdlib", out, *given)
     source = write_jsonl(tmp_path / "q.jsonl", [{"ids": []}, {"ids": None}])
     assert "holds no documents of tokens" in _mistake("prepare", source, out, *given)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt.gz", gzip.compress(bytes(1 << 27)), "unpacks to more than 256 times its size"),
+        ("a.jsonl.gz", gzip.compress(bytes(1 << 27)), "unpacks to more than 256 times its size"),
+        ("a.json.gz", gzip.compress(b"[" + b" " * (1 << 27)), "unpacks to more than 256 times"),
+        ("a.txt.gz", gzip.compress(b"some text " * 99)[:-9], "cannot be unpacked (it ends early)"),
+        ("a.txt.gz", b"", "cannot be unpacked (it ends early)"),
+        ("a.jsonl.gz", b"plain", "cannot be unpacked ("),
+        ("a.jsonl.zst", b"plain", "cannot be unpacked ("),
+        ("a.json", b"[" * 10**6, "record 1: not JSON ("),
+        ("a.jsonl", b'{"text":' + b"[" * 10**6, "line 1: not JSON ("),
+        ("a.json", b"\0" * 99, "record 1: not JSON ("),
+        ("\x1b[31m\n.json", b"\0", "record 1: not JSON ("),
+    ],
+)
+def test_a_hostile_file_is_one_line_and_leaves_nothing(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    line = _mistake("prepare", tmp_path / name, tmp_path / "out")
+    assert message in line
+    assert line.isprintable()
+    assert {path.name for path in tmp_path.iterdir()} == {name}
+
+
+def test_left_out_files_with_strange_names_are_shown_in_plain_characters(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "b.\x1b[31m", "c.\u202etxt", "d.[red]"):
+        (tmp_path / "in" / name).write_text("x")
+    result = _run("prepare", tmp_path / "in", tmp_path / "out")
+    line = "  left out: 3 of other kinds (not a text format)\n"
+    assert line in result.stdout
+    assert line in _run("show", tmp_path / "out").stdout
+    assert "\x1b" not in result.stdout

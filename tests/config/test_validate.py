@@ -150,7 +150,7 @@ def test_the_defaults_are_valid(defaults):
         ),
         (
             {"data__kind": "text", "data__path": "/no/corpus.txt"},
-            "data.path=/no/corpus.txt: no such file or folder; give a .txt, .md, .py, .jsonl or",
+            "data.path=/no/corpus.txt: no such file or folder; give a .txt, .md, .py, .jsonl",
         ),
         ({"data__path": "/etc"}, "data.path=/etc: data=stdlib has no path; add data=text"),
         (

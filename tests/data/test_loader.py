@@ -104,7 +104,14 @@ def test_resume_continues_the_data_order_on_any_number_of_ranks(dp: int, new_dp:
             next(loader)
     states = [loader.state() for loader in loaders]
     assert all(
-        state == {"seed": 5, "consumed": 16, "sequences": 13, "fingerprint": dataset.fingerprint}
+        state
+        == {
+            "seed": 5,
+            "consumed": 16,
+            "sequences": 13,
+            "fingerprint": dataset.fingerprint,
+            "samples": {},
+        }
         for state in states
     )
     restored = [_loader(dataset, rank, new_dp, seed=1) for rank in range(new_dp)]
@@ -247,3 +254,19 @@ def test_close_waits_for_one_sequence_only_and_leaves_no_thread(
         for thread in set(threading.enumerate()) - others
         if thread.name.startswith("mtrain-data")
     ]
+
+
+def test_a_file_with_other_bytes_than_at_the_checkpoint_is_named() -> None:
+    dataset = _dataset()
+    dataset.samples = {"a/tokens.bin": "1", "b": "2"}
+    with _loader(dataset) as loader:
+        state = loader.state()
+        loader.load_state(state)
+        loader.load_state({**state, "samples": {"gone": "3"}})
+        del state["samples"]["b"]
+        loader.load_state(state)
+        dataset.samples = {"a/tokens.bin": "0", "b": "2"}
+        with pytest.raises(ConfigError, match=r"checkpoint: a/tokens\.bin has other bytes"):
+            loader.load_state(state)
+        del state["samples"]  # a checkpoint of an earlier version
+        loader.load_state(state)

@@ -231,11 +231,11 @@ def test_mistakes_are_one_line(shards: Path, tmp_path: Path, bpe_file: Path) -> 
 
     assert (
         line(domains=("novels",))
-        == f"SOURCE={shards}: holds no text that the filters keep: 9 of another domain"
+        == f"SOURCE={shards}: holds no text; left out: 9 of another domain"
     )
     assert (
         line(max_tokens=5)
-        == f"SOURCE={shards}: holds no text that the filters keep: 9 longer than --max-tokens"
+        == f"SOURCE={shards}: holds no text; left out: 9 longer than --max-tokens"
     )
     assert line(min_tokens=9, max_tokens=5).startswith("--max-tokens 5: is below --min-tokens 9")
     assert line(truncate=True).startswith("--truncate: cuts documents at --max-tokens")

@@ -116,3 +116,33 @@ def test_invalid_spans_are_refused(tmp_path: Path, spans: object, expected: str)
         dataset[0]
     assert str(caught.value).startswith("mine: sample 0: indices")
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("hashes", [(), ("sha1",)])
+def test_a_changed_shard_has_another_sample_and_verify_names_it(
+    tmp_path: Path, hashes: tuple[str, ...]
+) -> None:
+    folder = write_mds(tmp_path / "a", RAW, raw_samples(20), hashes=hashes)
+    before = MdsSource(folder, "data.path=x")
+    assert len(before.samples) == 5, "at most 8 of 10 shards, evenly spaced"
+    for part in range(2):
+        before.verify(part, 2, lambda _done, _size: None)
+    shard = folder / list(before.samples)[1]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    if hashes:
+        with pytest.raises(ConfigError, match=r"shard\.00002\.mds is corrupt: its sha1 is"):
+            before.verify(0, 2, lambda _done, _size: None)
+        before.verify(1, 2, lambda _done, _size: None)  # shard 2 belongs to part 0
+    else:
+        after = MdsSource(folder, "data.path=x")
+        assert {n for n in before.samples if before.samples[n] != after.samples[n]} == {shard.name}
+
+
+def test_shards_that_the_index_does_not_list_are_named(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "a", RAW, raw_samples(9))
+    assert "index.json" not in PackedDataset(MdsSource(folder, "x"), 8, vocab_size=999).describe()
+    (folder / "shard.00077.mds").write_bytes(b"")
+    line = PackedDataset(MdsSource(folder, "x"), 8, vocab_size=999).describe()
+    assert "; left out: 1 .mds (not in index.json)" in line

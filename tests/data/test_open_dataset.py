@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from masked_documents import FIELDS, masked_store
+from masked_documents import FIELDS, masked_store, without_checksums
 from test_dataset import _store
 
 from mtrain_cli.config.schema import Config, ConfigError
@@ -59,11 +59,19 @@ def test_a_corpus_shorter_than_one_sequence_is_refused_with_both_numbers(
     )
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n{"text": null}\n'])
-def test_an_empty_corpus_is_refused(make_config, tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "left_out"),
+    [
+        ("", ""),
+        ("\n\n", ""),
+        ('{"text": ""}\n{"text": null}\n', "; left out: 2 empty or null"),
+    ],
+)
+def test_an_empty_corpus_is_refused(make_config, tmp_path, content: str, left_out: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(content)
-    assert _line(make_config(kind="text", path=str(path))) == f"data.path={path}: holds no text"
+    line = _line(make_config(kind="text", path=str(path)))
+    assert line == f"data.path={path}: holds no text{left_out}"
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused_with_both_sizes(
@@ -197,7 +205,7 @@ def test_a_damaged_mask_of_the_first_sequence_fails_before_the_run(make_config, 
     store = masked_store(tmp_path)
     slices = np.fromfile(store / "slices.bin", "<i8")
     slices[:] = -1
-    slices.tofile(store / "slices.bin")
+    slices.tofile(without_checksums(store) / "slices.bin")
     data = {"kind": "tokens", "path": str(store), "seq": 16}
     open_dataset(make_config(**data))
     with pytest.raises(ConfigError, match=r"slices\.bin is corrupt: it holds impossible values"):

@@ -53,6 +53,8 @@ def source(jsonl: Callable[..., Path], tmp_path: Path) -> Path:
     jsonl(["x", "", "y"], "source/c.jsonl")
     (tmp_path / "source" / "b.txt").write_text("a line of a long book\n" * 60)
     (tmp_path / "source" / "d.txt").write_text("")
+    (tmp_path / "source" / "settings.json").write_text('{"indent": 2}')
+    (tmp_path / "source" / "e.pdf").write_text("")
     return tmp_path / "source"
 
 
@@ -84,6 +86,11 @@ def test_documents_and_boundaries_match_the_source(source: Path, tmp_path: Path)
         "x",
         "y",
     ]
+    assert store.meta.left_out == {
+        ".pdf (not a text format)": 1,
+        "empty or null": 10,
+        ".json (no records with the key text)": 1,
+    }
     assert {path.name for path in (tmp_path / "out").iterdir()} == _STORE_FILES
     assert not (tmp_path / "out.partial").exists()
 
@@ -332,7 +339,7 @@ def test_wrong_arguments_and_sources_write_nothing(source: Path, tmp_path: Path)
     (tmp_path / "empty.txt").write_text("")
     assert (
         _refused(tmp_path / "empty.txt", tmp_path / "e")
-        == f"SOURCE={tmp_path / 'empty.txt'}: holds no text"
+        == f"SOURCE={tmp_path / 'empty.txt'}: holds no text; left out: 1 empty or null"
     )
     assert not (tmp_path / "e.partial").exists()
 
@@ -384,3 +391,17 @@ def test_a_tokenizer_without_exact_pieces_gets_whole_documents(
     monkeypatch.setattr(ByteTokenizer, "exact_pieces", False)
     _prepare(source, tmp_path / "out")
     assert "a line of a long book\n" * 60 in seen
+
+
+@pytest.mark.parametrize("name", ["", "lock", "journal.json.tmp", "tokens.bin", "tokenizer.json"])
+def test_links_in_the_place_of_an_unfinished_store_are_refused(source, tmp_path, name):
+    """In a shared folder, somebody else may have made them."""
+    victim, partial = tmp_path / "victim", tmp_path / "out.partial"
+    if name:
+        partial.mkdir()
+        victim.write_text("keep me")
+    else:
+        victim.mkdir()
+    (partial / name if name else partial).symlink_to(victim)
+    assert "is a link. Remove it, or give another OUT." in _refused(source, tmp_path / "out")
+    assert victim.read_text() == "keep me" if name else not any(victim.iterdir())

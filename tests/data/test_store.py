@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from masked_documents import without_checksums
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data import file_sums
 from mtrain_cli.data.arrays import open_array
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.mds import MdsFolder
@@ -187,10 +189,79 @@ def test_a_failing_disk_is_a_machine_failure_and_an_unreadable_file_a_mistake(
         )
 
 
-def test_verify_finds_a_changed_token(tmp_path: Path) -> None:
+def _flip(path: Path, at: int = 4) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
+def test_opening_finds_a_change_in_the_sample_and_names_the_file(tmp_path, name):
     folder = _write(tmp_path / "s")
-    content = bytearray((folder / "tokens.bin").read_bytes())
-    content[4] ^= 1
-    (folder / "tokens.bin").write_bytes(content)
-    with pytest.raises(ConfigError, match="The store is corrupt"):
-        TokenStore.open(folder).verify()
+    TokenStore.open(folder).verify()
+    _flip(folder / name, 12)
+    with pytest.raises(ConfigError, match=rf"data\.path=s: {name} (has changed|is corrupt)"):
+        TokenStore.open(folder, "data.path=s")
+
+
+def test_verify_finds_one_bit_outside_the_sample_in_the_part_that_has_it(tmp_path, monkeypatch):
+    """Four callers share the chunks, and one of them has the bit."""
+    monkeypatch.setattr(file_sums, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(file_sums, "_BLOCK", 1 << 5)
+    folder = _write(tmp_path / "s", [bytes(range(256)) * 100])
+    _flip(folder / "tokens.bin", 9_000)
+    store, seen = TokenStore.open(folder), []
+    failed = []
+    for part in range(4):
+        try:
+            store.verify(part, 4, lambda done, size: seen.append((done, size)))
+        except ConfigError as error:
+            failed.append((part, str(error)))
+    assert failed == [
+        (
+            2,
+            f"{folder}: tokens.bin has changed since it was written: bytes 8,192 to 12,288 have "
+            "another checksum. Put the file back, or prepare the store again.",
+        )
+    ]
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_a_store_without_checksums_of_files_opens_and_is_verified_by_its_one_hash(tmp_path):
+    folder = without_checksums(_write(tmp_path / "s"))
+    before = TokenStore.open(folder)
+    before.verify()
+    _flip(folder / "tokens.bin")
+    after = TokenStore.open(folder)
+    assert after.samples["tokens.bin"] != before.samples["tokens.bin"]
+    with pytest.raises(ConfigError, match=r"tokens\.bin or documents\.bin has changed.*sha256"):
+        after.verify()
+
+
+def test_a_sample_reads_little_of_a_large_file_and_its_places_follow_the_size(tmp_path):
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse
+    before = file_sums.sample_of(path)
+    with path.open("r+b") as file:
+        file.seek((1 << 40) - 1)
+        file.write(b"x")
+    assert file_sums.sample_of(path) != before, "the last block is in the sample"
+    os.truncate(path, (1 << 40) - 1)
+    assert file_sums.sample_of(path) != before, "the size is in the sample"
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        _meta(files={"tokens.bin": 3}),
+        _meta(files={"../x": {"bytes": 1, "sample": "", "chunks": []}}),
+        _meta(left_out={"a": "x"}),
+        _meta(files=[]),
+    ],
+)
+def test_wrong_entries_of_meta_json_are_one_line(tmp_path, meta):
+    folder = _write(tmp_path / "s")
+    meta(folder)
+    with pytest.raises(ConfigError, match=r"meta\.json is broken"):
+        TokenStore.open(folder)

@@ -1,8 +1,11 @@
 """The user's text, intact and broken."""
 
 import builtins
+import errno
+import gzip
 import inspect
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.validate import TEXT
 from mtrain_cli.data import text_files
 from mtrain_cli.data.corpora import Corpus
+from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.text_files import READERS, refuse_unread_key, text_corpus
 
 
@@ -133,8 +137,8 @@ def test_missing_file_names_what_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "none.txt"
     assert (
         _error(path)
-        == f"data.path={path}: no such file. Give a .txt, .md, .py, .jsonl or .parquet file, "
-        "or a folder of them."
+        == f"data.path={path}: no such file. Give a .txt, .md, .py, .jsonl, .json or .parquet "
+        "file, or a folder of them."
     )
 
 
@@ -156,15 +160,15 @@ def test_a_key_of_records_is_refused_for_plain_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         refuse_unread_key(plain, "body")
     assert raised.value.problems == (
-        f"--text-key body: --text={tmp_path} has no .jsonl or .parquet file, and other files have "
-        "no keys; leave it out",
+        f"--text-key body: --text={tmp_path} has no .jsonl, .json or .parquet file, and other "
+        "files have no keys; leave it out",
     )
     (tmp_path / "more/B.JSONL").write_text("{}")
     refuse_unread_key(text_corpus(str(tmp_path), "body"), "body")
 
 
 def test_folder_without_text_names_what_is_allowed(tmp_path: Path) -> None:
-    assert "the folder holds no .txt, .md, .py, .jsonl or .parquet file" in _error(tmp_path)
+    assert "the folder holds no .txt, .md, .py, .jsonl, .json or .parquet file" in _error(tmp_path)
 
 
 def test_text_in_another_encoding_is_reported_with_its_offset(tmp_path: Path) -> None:
@@ -283,3 +287,174 @@ def test_an_absurdly_long_line_is_refused(tmp_path, monkeypatch):
         match=r"t\.jsonl line 2: is longer than 100 bytes\. Put one document on each line\.$",
     ):
         next(reading)
+
+
+def _packed(path: Path, content: bytes) -> Path:
+    """Write a file that gzip or zstd compressed, as its suffix says."""
+    zstandard = pytest.importorskip("zstandard")
+    pack = gzip.compress if path.suffix == ".gz" else zstandard.compress
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pack(content))
+    return path
+
+
+@pytest.mark.parametrize("packing", ["gz", "zst"])
+def test_compressed_files_give_the_same_documents(tmp_path: Path, packing: str) -> None:
+    lines = b"".join(json.dumps({"text": f"text {n}"}).encode() + b"\n" for n in range(7))
+    expected = [f"text {n}" for n in range(7)]
+    path = _packed(tmp_path / f"a.JSONL.{packing}", lines)
+    corpus = text_corpus(str(path), "text")
+    for skip in (0, 3, 7):
+        assert _texts(corpus, skip) == expected[skip:]
+    assert [d.record for d in corpus.units[0].documents(0)] == [*range(1, 8)]
+    assert list(corpus.units[0].documents(0))[-1].end == path.stat().st_size
+    refuse_unread_key(corpus, "body")
+    book = _packed(tmp_path / f"b.txt.{packing}", "füße\n".encode() * 9)
+    assert _texts(text_corpus(str(book), "text")) == ["füße\n" * 9]
+    book.write_bytes(book.read_bytes() * 2)  # two members, as pigz and pzstd write them
+    assert _texts(text_corpus(str(book), "text")) == ["füße\n" * 18]
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda rows: json.dumps(rows),
+        lambda rows: json.dumps(rows, indent=1),
+        lambda rows: "\n".join(map(json.dumps, rows)),
+        lambda rows: "\ufeff" + "\n\n".join(json.dumps(row, indent=2) for row in rows) + "\n",
+    ],
+)
+def test_json_is_one_document_per_record(tmp_path, monkeypatch, form, block):
+    monkeypatch.setattr(text_files, "_BLOCK", block)
+    texts = ["one", "zwei \u00fc \u2028 [}", 'a "quote" \\', ""]
+    rows = [{"n": [1, {"x": None}], "text": text} for text in texts]
+    path = tmp_path / "a.json"
+    path.write_text(form(rows), encoding="utf-8")
+    corpus = text_corpus(str(path), "text")
+    for skip in range(5):
+        assert _texts(corpus, skip) == texts[skip:]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"}, {"text": "b"}', "ends within its array"),
+        ('[{"text": "a"}, {"text": "b', "record 2: not JSON (Unterminated string"),
+        ('[{"text": "a"}, {text: "b"}]', "record 2: not JSON (Expecting property name"),
+        ('[{"text": "a"}, 7]', "record 2: is a number, not a JSON object with the key text"),
+        ('[{"text": "a"}, {"body": "b"}]', "record 2 has no such key. Its keys: body"),
+        ('[{"text": "a"}, {"text": 4}]', "record 2 holds a number, not text"),
+        ('{"text": "a"} {"text": ' + "9" * 5000 + "}", "record 2: not JSON (Exceeds the limit"),
+        ('{"text": "a"}' + "[" * 10**6, "record 2: not JSON (maximum recursion depth"),
+        ("[" * 10**6, "record 1: not JSON (maximum recursion depth"),
+        ('{"a":' * 10**6, "record 1: not JSON (maximum recursion depth"),
+        ('["a"]', "record 1: is a string, not a JSON object"),
+    ],
+)
+def test_a_broken_json_file_is_one_line(tmp_path, content, message):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        _texts(text_corpus(str(path), "text"))
+    assert message in str(caught.value)
+    assert "a.json" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_huge_number_in_a_jsonl_line_is_one_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ' + "9" * 5000 + "}\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl line 1: not JSON \(Exceeds the limit"):
+        _texts(text_corpus(str(path), "text"))
+
+
+def test_a_fault_in_json_does_not_read_the_rest_into_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "_BLOCK", 100)
+    read = []
+    blocks = text_files._decode_blocks
+    monkeypatch.setattr(
+        text_files,
+        "_decode_blocks",
+        lambda *args: (read.append(1) or block for block in blocks(*args)),
+    )
+    path = tmp_path / "a.json"
+    path.write_text('{"text": oops' + ' {"text": "a"}' * 10_000)
+    with pytest.raises(ConfigError, match=r"record 1: not JSON \(Expecting value"):
+        _texts(text_corpus(str(path), "text"))
+    assert len(read) == 1
+
+
+def test_a_record_longer_than_the_limit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 100)
+    monkeypatch.setattr(text_files, "_BLOCK", 10)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "b" * 1000}]))
+    with pytest.raises(ConfigError, match=r"record 1: not JSON \(it is longer than 100 char"):
+        _texts(text_corpus(str(path), "text"))
+
+
+def test_files_that_are_not_read_are_counted_by_kind_and_reason(tmp_path):
+    for name in ("a.txt", "b.pdf", "c.html", "d.html", "LICENSE", ".git/x.txt", "__pycache__/p.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    _packed(tmp_path / "a.txt.gz", b"x")
+    _packed(tmp_path / "e.parquet.gz", b"x")
+    _packed(tmp_path / "f.tar.zst", b"x")
+    (tmp_path / "settings.json").write_text('{"indent": 2}')
+    (tmp_path / "lines.json").write_text('{"text": "y"}')
+    (tmp_path / "link").symlink_to(tmp_path / ".git")
+    corpus = text_corpus(str(tmp_path), "text")
+    assert describe_left_out(corpus.left_out) == (
+        "left out: 2 .html, 1 .parquet.gz, 1 .pdf, 1 .tar.zst, 1 of other kinds (not a text "
+        "format); 1 hidden; 1 linked (links to folders are not followed); 1 .txt.gz (the unpacked "
+        "file is there, too)"
+    )
+    documents = [document for unit in corpus.units for document in unit.documents(0)]
+    assert [(d.name, d.left_out) for d in documents] == [
+        ("a.txt", ""),
+        ("lines.json:1", ""),
+        ("settings.json", ".json (no records with the key text)"),
+    ]
+    settings = corpus.units[-1]
+    assert not list(settings.documents(1)), "a resumed preparation counts it once"
+    with pytest.raises(ConfigError, match=r"settings\.json record 1 has no such key"):
+        _texts(text_corpus(str(tmp_path / "settings.json"), "text"))
+
+
+def test_many_kinds_and_strange_names_give_a_short_line(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    for number in range(300):
+        (tmp_path / f"page.{number}").write_text("x")
+    (tmp_path / "evil.\x1b[31m (x)").write_text("x")
+    line = describe_left_out(text_corpus(str(tmp_path), "text").left_out)
+    assert line.count("1 .") == 5
+    assert line.endswith("296 of other kinds (not a text format)")
+    assert "\x1b" not in line
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    os.mkfifo(tmp_path / "b.txt")
+    assert "b.txt is not a regular file. Remove it." in _error(tmp_path)
+    assert "b.txt is not a regular file. Remove it." in _error(tmp_path / "b.txt")
+
+
+def test_nul_bytes_are_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a\0b\0")
+    assert _texts(text_corpus(str(tmp_path), "text")) == ["a\0b\0"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every folder")
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "closed").mkdir(mode=0)
+    assert "cannot be read (Permission denied)" in _error(tmp_path)
+
+
+def test_a_folder_that_fails_while_it_is_listed_is_one_line(tmp_path, monkeypatch):
+    def walk(_root, onerror):
+        onerror(OSError(errno.EACCES, "Permission denied"))
+
+    monkeypatch.setattr(os, "walk", walk)
+    assert "cannot be read (Permission denied)" in _error(tmp_path)

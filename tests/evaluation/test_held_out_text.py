@@ -18,6 +18,7 @@ from mtrain_cli.evaluation.held_out_text import (
     Sequence,
     _joined,
     held_out_count,
+    left_out_of_files,
     sequences_of_files,
     sequences_of_run,
 )
@@ -30,6 +31,9 @@ def test_each_document_gives_one_sequence_before_any_gives_two(tmp_path):
     found = sequences_of_files(str(tmp_path), "text", ByteTokenizer(), 10, 5)
     assert [bytes(one.ids.astype(np.uint8)) for one in found] == [b"a" * 10, b"b" * 10, b"a" * 10]
     assert len(sequences_of_files(str(tmp_path), "text", ByteTokenizer(), 10, 2)) == 2
+    (tmp_path / "d.pdf").write_text("d" * 25)
+    left_out = left_out_of_files(str(tmp_path), "text", ByteTokenizer(), 10)
+    assert left_out == "left out: 1 .pdf (not a text format); 1 shorter than 10 tokens"
     with pytest.raises(ConfigError, match="no document has 64 tokens; the longest has 26"):
         sequences_of_files(str(tmp_path), "text", ByteTokenizer(), 64, 5)
 
@@ -71,7 +75,7 @@ def test_tokens_without_a_label_belong_to_the_text():
             dtype="uint16", tokenizer="", num_documents=5, num_tokens=20, sha256="", source=""
         )
         offsets = np.cumsum([0, *lengths])
-        folder = None
+        folder, samples, verify = None, {}, None
 
         def read(self, unit: int, start: int, stop: int) -> Stretch:
             begin = int(self.offsets[unit])

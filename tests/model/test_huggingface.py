@@ -25,6 +25,7 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import (
     INDEX,
     SINGLE,
+    SUMS,
     HuggingFaceFolder,
     load_into,
     parameter_shapes,
@@ -56,6 +57,7 @@ def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
         folder / SINGLE,
         {"format": "pt"},
     )
+    (folder / SUMS).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -449,3 +451,39 @@ def test_tokenizer_files_and_token_ids_are_copied(tmp_path):
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["eos_token_id"] == 7
     assert config["hidden_size"] == 40
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
+def test_one_flipped_bit_of_an_exported_file_is_found(tmp_path, max_file_bytes):
+    folder = tmp_path / "hf"
+    export(folder, tiny_model("llama"), max_file_bytes=max_file_bytes)
+    files = sorted(path for path in folder.iterdir() if path.name != SUMS)
+    assert len((folder / SUMS).read_text().splitlines()) == len(files) >= 2
+    source, parts = HuggingFaceFolder(folder), len(files)
+    source.verify()
+    for number, path in enumerate(files):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(ConfigError, match=rf"{path.name}: has changed since the export"):
+            source.verify()
+        # Each caller of several checks its own files only.
+        assert [n for n in range(parts) if _is_damaged(source, n, parts)] == [number]
+        path.unlink()
+        assert _is_damaged(source, 0, 1)
+        path.write_bytes(content)
+
+
+def _is_damaged(source, part, parts):
+    try:
+        source.verify(part, parts)
+    except ConfigError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("line", ["x", f"{'0' * 64}  ../secret", f"{'0' * 64}  a/b", "\xff"])
+def test_a_damaged_list_of_checksums_is_one_line(tmp_path, line):
+    export(tmp_path / "hf", tiny_model("llama"))
+    (tmp_path / "hf" / SUMS).write_bytes(line.encode("latin-1"))
+    with pytest.raises(ConfigError, match=SUMS):
+        HuggingFaceFolder(tmp_path / "hf").verify()

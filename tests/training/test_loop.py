@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import gloo
 import numpy as np
 import pytest
 from data.test_mds import write_mds
+from masked_documents import prepared, without_checksums, write_jsonl
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.data.record_key import RecordKey
+from mtrain_cli.data.token_documents import TokenFields
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import PeerLostError, RunError, read_failure
 from mtrain_cli.launch.run_dir import RunDir
@@ -310,3 +315,80 @@ def test_targets_leave_out_masked_labels_and_padding(tmp_path):
     first, second = metrics(tmp_path / "run")
     assert first["targets"] + second["targets"] == 140 - 1 - 10
     assert second["tokens"] == 2 * 96
+
+
+def _zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _flip(path: Path) -> None:
+    """Change one bit that no sample of the file has."""
+    content = bytearray(path.read_bytes())
+    content[len(content) * 3 // 4 + 5000] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    """A token store of 600,000 tokens with positions, which no sample covers."""
+    folder = tmp_path_factory.mktemp("data")
+    records = [{"ids": [n % 97] * 2000, "at": [*range(90)] * 22 + [*range(20)]} for n in range(300)]
+    source = write_jsonl(folder / "documents.jsonl", records)
+    fields = TokenFields(RecordKey("ids", "-"), positions=RecordKey("at", "-"))
+    return prepared(source, folder / "store", fields).folder
+
+
+def _trained(tmp_path: Path, store: Path, *words: str) -> tuple[Path, list[str]]:
+    """Copy the store, and train two steps on the copy. Return the copy and the words."""
+    copy = Path(shutil.copytree(store, tmp_path / "store"))
+    words = ("data=tokens", f"data.path={copy}", "data.positions_key=at", *words)
+    gloo.run(1, run, str(tmp_path / "run"), [*words, "train.steps=2"])
+    return copy, [*words, "train.steps=3"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (_zero, "tokens.bin"),
+        (_flip, "tokens.bin"),
+        (_zero, "positions.bin"),
+        (_flip, "positions.bin"),
+    ],
+)
+def test_a_store_that_changed_under_a_run_is_refused_at_resume(tmp_path, store, damage, name):
+    copy, words = _trained(tmp_path, store)
+    damage(copy / name)
+    with pytest.raises(Exception, match=rf"store: {name} has changed since it was written"):
+        gloo.run(1, run, str(tmp_path / "run"), words, True)
+    assert len(metrics(tmp_path / "run")) == 2
+    shutil.copy(store / name, copy / name)
+    gloo.run(1, run, str(tmp_path / "run"), words, True)
+    assert len(metrics(tmp_path / "run")) == 3
+
+
+def test_verify_full_reads_all_at_the_start_and_sampled_never(tmp_path, store):
+    copy, words = _trained(tmp_path, store)
+    _flip(copy / "tokens.bin")
+    gloo.run(1, run, str(tmp_path / "run"), [*words, "data.verify=sampled"], True)
+    with pytest.raises(Exception, match=r"tokens\.bin has changed since it was written"):
+        gloo.run(2, run, str(tmp_path / "new"), [*words, "data.verify=full"])
+
+
+def test_a_change_of_a_store_without_checksums_is_found_by_what_the_run_saw(tmp_path, store):
+    old = without_checksums(Path(shutil.copytree(store, tmp_path / "old")))
+    copy, words = _trained(tmp_path, old, "data.verify=sampled")
+    _zero(copy / "tokens.bin")
+    with pytest.raises(Exception, match=r"changed since the checkpoint: tokens\.bin has other byt"):
+        gloo.run(1, run, str(tmp_path / "run"), words, True)
+
+
+def test_a_restart_of_a_run_does_not_read_all_data_again(tmp_path, store):
+    copy, words = _trained(tmp_path, store)
+    _flip(copy / "tokens.bin")
+    gloo.run(1, _restarted, str(tmp_path / "run"), words)
+    assert len(metrics(tmp_path / "run")) == 3
+
+
+def _restarted(rank: int, world: int, folder: str, words: list[str]) -> None:
+    environment = replace(place(rank, world), restarts=1)
+    train(compose([*SMALL, *words]), RunDir(Path(folder)), environment, True)

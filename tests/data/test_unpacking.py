@@ -1,0 +1,86 @@
+"""Hostile and damaged compressed files: one line, in bounded memory."""
+
+import gzip
+import io
+import tracemalloc
+import zlib
+from collections import deque
+
+import pytest
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data import unpacking
+from mtrain_cli.data.unpacking import Unpacked
+
+zstandard = pytest.importorskip("zstandard")
+PACK = {"gz": gzip.compress, "zstd": zstandard.compress}
+
+
+def _read(content: bytes, kind: str, **options: bool) -> bytes:
+    return io.BufferedReader(Unpacked(io.BytesIO(content), kind, "file", **options)).read()
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_frames_one_after_another_give_the_whole_content(kind: str) -> None:
+    parts = [b"", b"one", bytes(range(256)) * 5000, b"last"]
+    assert _read(b"".join(map(PACK[kind], parts)), kind) == b"".join(parts)
+
+
+def test_padding_after_a_gzip_file_is_ignored() -> None:
+    assert _read(gzip.compress(b"x") + bytes(5000), "gz") == b"x"
+
+
+@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.9999])
+def test_a_truncated_file_is_refused(kind: str, keep: float) -> None:
+    """zstandard's own stream ends silently there."""
+    whole = PACK[kind](b"".join(str(number).encode() for number in range(20_000)))
+    with pytest.raises(ConfigError, match=r"^file cannot be unpacked \(it ends early\)"):
+        _read(whole[: int(len(whole) * keep)], kind)
+
+
+@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("where", ["start", "after"])
+def test_garbage_is_refused(kind: str, where: str) -> None:
+    content = b"garbage" if where == "start" else PACK[kind](b"x" * 99) + b"garbage"
+    with pytest.raises(ConfigError, match=r"^file cannot be unpacked") as caught:
+        _read(content, kind)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def _bomb(kind: str, size: int) -> bytes:
+    if kind == "zstd":
+        packer = zstandard.ZstdCompressor(level=1).compressobj(size=size)
+    else:
+        packer = zlib.compressobj(9, wbits=31)
+    zeros, parts = bytes(1 << 20), []
+    for _ in range(size >> 20):
+        parts.append(packer.compress(zeros))
+    return b"".join([*parts, packer.flush()])
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_a_bomb_is_refused_before_it_fills_memory(kind: str, monkeypatch) -> None:
+    monkeypatch.setattr(unpacking, "_ANY_RATIO_BYTES", 1 << 24)
+    bomb = _bomb(kind, 1 << 27)
+    assert len(bomb) < 1 << 18
+    stream = io.BufferedReader(Unpacked(io.BytesIO(bomb), kind, "file"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"^file: unpacks to more than 256 times its size"):
+            deque(iter(lambda: stream.read(1 << 16), b""), maxlen=0)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_unknown_compression_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"is compressed with br\. Only zstd and gz"):
+        Unpacked(io.BytesIO(b""), "br:11", "file")
+
+
+def test_without_its_package_a_zst_file_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    monkeypatch.setitem(__import__("sys").modules, "compression", None)
+    with pytest.raises(ConfigError, match=r"needs the zstandard package: .*install"):
+        Unpacked(io.BytesIO(b""), "zstd", "a.txt.zst")
