@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 Model = Annotated[Path, argument("MODEL", complete_models)]
 Words = Annotated[list[str] | None, argument("OVERRIDES", complete_overrides)]
-_STOPPED = "stopped; the same command continues"
 
 
 @app.callback()
@@ -492,7 +491,7 @@ def _evaluate(
 ) -> int:
     """Evaluate on one worker or on several. Return the exit code."""
     from mtrain_cli.evaluation.harness_runner import HarnessRunner
-    from mtrain_cli.evaluation.runner import Runner
+    from mtrain_cli.evaluation.runner import STOPPED, Runner
     from mtrain_cli.evaluation.worker import TARGET, evaluate
 
     if environment.dims.workers == 1:
@@ -504,7 +503,7 @@ def _evaluate(
         try:
             evaluate(runner, environment)
         except KeyboardInterrupt:
-            typer.echo(_STOPPED, err=True)
+            typer.echo(STOPPED, err=True)
             raise
         return 0
     from mtrain_cli.commands.generate import launch_workers
@@ -513,7 +512,7 @@ def _evaluate(
         TARGET, lambda run: request.save(run.path, configs), configs[0], environment, words
     )
     if code in (130, 143):  # Ctrl-C, or the end of a job
-        typer.echo(_STOPPED, err=True)
+        typer.echo(STOPPED, err=True)
     return code
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_attentions
 from mtrain_cli.evaluation.results import read_results
+from mtrain_cli.evaluation.runner import STOPPED
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
 
 # Not Triton: its interpreter, in which tests run, takes minutes for what the other kernels do in
@@ -284,7 +285,7 @@ def test_a_stop_of_several_workers_says_how_to_go_on(monkeypatch, tmp_path):
     monkeypatch.setattr("mtrain_cli.commands.generate.launch_workers", lambda *_: 130)
     words = ("niah", "run", "--length", "512", "--haystack", "text.txt", "--needles", "3")
     done = evaluate(*words, "--out", str(tmp_path / "o"), "topology.workers=2", code=130)
-    assert done.stderr.splitlines()[-1] == "stopped; the same command continues"
+    assert done.stderr.splitlines()[-1] == STOPPED
 
 
 def test_attentions_complete():

@@ -98,7 +98,7 @@ def fails(rank: int, world: int, folder: str) -> list[tuple]:
 
     def poisoned(self: Trainer, stop: bool):
         if self.step == 1:
-            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)], self.step + 1)
+            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0, 0.0)], self.step + 1)
         return step(self, stop)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -174,7 +174,7 @@ def fails_while_saving(rank: int, world: int, folder: str) -> bool:
 
     def poisoned(self: Trainer, stop: bool):
         if self.step == 2:
-            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)], self.step + 1)
+            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0, 0.0)], self.step + 1)
         return step(self, stop)
 
     with pytest.MonkeyPatch.context() as patch:

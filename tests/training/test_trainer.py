@@ -298,7 +298,7 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
 
     def poisoned_step(self: Trainer, stop: bool) -> StepResult:
         if self.step == 2:
-            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)], self.step + 1)
+            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0, 0.0)], self.step + 1)
         return healthy(self, stop)
 
     def refuse(*_: object) -> None:
