@@ -324,8 +324,8 @@ def test_sigusr1_makes_the_workers_save_and_go_on(run, capfd):
         wait_for(lambda: len(worker_pids(run)) == 2)
         for number in (1, 2):
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_for(lambda: (file := run.path / "saved-1").exists() and file.read_text())
-            wait_for(lambda: int((run.path / "saved-1").read_text() or 0) == number)
+            wait_for((run.path / "saved-1").exists)
+            wait_for(lambda n=number: (run.path / "saved-1").read_text() == str(n))
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=ask).start()

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
@@ -155,7 +156,7 @@ def steps_until_stopped(
         if save:
             saves += 1
             flag.answer_saves()
-            (run_dir.path / f"saved-{environment.rank}").write_text(str(saves))
+            replace_text(run_dir.path / f"saved-{environment.rank}", str(saves))
         time.sleep(0.02)
         requests = torch.tensor([float(flag.requested()), float(flag.save_requested())])
         dist.all_reduce(requests)
