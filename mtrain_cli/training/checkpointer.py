@@ -408,6 +408,7 @@ def newest_intact(
     Raises:
         NoCheckpointError: there is no intact checkpoint.
     """
+    path = Path(path).absolute()
     candidates = checkpoints_of(path)
     report = report or logging.getLogger(__name__).warning
     problems = []
@@ -415,7 +416,7 @@ def newest_intact(
         found = _verify(candidate, 0, 1)
         try:
             if not found:
-                newer = [] if candidate == Path(path) else incomplete_after(candidate)
+                newer = [] if candidate == path else incomplete_after(candidate)
                 for folder in newer:
                     report(f"{folder}: is incomplete; using {candidate.name} instead")
                 return use(candidate)

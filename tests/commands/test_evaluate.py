@@ -326,7 +326,7 @@ def test_a_damaged_checkpoint_names_the_others_and_leaves_no_folder(damaged):
     assert re.search(r"has 0 bytes instead of \d+. The run also has step-20$", line)
     generated = CliRunner().invoke(app, ["generate", newest, "--prompt", "a"])
     assert generated.exit_code == 2
-    assert generated.stderr.endswith(f"/{line.removeprefix('mtrain: ')}\n")
+    assert generated.stderr == f"{line}\n"
     altered = next((damaged / "checkpoints/step-20").glob("*.distcp"))
     altered.write_bytes(altered.read_bytes()[:-1] + b"x")
     for out in ((), ("--out", "new/folder")):
