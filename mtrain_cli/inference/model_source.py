@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
+from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.mask_settings import CAUSAL
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.pipeline_parallel import require_whole_model
@@ -167,7 +168,7 @@ def _find_run(path: Path) -> Path:
         reason = "no model here" if path.exists() else "no such folder"
         raise ConfigError(
             f"{path}: {reason}. Give a Hugging Face folder (config.json and .safetensors files), a "
-            "run such as runs/latest, or a checkpoint of a run"
+            f"run such as runs/latest, or a checkpoint of a run{hub_hint(str(path))}"
         ) from None
 
 
