@@ -490,6 +490,22 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run, capfd):
     wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
 
 
+def test_a_second_ctrl_c_to_a_measurement_leaves_it_to_the_command_what_is_kept(
+    run, capfd, monkeypatch
+):
+    monkeypatch.setattr(local, "TARGETS_WITHOUT_CHECKPOINTS", ("worker_targets:",))
+
+    def insist() -> None:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(run.stop_request.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=insist).start()
+    assert launched(run, "sleeps") == 130
+    assert capfd.readouterr().err.splitlines()[-1] == "killed"
+
+
 def test_no_worker_outlives_a_killed_launcher(run):
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(run.path), "worker_targets:sleeps"]
