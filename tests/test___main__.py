@@ -28,6 +28,37 @@ main()
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    ("number", "words", "ends"),
+    [
+        ("SIGUSR1", ["config", "list"], (0, "mtrain: SIGUSR1: this command writes no checkpoints")),
+        ("SIGUSR2", ["eval", "niah", "x"], (143, "mtrain: stopped by SIGUSR2\n")),
+        ("SIGTERM", ["data", "show", "x"], (143, "mtrain: stopped by SIGTERM\n")),
+        ("SIGUSR2", ["train", "--cfg"], (0, "")),
+        ("SIGUSR1", ["train", "--cfg"], (0, "")),
+    ],
+)
+def test_a_warning_during_imports_is_answered_or_remembered(number, words, ends):
+    script = f"""
+import os, signal, sys
+
+class Signalling:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.{number})
+
+sys.meta_path.insert(0, Signalling())
+sys.argv = {["mtrain", *words]!r}
+from mtrain_cli.__main__ import main
+main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == ends[0], result.stderr
+    assert result.stderr.startswith(ends[1])
+
+
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     line = command.replace("mtrain", f"{sys.executable} -m mtrain_cli", 1)
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)

@@ -160,8 +160,10 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
             ("~: that user is unknown on this machine or has no home folder; give the whole path",)
         )
         raise typer.Exit(USAGE_ERROR) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        if str(error):  # a `StopSignal`
+            print(f"mtrain: {error}", file=sys.stderr)
+        raise typer.Exit(getattr(error, "exit_code", INTERRUPTED)) from None
 
 
 def _clipped(text: str) -> str:

@@ -127,7 +127,7 @@ def prepare(
             store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters, choices[bos])
     except KeyboardInterrupt:
         console.print("Interrupted. Finished work is kept: run the same command to continue.")
-        raise typer.Exit(130) from None
+        raise
     console.print(f"{'Already complete' if had_store else 'Wrote'}: {out}")
     rounded = -(-store.meta.vocab_size // 8) * 8
     describe_store(console, store, rounded)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 Model = Annotated[Path, argument("MODEL", complete_models)]
 Words = Annotated[list[str] | None, argument("OVERRIDES", complete_overrides)]
-_STOPPED = "stopped; the same command continues"
 
 
 @app.callback()
@@ -371,10 +370,10 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...]
         if checkpoints != "newest":
             raise ConfigError(f"--checkpoints {checkpoints}: a Hugging Face folder has none")
         return (Weights.of_folder(source.path),), []
-    found = checkpoints_of(source.path)
     if checkpoints == "newest":
-        return (_newest_intact(source.path, found),), []
-    by_step = {int(path.name.removeprefix("step-")): path for path in reversed(found)}
+        return (_newest(source.path),), []
+    found = reversed(checkpoints_of(source.path))
+    by_step = {int(path.name.removeprefix("step-")): path for path in found}
     if checkpoints == "all":
         intact, problems = _intact(list(by_step.values()))
         if not intact:
@@ -397,34 +396,24 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...]
     return intact, []
 
 
-def _newest_intact(path: Path, checkpoints: Sequence[Path]) -> Weights:
-    """Return the weights of the first intact checkpoint. Warn of those before it.
-
-    Args:
-        path: what the user gave.
-        checkpoints: newest first.
+def _newest(path: Path) -> Weights:
+    """Return the weights of the newest intact checkpoint, which `mtrain generate` would load.
 
     Raises:
         ConfigError: all are damaged.
     """
-    from mtrain_cli.evaluation.request import DamagedCheckpointError, Weights
-    from mtrain_cli.launch.manifest import incomplete_after
-    from mtrain_cli.training.checkpoint_source import others_beside
+    from mtrain_cli.evaluation.request import Weights
+    from mtrain_cli.training.checkpoint_files import CheckpointReader
+    from mtrain_cli.training.checkpointer import CheckpointError, newest_intact
 
-    problems: list[str] = []
-    for one in checkpoints:
-        try:
-            weights = Weights.of_checkpoint(one)
-        except DamagedCheckpointError as error:
-            problems += error.problems
-            continue
-        incomplete = [] if one == path else incomplete_after(one)
-        warn([f"{folder}: is incomplete; using {one.name} instead" for folder in incomplete])
-        warn([f"{line}; using the previous checkpoint instead" for line in problems])
-        return weights
-    if len(problems) == 1:
-        problems[0] += others_beside(checkpoints[0])
-    raise ConfigError(*problems)
+    def use(folder: Path) -> Weights:
+        CheckpointReader(folder)  # also reads its metadata, in which a stranger may have put code
+        return Weights.of_checkpoint(folder)
+
+    try:
+        return newest_intact(path, use, lambda line: warn([line]))
+    except CheckpointError as error:
+        raise ConfigError(*str(error).splitlines()) from None
 
 
 def _intact(checkpoints: Sequence[Path]) -> tuple[tuple[Weights, ...], list[str]]:
@@ -492,7 +481,7 @@ def _evaluate(
 ) -> int:
     """Evaluate on one worker or on several. Return the exit code."""
     from mtrain_cli.evaluation.harness_runner import HarnessRunner
-    from mtrain_cli.evaluation.runner import Runner
+    from mtrain_cli.evaluation.runner import STOPPED, Runner
     from mtrain_cli.evaluation.worker import TARGET, evaluate
 
     if environment.dims.workers == 1:
@@ -504,7 +493,7 @@ def _evaluate(
         try:
             evaluate(runner, environment)
         except KeyboardInterrupt:
-            typer.echo(_STOPPED, err=True)
+            typer.echo(STOPPED, err=True)
             raise
         return 0
     from mtrain_cli.commands.generate import launch_workers
@@ -513,7 +502,7 @@ def _evaluate(
         TARGET, lambda run: request.save(run.path, configs), configs[0], environment, words
     )
     if code in (130, 143):  # Ctrl-C, or the end of a job
-        typer.echo(_STOPPED, err=True)
+        typer.echo(STOPPED, err=True)
     return code
 
 

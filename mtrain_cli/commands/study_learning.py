@@ -336,12 +336,15 @@ def _train(words: list[str]) -> None:
     """
     from mtrain_cli.commands.train import train
     from mtrain_cli.launch.failures import RunError
+    from mtrain_cli.launch.local import KILLED_CODE, TERMINATED, WARNED
 
     try:
         train(words, resume="auto")
     except typer.Exit as end:
-        if end.exit_code in (130, 143):
+        if end.exit_code in (KILLED_CODE, TERMINATED):
             raise
+        if end.exit_code == WARNED:
+            raise typer.Exit(TERMINATED) from None
         if end.exit_code:
             raise RunError(f"training ended with exit code {end.exit_code}") from None
 

@@ -50,8 +50,8 @@ def train(
     `torchrun --max-restarts=N` or a requeued SLURM job repeats the command, the run resumes from
     the last checkpoint. On one machine, mtrain restarts a run by itself: see run.restarts.
 
-    Ctrl-C, SIGTERM and SIGHUP save a checkpoint and stop the run, with exit code 130 or 143. The
-    exit code of a finished run is 0.
+    Ctrl-C, SIGTERM and SIGHUP save a checkpoint and stop the run, with exit code 130 or 143.
+    SIGUSR2 does, too, with exit code 0. SIGUSR1 saves a checkpoint, and the run goes on.
 
     Args:
         overrides: group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. `mtrain
@@ -354,7 +354,7 @@ def _launch(
     require_eval_tasks(config)
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.job import job_rank
-    from mtrain_cli.launch.local import launch
+    from mtrain_cli.launch.local import WARNED, launch
     from mtrain_cli.launch.run_state import nothing_left
     from mtrain_cli.launch.study_folder import study_command
 
@@ -370,12 +370,15 @@ def _launch(
     environment = checked_environment(config, overrides)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:
-        return launch(run_dir.create(config, overrides), environment, resume=False, config=config)
-    run = run_dir.open(run_path)
-    run.require_steps_left(steps)
-    if overrides and config != resolved_file.load(run.resolved):
-        run = run.rewrite(config, overrides)
-    return launch(run, environment, resume=True, config=config)
+        run = run_dir.create(config, overrides)
+    else:
+        run = run_dir.open(run_path)
+        run.require_steps_left(steps)
+        if overrides and config != resolved_file.load(run.resolved):
+            run = run.rewrite(config, overrides)
+    code = launch(run, environment, resume=run_path is not None, config=config)
+    # After a warning, a script goes on to the next job. A study must not go on to the next cell.
+    return 0 if code == WARNED and not study_command(run.path) else code
 
 
 def checked_environment(config: Config, overrides: list[str]) -> Environment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,41 @@ def compose_groups(
                 line = f"{shown}: cannot be resolved: {_one_line(error)}"
                 problems[name] = OverrideProblem(line, (name,))
 
+    for name, value in keys.flatten(tree).items():
+        if name not in values and _calls(str(value)):
+            # The file may be a stranger's, and what it asks for a secret.
+            file = _file_with(groups, str(value))
+            line = (
+                f"{file}: {name}={value}: only the command line may read the environment or call "
+                f"a function; give {name}=... there"
+            )
+            problems[name] = OverrideProblem(line, (name,))
+            OmegaConf.update(composed, name, None, merge=False, force_add=True)
     each(update, values)
     together = _resolved_together(composed)
-    each(resolve, dict.fromkeys([*values, *keys.flatten(tree)]))
+    each(resolve, [name for name in {**values, **keys.flatten(tree)} if name not in problems])
     if leaves.get("model.moe", ...) is None:  # null: a dense model
         del leaves["model.moe"]
     return _of_pattern({**DENSE_KEYS, **leaves}, values), list(problems.values())
+
+
+def _calls(text: str) -> bool:
+    """Return whether a text calls a function: ``${oc.env:HOME}`` does, ``${seq}`` does not."""
+    depth = 0
+    for match in re.finditer(r"\$\{|\}|:", text):
+        if match[0] == ":" and depth:
+            return True
+        depth = max(0, depth + (match[0] == "${") - (match[0] == "}"))
+    return False
+
+
+def _file_with(groups: Groups, text: str) -> Path:
+    """Return the file with a text, or the folder of the user's files if none has it as it is."""
+    files = [file for options in groups.options.values() for file in options.values()]
+    for file in [folder / TOP for folder in groups.folders] + files:
+        if file.is_file() and text in file.read_text(errors="replace"):
+            return file
+    return groups.folders[0]
 
 
 def _resolved_together(composed: Any) -> dict[str, Any]:
@@ -157,14 +187,18 @@ def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
     Hydra's setting `hydra.searchpath` would search ``folders`` after mtrain's own folder.
     """
     from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
 
     _register_search_path()
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     _user_folders.extend(folders)
+    OmegaConf.clear_resolver("oc.env")  # a file's list of defaults must not read the environment
     try:
         yield
     finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env)
         _user_folders.clear()
         GlobalHydra.instance().hydra = outer
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config.earlier_versions import RENAMED
+from mtrain_cli.config.foreign_words import counterpart, hub_hint
 from mtrain_cli.config.groups import Groups
 from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, is_finite, sections, show
 from mtrain_cli.config.problem import Allowed, Problem, Setting
@@ -96,6 +97,8 @@ def _no_key(name: str, value: Any, files: Mapping[str, Path]) -> OverrideProblem
             f"{where}{name}={show(value)}: holds keys, not a value", (f"{name}.",)
         )
     current = RENAMED.get(name)
+    if here := counterpart(name):
+        return OverrideProblem(f"{where}{name}={show(value)}: {here}")
     hint = f" (did you mean {current}?)" if current else did_you_mean(name, all_keys())
     return OverrideProblem(f"{where}no key is called {name}{hint}")
 
@@ -183,6 +186,8 @@ def _parse_group(group: str, raw: str, groups: Groups, parsed: Overrides) -> Ove
         reason += f"; to set one value, write {example}=..."
     if "," in option or _SWEEP.match(option):
         reason = ONE_VALUE
+    if group == "model" and (hint := hub_hint(option)):
+        reason = f"names no model here{hint}, as train.init_from"
     return OverrideProblem(Problem(Setting(group, raw), ": ", reason), (f"{group}.",))
 
 
@@ -230,6 +235,8 @@ def _unknown(text: str, name: str, raw: str, groups: Groups) -> OverrideProblem:
     if name == "cluster":
         return OverrideProblem(f"{text}: is for `mtrain simulate`; write --cluster {raw}")
     bare = name.lstrip("-")
+    if here := counterpart(bare):
+        return OverrideProblem(f"{text}: {here}")
     close = RENAMED.get(bare) or nearest(bare, [*groups.options, *all_keys()])
     line = f"{text}: no key or group is called {name}"
     if close is None:

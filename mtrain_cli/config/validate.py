@@ -21,6 +21,7 @@ from mtrain_cli.config import (
     tensor_parallel,
 )
 from mtrain_cli.config.cluster import file_of
+from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
 from mtrain_cli.config.problem import IfHas, Problem, Setting
@@ -549,7 +550,7 @@ def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "no such folder"
             wanted = "a Hugging Face folder with config.json and .safetensors files"
-            yield f"{given}: {reason}; give {wanted}"
+            yield f"{given}: {reason}; give {wanted}{hub_hint(train.init_from)}"
         elif not (folder / "config.json").is_file():
             yield f"{given}: has no config.json; give a Hugging Face folder{adapter_hint(folder)}"
 

@@ -42,6 +42,7 @@ from mtrain_cli.parallel.collectives import share
 from mtrain_cli.printable import one_line
 from mtrain_cli.training.resolution import compute_dtype
 
+STOPPED = "stopped; finished samples are kept, and the same command continues"
 OTHERS_DONE = "all other results are complete"  # the last line after those on what failed
 
 

@@ -7,7 +7,8 @@ import torch
 from mtrain_cli.config.schema import Config
 from mtrain_cli.evaluation.harness_runner import HarnessRunner
 from mtrain_cli.evaluation.request import LM_EVAL, EvaluationRequest
-from mtrain_cli.evaluation.runner import Runner, StoppedError
+from mtrain_cli.evaluation.runner import STOPPED, Runner, StoppedError
+from mtrain_cli.inference.answers import report
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
@@ -19,11 +20,13 @@ TARGET = "mtrain_cli.evaluation.worker:run"
 def run(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
     """Evaluate on one worker. Return whether a stop request ended it early."""
     request, configs = EvaluationRequest.load(run_dir.path)
-    flag = StopFlag(run_dir, environment)
+    flag = StopFlag(run_dir)
     kind = HarnessRunner if request.kind == LM_EVAL else Runner
     try:
         evaluate(kind(request, configs, environment, flag.requested), environment)
     except StoppedError:
+        if environment.rank == 0 and environment.launcher != "mtrain":
+            report([STOPPED])  # no command goes on after a rank of a job
         return True
     return False
 

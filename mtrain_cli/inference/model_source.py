@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
+from mtrain_cli.config.foreign_words import hub_hint
 from mtrain_cli.config.mask_settings import CAUSAL
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.pipeline_parallel import require_whole_model
@@ -168,6 +169,7 @@ def _find_run(path: Path) -> Path:
         raise ConfigError(
             f"{path}: {reason}{adapter_hint(path)}. Give a Hugging Face folder (config.json and "
             ".safetensors files), a run such as runs/latest, or a checkpoint of a run"
+            f"{hub_hint(str(path))}"
         ) from None
 
 

@@ -64,7 +64,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, _resume: bool
     if environment.rank == 0:
         read = json.loads((run_dir.path / PLAN).read_text())
     request = GenerateRequest.of(share(read)[0])
-    stop = _StopCheck(StopFlag(run_dir, environment))
+    stop = _StopCheck(StopFlag(run_dir))
     try:
         answer(request, config, environment, stop)
     except _StoppedError:

@@ -26,6 +26,7 @@ from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.launch.rendezvous import SingleMachineRendezvous
+from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP, STACK_DUMP
 
 POLL_S = 0.1
 # The launcher may notice a worker that lost its peer before it notices that the peer has exited.
@@ -122,9 +123,12 @@ class WorkerAgent(LocalElasticAgent):
         Raises:
             Exception: the rendezvous failed or a process did not start.
         """
+        # Workers inherit the mask. A request that comes while they start waits for their handlers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (SAVE, SAVE_AND_STOP))
         try:
             self.run()
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.kill_workers()
             self.get_worker_group().spec.rdzv_handler.shutdown()
 
@@ -224,11 +228,11 @@ class WorkerAgent(LocalElasticAgent):
         silent = failures.find_silent_rank(failed, stopped, not_waiting, limit)
         if silent is None:
             return []
-        # SIGUSR1 asks a worker that hangs to write the stacks of its threads to its log. A stopped
-        # process reacts only to SIGKILL.
+        # A worker that hangs writes the stacks of its threads to its log. A stopped process reacts
+        # only to SIGKILL.
         for rank in stopped or not_waiting:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(running[rank], signal.SIGKILL if stopped else signal.SIGUSR1)
+                os.kill(running[rank], signal.SIGKILL if stopped else STACK_DUMP)
         time.sleep(0 if stopped else STACK_DUMP_S)
         return [silent]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, guarded_streams, restart, run_state
+from mtrain_cli.launch import failures, guarded_streams, restart, run_state, stop_request
 from mtrain_cli.launch.environment import (
     Environment,
     cpu_cores,
@@ -28,7 +28,7 @@ from mtrain_cli.launch.environment import (
 )
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.stop_request import was_stopped
+from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP
 from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.launch.temporary_folders import private_folder
 
@@ -50,9 +50,15 @@ KILLED_CODE = 130
 _SPINS = "1000"
 NO_CHECKPOINT = "there is no checkpoint to resume from"
 DISPLAY_LINES = 2  # number of lines of the live display of `training.progress`
+WARNED, TERMINATED = 140, 143
 # 128 + the signal, as in a shell. SIGHUP has the code of SIGTERM: a system that shuts down sends
 # both.
-_STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
+_STOP_CODES = {
+    signal.SIGINT: KILLED_CODE,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGHUP: TERMINATED,
+    SAVE_AND_STOP: WARNED,
+}
 
 
 def launch(
@@ -64,7 +70,8 @@ def launch(
 ) -> int:
     """Run ``target`` on every worker and wait for the end. Print the cause of a failure.
 
-    - SIGTERM, SIGHUP and the first Ctrl-C ask the workers to save and stop.
+    - SIGUSR2, SIGTERM, SIGHUP and the first Ctrl-C ask the workers to save and stop. SIGUSR1 asks
+      them to save and go on.
     - A second Ctrl-C kills the workers.
     - If a worker is lost, all workers are restarted, as `run.restarts` allows.
     - Under torchrun and srun this process is a worker. It exits here and does not return.
@@ -82,7 +89,8 @@ def launch(
         0: success.
         1: a worker failed.
         130: stopped by Ctrl-C (SIGINT), or killed by a second Ctrl-C.
-        143: stopped by SIGTERM or SIGHUP.
+        140: stopped by SIGUSR2, with a checkpoint. `mtrain train` exits with 0 instead.
+        143: stopped by SIGTERM or SIGHUP, or by SIGUSR2 without a checkpoint.
 
     Raises:
         ConfigError: a worker found a user's mistake, such as a corpus that is too short.
@@ -93,7 +101,6 @@ def launch(
 
         run_in_job(run_dir, environment, resume, target, config)
 
-    run_dir.stop_request.unlink(missing_ok=True)
     saves = not target.startswith(TARGETS_WITHOUT_CHECKPOINTS)
     saved = resolved_file.load(run_dir.resolved)
     restarts = restart.RestartPolicy(run_dir, saved, resume)
@@ -101,7 +108,7 @@ def launch(
     devices: tuple[str, ...] | None = None
     with (
         _heartbeat(run_dir),
-        _SignalRequests(run_dir, "save a checkpoint" if saves else "end") as requests,
+        _SignalRequests(run_dir, saves) as requests,
     ):
         while True:
             code, failure = workers.run(requests, environment, resume, devices)
@@ -165,10 +172,9 @@ def _wait_for_restart(
     requests.waiting = False
     if not requests.requested:
         return None
-    run_dir.stop_request.unlink(missing_ok=True)
     run_state.set_phase(run_dir, "stopped", "on request, before a restart")
     _print_line(_resume_hint(run_dir) or NO_CHECKPOINT)
-    return _STOP_CODES[requests.requested]
+    return requests.stop_code
 
 
 @dataclass(frozen=True)
@@ -243,18 +249,19 @@ def _wait(
         agent.kill_workers()
         thread.join(2.0)
         _restore_terminal()
-    # The workers have ended, so nothing reads the request any more.
-    run_dir.stop_request.unlink(missing_ok=True)
     if requests.kill:
         run_state.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
-        _print_line(f"killed, nothing was saved; {_resume_hint(run_dir) or NO_CHECKPOINT}")
+        hint = f"killed, nothing was saved; {_resume_hint(run_dir) or NO_CHECKPOINT}"
+        if study_command(run_dir.path):
+            hint = f"killed; finished cells and checkpoints are kept; {_resume_hint(run_dir)}"
+        _print_line(hint if requests.saves else "killed")
         return KILLED_CODE, None
     if agent.failures:
         return 1, _report_failure(agent, run_dir)
     if problem:
         return _report_start_failure(problem[0]), None
-    if requests.requested and was_stopped(folder):
-        return _STOP_CODES[requests.requested], None
+    if stop_request.was_stopped(folder):  # perhaps by a signal that only a worker received
+        return requests.stop_code, None
     return 0, None
 
 
@@ -301,49 +308,65 @@ class _SignalRequests:
     requested: the first signal. The workers have been asked to save and stop.
     kill: whether a Ctrl-C came after the first signal.
     waiting: whether the launcher waits for a restart. No worker runs during this wait.
+    saves: whether the workers write checkpoints.
     """
 
-    def __init__(self, run_dir: RunDir, on_stop: str) -> None:
-        """Prepare the handlers.
-
-        Args:
-            on_stop: what the workers do when they stop, such as ``save a checkpoint``.
-        """
-        self._file = run_dir.stop_request
-        self._on_stop = on_stop
+    def __init__(self, run_dir: RunDir, saves: bool) -> None:
+        self._run_dir, self.saves = run_dir, saves
         self.requested: signal.Signals | None = None
         self.kill = False
         self.waiting = False
 
     def __enter__(self) -> _SignalRequests:
         self._before = {}
+        self._run_dir.forget_requests()
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for signum in (*_STOP_CODES, SAVE):
                 # Under nohup, SIGHUP is ignored. Keep it so.
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     self._before[signum] = signal.signal(signum, self._handle_signal)
+            for number in stop_request.take_received():  # before there were workers
+                self._handle_signal(number, None)
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
+        self._run_dir.forget_requests()
+
+    @property
+    def stop_code(self) -> int:
+        """The exit code of a run that was stopped."""
+        code = _STOP_CODES[self.requested or SAVE_AND_STOP]
+        return TERMINATED if code == WARNED and not self.saves else code
 
     def _handle_signal(self, signum: int, _frame: FrameType | None) -> None:
-        if self.requested and signum == signal.SIGINT:
+        if signum == SAVE:
+            line = "SIGUSR1: the workers save a checkpoint after this step and go on"
+            if self.saves:
+                line = self._ask(self._run_dir.save_requests, line)
+            _print_line(line if self.saves else stop_request.NOTHING_TO_SAVE, over_display=True)
+        elif self.requested and signum == signal.SIGINT:
             self.kill = True
         elif not self.requested:
             self.requested = signal.Signals(signum)
             if self.waiting:
                 _print_line("stopping: the restart is cancelled")
                 return
-            kill = "press Ctrl-C again to kill them"
-            try:
-                self._file.touch()
-                line = f"stopping: the workers {self._on_stop} after this step; {kill}"
-            except OSError as error:
-                reason = f"{self._file}: {error.strerror}"
-                line = f"cannot ask the workers to stop ({reason}); {kill}"
-            _print_line(line, over_display=True)
+            does = "save a checkpoint" if self.saves else "end"
+            line = f"stopping: the workers {does} after this step"
+            line = self._ask(self._run_dir.stop_request, line)
+            _print_line(f"{line}; press Ctrl-C again to kill them", over_display=True)
+
+    @staticmethod
+    def _ask(file: Path, line: str) -> str:
+        """Append a byte to a file of requests. Return ``line``, or a line on why it failed."""
+        try:
+            with file.open("ab") as opened:
+                opened.write(b".")
+        except OSError as error:
+            return f"cannot ask the workers ({file}: {error.strerror})"
+        return line
 
 
 def _print_line(line: str, over_display: bool = False) -> None:

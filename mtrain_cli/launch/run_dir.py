@@ -54,6 +54,7 @@ class RunDir:
     logs: folder of the workers' output, ``rank-N.log``.
     checkpoints: folder of the checkpoints ``step-N``.
     stop_request: if this file exists, the workers save and stop after the current step.
+    save_requests: the workers save and go on for each byte that this file grows.
     state: the current state of the run (`run_state`).
     restarts: a JSON object for each restart (`restart`).
     """
@@ -70,6 +71,7 @@ class RunDir:
     logs = _Inside("logs")
     checkpoints = _Inside("checkpoints")
     stop_request = _Inside("stop_request")
+    save_requests = _Inside("save_requests")
     state = _Inside("state.json")
     restarts = _Inside("restarts.jsonl")
 
@@ -92,6 +94,11 @@ class RunDir:
             with contextlib.suppress(OSError):  # it was deleted after a newer one was written
                 times.append(manifest_file(self.checkpoints, step).stat().st_mtime_ns)
         return max(times)
+
+    def forget_requests(self) -> None:
+        """Remove the files that ask the workers to save or stop."""
+        for file in (self.stop_request, self.save_requests):
+            file.unlink(missing_ok=True)
 
     def beat(self) -> None:
         """Renew the lock's time stamp, which other machines read. Do nothing without the lock."""
@@ -183,8 +190,9 @@ def _undo_create(
     # Before `create` the folder was empty or had only the lock file. Another process may wait for
     # the lock, so leave the lock file.
     about = run.resolved, run.overrides, run.environment, run.metrics
-    for file in (*about, run.log, run.state, run.restarts, run.stop_request):
+    for file in (*about, run.log, run.state, run.restarts):
         file.unlink(missing_ok=True)
+    run.forget_requests()
     for folder in (run.logs, run.checkpoints):
         shutil.rmtree(folder, ignore_errors=True)
     return True
@@ -419,7 +427,7 @@ def _open_here(path: Path) -> RunDir:
             raise ConfigError(f"--resume {path}: {folder.name} is a file. Move it away.")
     with _as_config_error(path):
         lock = RunLock(path)
-        run.stop_request.unlink(missing_ok=True)
+        run.forget_requests()
     return RunDir(path, lock)
 
 

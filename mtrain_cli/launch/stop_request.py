@@ -1,50 +1,91 @@
-"""Tell a worker that the run must save and stop."""
+"""Signals and files that ask a run to save, or to save and stop.
+
+SIGUSR1 asks to save and go on, SIGUSR2 to save and stop with success: schedulers send them before a
+time limit. SIGTERM, SIGHUP and the first SIGINT also ask to save and stop.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.run_dir import RunDir
+if TYPE_CHECKING:  # the start of every command imports this module
+    from mtrain_cli.launch.run_dir import RunDir
 
-_signalled = threading.Event()
+SAVE, SAVE_AND_STOP = signal.SIGUSR1, signal.SIGUSR2
+STACK_DUMP = signal.SIGQUIT  # the launcher sends it to a worker that hangs, which writes its stack
+NOTHING_TO_SAVE = "SIGUSR1: this command writes no checkpoints; it goes on"
+_received: list[int] = []  # signals to this process that no launcher has taken
 _MARK = "stopped"
 
 
-class StopFlag:
-    """Whether this worker has received a request to save and stop.
+class StopSignal(KeyboardInterrupt):
+    """A signal that stops this process as Ctrl-C does. The message names it."""
 
-    A request is one of:
-    - the file `RunDir.stop_request`
-    - under torchrun and srun also a SIGTERM, a SIGHUP or the first Ctrl-C to this process. (Under
-      mtrain's own launcher, SIGTERM ends a worker immediately.)
+    exit_code = 143  # 128 + SIGTERM
+
+
+class StopFlag:
+    """What files and signals ask of this worker.
 
     Ranks may receive a request at different steps. The trainer makes them agree on one step.
     """
 
-    def __init__(self, run_dir: RunDir, environment: Environment) -> None:
-        self._path = os.fspath(run_dir.stop_request)
-        self._heeds_signals = environment.launcher != "mtrain"
+    def __init__(self, run_dir: RunDir) -> None:
+        self._stop, self._saves = os.fspath(run_dir.stop_request), os.fspath(run_dir.save_requests)
+        self._answered = 0
 
     def requested(self) -> bool:
         """Return whether a stop was requested, by a file or a signal."""
-        return (self._heeds_signals and _signalled.is_set()) or os.path.exists(self._path)
+        return any(number != SAVE for number in _received) or os.path.exists(self._stop)
+
+    def save_requested(self) -> bool:
+        """Return whether a save was requested since the last call of `answer_saves`."""
+        return self._asked() > self._answered
+
+    def answer_saves(self) -> None:
+        """Count all requests so far as answered. Call this just before the state is copied."""
+        self._answered = self._asked()
+
+    def _asked(self) -> int:
+        """Return the number of requests: a byte of the launcher's file, or a signal, is one."""
+        try:
+            size = os.path.getsize(self._saves)
+        except OSError:
+            size = 0
+        return size + _received.count(SAVE)
 
 
-def save_and_stop_on_signals() -> None:
-    """Let SIGTERM, SIGHUP and the first SIGINT count as requests for `StopFlag`.
+def remember(*numbers: signal.Signals) -> None:
+    """Let signals count as requests for `StopFlag`, so that they do not end this process.
 
-    The signals then do not end this process. Call this function in the main thread.
+    A second SIGINT interrupts. A signal that is ignored, as SIGHUP under nohup, stays ignored. Call
+    this function in the main thread.
     """
-    signal.signal(signal.SIGTERM, _remember)
-    signal.signal(signal.SIGINT, _remember)
-    # Under nohup, SIGHUP is ignored. Keep it so.
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _remember)
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _remember)
+
+
+def stop_on_signals() -> None:
+    """Let SIGTERM, SIGHUP and SIGUSR2 raise `StopSignal`, and answer SIGUSR1 with a line."""
+    for number in (signal.SIGTERM, signal.SIGHUP, SAVE_AND_STOP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _raise)
+    if signal.getsignal(SAVE) is not signal.SIG_IGN:
+        # Unlike print, os.write cannot fail because the signal interrupted a print.
+        line = f"mtrain: {NOTHING_TO_SAVE}\n".encode()
+        signal.signal(SAVE, lambda *_: os.write(2, line) and None)
+
+
+def take_received() -> list[int]:
+    """Return the signals that were remembered, and forget them."""
+    taken = list(_received)
+    del _received[: len(taken)]
+    return taken
 
 
 def mark_stopped(error_file: str | os.PathLike[str] | None) -> None:
@@ -68,7 +109,11 @@ def was_stopped(folder: Path) -> bool:
     return (folder / _MARK).exists()
 
 
-def _remember(signum: int, _frame: FrameType | None) -> None:
-    _signalled.set()
-    if signum == signal.SIGINT:
+def _remember(number: int, _frame: FrameType | None) -> None:
+    _received.append(number)
+    if number == signal.SIGINT:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _raise(number: int, _frame: FrameType | None) -> None:
+    raise StopSignal(f"stopped by {signal.Signals(number).name}")

@@ -65,6 +65,17 @@ def own_folder() -> Path | None:
         return None
 
 
+def use_private_cache() -> None:
+    """Let torch.compile keep its code in a folder that only this user can open.
+
+    By default it runs code from a folder with a known name in the temporary folder, which another
+    user could have made. If the permanent folder is not private, use a new one for this process.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = own_folder() or _locked_folder()[0]  # the lock lasts as long as the process
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+
+
 def is_private(folder: Path) -> bool:
     """Return whether the path is a folder of this user that no other user can open.
 

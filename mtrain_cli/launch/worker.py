@@ -35,8 +35,14 @@ from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, ex
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.safe_pickle import guard_collectives
-from mtrain_cli.launch.stop_request import mark_stopped, save_and_stop_on_signals
-from mtrain_cli.launch.temporary_folders import own_folder, private_folder
+from mtrain_cli.launch.stop_request import (
+    SAVE,
+    SAVE_AND_STOP,
+    STACK_DUMP,
+    mark_stopped,
+    remember,
+)
+from mtrain_cli.launch.temporary_folders import private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -60,6 +66,8 @@ def main() -> None:
     guarded_streams.guard_streams(output_required=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    remember(SAVE, SAVE_AND_STOP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (SAVE, SAVE_AND_STOP))  # see `WorkerAgent`
     if arguments.launcher_pid is not None:
         _die_with_parent(arguments.launcher_pid)
     run_dir = RunDir(arguments.run_dir)
@@ -95,7 +103,7 @@ def run_in_job(
 ) -> NoReturn:
     """Run ``target`` in this process, a rank of a torchrun or srun job, and exit.
 
-    SIGTERM, SIGHUP and the first SIGINT ask the run to save and stop. The exit code is 0, 1 after a
+    Signals ask the run to save, or to save and stop (`stop_request`). The exit code is 0, 1 after a
     failure, or 2 after a user's mistake. In the last two cases rank 0 has printed the cause.
 
     Args:
@@ -107,7 +115,7 @@ def run_in_job(
         ConfigError: the ranks cannot reach each other.
     """
     guarded_streams.guard_streams(output_required=False)
-    save_and_stop_on_signals()
+    remember(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE, SAVE_AND_STOP)
     job = current_job()
     assert job is not None
     if job.local_world_size == job.world_size:
@@ -141,7 +149,7 @@ def run_in_job(
     channel.close()
     record.unlink(missing_ok=True)
     if environment.rank == 0:
-        run_dir.stop_request.unlink(missing_ok=True)
+        run_dir.forget_requests()
     # After a requested stop the code is 0, too: for torchrun and srun any other code is a failure,
     # so they would kill or restart the other workers.
     exit_now(0)
@@ -183,10 +191,6 @@ def _run_target(
     job = current_job()
     assert job is not None, "workers run with torchrun's or srun's environment variables"
     guard_collectives()
-    # By default torch.compile runs code from a folder with a known name in the temporary folder.
-    # Another user could have made that folder, so use one that is private.
-    if compiled := own_folder():
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled / "inductor"))
     timeout = timedelta(seconds=config.topology.timeout_s)
     store = dist.PrefixStore("process_group", store)
     with _explain_timeouts(config, job.rank):
@@ -290,8 +294,7 @@ def _open_log(run_dir: RunDir, rank: int) -> TextIO:
     else:
         guarded_streams.divert_native_output(log)
     faulthandler.enable(file=log)
-    # The launcher sends SIGUSR1 to a worker that hangs. The worker then writes its stack.
-    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    faulthandler.register(STACK_DUMP, file=log, all_threads=True)
     return log
 
 

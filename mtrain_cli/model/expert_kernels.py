@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.model.compilation import compiled
 
 
 def taken(rows: Tensor, order_S: Tensor, top_k: int) -> Tensor:
@@ -109,4 +110,4 @@ def _run(function: Callable[..., Any], *arguments: Any) -> Any:
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, compiled. It is compiled again once if the number of rows changes."""
-    return torch.compile(function)
+    return compiled(function)

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.model.compilation import compiled
 from mtrain_cli.model.loss import add_matmul
 from mtrain_cli.parallel.tensor_group import Message, TensorGroup, staggered
 
@@ -369,4 +370,4 @@ def _norm_backward(
 def _elementwise(compile: bool, any_length: bool) -> tuple[Callable[..., Any], ...]:
     """Return the functions that run between the matrix products, the same for all layers."""
     functions = (_join, _gated, _gate_backward, _norm_backward, _normed)
-    return tuple(torch.compile(f, dynamic=any_length) for f in functions) if compile else functions
+    return tuple(compiled(f, any_length) for f in functions) if compile else functions

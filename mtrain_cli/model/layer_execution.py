@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.model import layer_parts
+from mtrain_cli.model.compilation import compiled
 from mtrain_cli.model.decoder import Attend, DecoderLayer, ProjectionWeights, projected
 from mtrain_cli.model.expert_tiles import ExpertExecution
 from mtrain_cli.model.experts import MixtureOfExperts
@@ -213,7 +214,7 @@ def stage_functions(
     """
     if not compile:
         return project, finish
-    return torch.compile(project, dynamic=any_length), torch.compile(finish, dynamic=any_length)
+    return compiled(project, any_length), compiled(finish, any_length)
 
 
 @cache
@@ -223,7 +224,7 @@ def shared_stage_functions(
     """Return the functions of `project_shared` around its message, compiled if ``compile``."""
     if not compile:
         return normalized, projected
-    return torch.compile(normalized, dynamic=False), torch.compile(projected, dynamic=False)
+    return compiled(normalized, False), compiled(projected, False)
 
 
 def normalized(x_RC: Tensor, weight_C: Tensor, eps: float) -> Tensor:

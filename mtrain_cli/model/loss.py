@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.model.compilation import compiled
 from mtrain_cli.parallel import profiler_labels
 
 
@@ -303,7 +304,7 @@ def _compiled(in_place: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
     in_place: whether the gradient has the dtype of the logits and overwrites the logits.
     """
-    return torch.compile(_row_losses if in_place else _row_losses_out_of_place, dynamic=False)
+    return compiled(_row_losses if in_place else _row_losses_out_of_place, False)
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -185,7 +185,7 @@ class Bench:
         self.collector = RecordCollector(
             environment.rank, environment.dims.workers, self.device, self.host_group
         )
-        self.stop = StopFlag(run_dir, environment)
+        self.stop = StopFlag(run_dir)
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
 
     def facts(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mtrain_cli.model.compilation import compiled
+
 # Whether a query sees a key: a function of batch, head, query position and key position.
 Predicate = Callable[[Any, Any, Any, Any], torch.Tensor]
 
@@ -31,9 +33,9 @@ class FlexAttention:
         # compute all pairs.
         torch._dynamo.reset()
         # Uncompiled, the lists of blocks take memory for every pair.
-        make_lists = torch.compile(create_block_mask, dynamic=False) if device == "cuda" else None
+        make_lists = compiled(create_block_mask, False) if device == "cuda" else None
         block_mask = (make_lists or create_block_mask)(predicate, None, None, seq, seq, device)
-        return FlexAttention(torch.compile(flex_attention, dynamic=False), block_mask)
+        return FlexAttention(compiled(flex_attention, False), block_mask)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return the output for q [1, heads, tokens, head_dim], and k and v with kv_heads."""

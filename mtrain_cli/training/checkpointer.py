@@ -379,9 +379,7 @@ def load_model_state(
     The model is a dict of tensors by parameter name.
 
     Args:
-        path: a `step-N` folder, or a run or checkpoints folder. From a run or checkpoints folder,
-            read the newest intact checkpoint.
-        report: called with the reason why a checkpoint is skipped. By default, log the reason.
+        path, report: as in `newest_intact`.
         targets: returns the tensors to fill, from the shapes of the checkpoint's tensors. Their
             dtype and device may be any. By default, allocate tensors on the CPU in the
             checkpoint's dtype.
@@ -389,6 +387,28 @@ def load_model_state(
     Raises:
         NoCheckpointError: there is no intact checkpoint.
     """
+    return newest_intact(
+        path, lambda one: (Manifest.read(one).step, _read_model(one, targets)), report
+    )
+
+
+def newest_intact(
+    path: str | os.PathLike[str],
+    use: Callable[[Path], T],
+    report: Callable[[str], None] | None = None,
+) -> T:
+    """Return what ``use`` makes of the newest checkpoint whose files have their checksums.
+
+    Args:
+        path: a `step-N` folder, or a run or checkpoints folder. From a run or checkpoints folder,
+            use the newest intact checkpoint.
+        use: gets the folder. If it raises ForeignFileError, the checkpoint counts as damaged.
+        report: called with the reason why a checkpoint is skipped. By default, log the reason.
+
+    Raises:
+        NoCheckpointError: there is no intact checkpoint.
+    """
+    path = Path(path).absolute()
     candidates = checkpoints_of(path)
     report = report or logging.getLogger(__name__).warning
     problems = []
@@ -396,10 +416,10 @@ def load_model_state(
         found = _verify(candidate, 0, 1)
         try:
             if not found:
-                newer = [] if candidate == Path(path) else incomplete_after(candidate)
+                newer = [] if candidate == path else incomplete_after(candidate)
                 for folder in newer:
                     report(f"{folder}: is incomplete; using {candidate.name} instead")
-                return Manifest.read(candidate).step, _read_model(candidate, targets)
+                return use(candidate)
         except ForeignFileError as error:
             found = [str(error)]
         problems.append(f"{candidate}: {'; '.join(found)}")

@@ -102,7 +102,7 @@ def _train(
             for make in more_callbacks:
                 trainer.callbacks.append(make(trainer, run_dir, progress.message))
             trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
-            ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir, environment))
+            ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir))
         except Exception as error:
             _report_error(trainer.callbacks, error)
             raise
@@ -199,7 +199,7 @@ def _loop(
     """Run steps until the last step or a stop request. Return a line on how training ended."""
     config, callbacks = trainer.config, trainer.callbacks
     saved = trainer.step if checkpointer.latest() == trainer.step else -1
-    stop = False
+    stop = save = False
     for callback in callbacks:
         callback.before_training()
     while trainer.step < config.train.steps and not stop:
@@ -207,19 +207,21 @@ def _loop(
             callback.before_step()
         started = time.perf_counter()
         try:
-            result = trainer.train_step(stop_flag.requested())
+            result = trainer.train_step(stop_flag.requested(), stop_flag.save_requested())
         except Exception as error:
             _let_save_finish(trainer, checkpointer, progress, error)
             raise
-        stop = result.stop
+        stop, save = result.stop, result.save
         metrics = trainer.metrics(result, time.perf_counter() - started)
         finished = FinishedStep(result, metrics, trainer.step >= config.train.steps)
         for callback in callbacks:
             callback.after_step(finished)
         every = config.train.checkpoint_every
-        if every and trainer.step % every == 0 and not finished.last and not stop:
+        due = save or (every and trainer.step % every == 0)
+        if due and not finished.last and not stop:
+            stop_flag.answer_saves()
             saved = _save(trainer, checkpointer, progress)
-    finish = stop or config.train.checkpoint_at_end
+    finish = stop or save or config.train.checkpoint_at_end
     if finish and saved != trainer.step:
         saved = _save(trainer, checkpointer, progress)
     save_failed = _wait(checkpointer, progress)

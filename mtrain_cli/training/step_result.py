@@ -21,7 +21,7 @@ class StepReport:
 
     loss: this rank's part of the mean loss, in nats.
     squared_norm: squared norm of this rank's gradient shards, before clipping.
-    stop: 1 if this rank received a stop request, else 0.
+    stop, save: 1 if this rank received a request to stop, or to save, else 0.
     compute_seconds: time that `ComputeTimer` measured in the previous step. 0 if not measured.
     data_seconds: time that this rank waited for data.
     index_sums: `index_metrics.local_index_sums` of a sparse step. Empty in a dense step.
@@ -30,6 +30,7 @@ class StepReport:
     loss: float
     squared_norm: float
     stop: float
+    save: float
     compute_seconds: float
     data_seconds: float
     index_sums: tuple[float, ...] = ()
@@ -37,8 +38,8 @@ class StepReport:
     @staticmethod
     def of(row: Sequence[float]) -> StepReport:
         """Make a report from a rank's numbers. The numbers are in the order of the fields."""
-        loss, norm, stop, compute_seconds, data_seconds, *index_sums = row
-        return StepReport(loss, norm, stop, compute_seconds, data_seconds, tuple(index_sums))
+        loss, norm, stop, save, compute_s, data_s, *index_sums = row
+        return StepReport(loss, norm, stop, save, compute_s, data_s, tuple(index_sums))
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class StepResult:
     tokens: number of tokens in all sequences of the step.
     pairs: number of computed query-key pairs, averaged over heads and layers, and summed over all
         sequences.
-    stop: whether any worker received a stop request.
+    stop, save: whether any worker received a request to stop, or to save.
     targets: number of labels that count toward the loss.
     allowed: number of query-key pairs that the mask allows, summed over all sequences.
     reports: one report per rank.
@@ -74,6 +75,7 @@ class StepResult:
     routing: RoutingMetrics | None = None
     skipped: bool = False
     warnings: tuple[str, ...] = ()
+    save: bool = False
 
     @property
     def data_seconds(self) -> float:

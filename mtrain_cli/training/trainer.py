@@ -258,12 +258,12 @@ class Trainer:
                 waits.observer.waiting = timer.waiting
         return timer
 
-    def train_step(self, stop: bool) -> StepResult:
+    def train_step(self, stop: bool, save: bool = False) -> StepResult:
         """Run one optimizer step over `train.global_batch` sequences.
 
         Args:
-            stop: whether this worker received a stop request. The step reports the request to all
-                workers.
+            stop, save: whether this worker received a request to stop or to save. The step reports
+                the requests to all workers.
 
         Raises:
             NonFiniteError: the loss or a gradient of any worker is not finite. The weights did not
@@ -284,7 +284,7 @@ class Trainer:
         with profiler_labels.label(profiler_labels.OPTIMIZER):
             finite_check = torch.stack([loss.double(), self.states.squared_norm().double()])
         records = index_records(batch.attend for batch in batches)
-        reports = self._exchange_reports(finite_check, stop, data_seconds, records)
+        reports = self._exchange_reports(finite_check, (stop, save), data_seconds, records)
         check_finite(reports, self.step + 1)
         routing = routing_metrics(
             [b.routing for b in batches if b.routing is not None], self.config
@@ -315,6 +315,7 @@ class Trainer:
             stop=any(report.stop for report in reports),
             targets=valid,
             allowed=float(pairs),
+            save=any(report.save for report in reports),
             reports=tuple(reports),
             index=index,
             routing=routing,
@@ -345,7 +346,7 @@ class Trainer:
     def _exchange_reports(
         self,
         finite_check: torch.Tensor,
-        stop: bool,
+        requests: tuple[bool, bool],
         data_seconds: float,
         records: list[IndexRecord] | None,
     ) -> list[StepReport]:
@@ -353,9 +354,10 @@ class Trainer:
 
         Args:
             finite_check: float64 [2], this rank's loss and squared gradient norm, on the device.
+            requests: whether this rank received a request to stop, and one to save.
             records: index estimates of this step on this rank. None for a dense step.
         """
-        numbers = [float(stop), self.compute_timer.seconds, data_seconds]
+        numbers = [*map(float, requests), self.compute_timer.seconds, data_seconds]
         timing = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         local = torch.cat([finite_check, timing])
         if records is not None:

@@ -2,18 +2,24 @@
 
 import gzip
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import warm
+from command import python_path
 from masked_documents import question_record, write_jsonl
 from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.data.open_dataset import open_dataset
+from mtrain_cli.launch.stop_request import NOTHING_TO_SAVE
 
 
 def _run(*arguments: str | Path) -> Result:
@@ -255,3 +261,26 @@ def test_left_out_files_with_strange_names_are_shown_in_plain_characters(tmp_pat
     assert line in result.stdout
     assert line in _run("show", tmp_path / "out").stdout
     assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_prepare_says_that_work_is_kept_when_a_signal_stops_it(tmp_path, number):
+    with (tmp_path / "long.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": f"line {n} " * 200}) + "\n" for n in range(60_000))
+    words = ["data", "prepare", "long.jsonl", "out", "--tokenizer", "bytes"]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    command = warm.Command("mtrain_cli.__main__", words, tmp_path, environment)
+    try:
+        while command.poll() is None and not (tmp_path / "out.partial/journal.json").exists():
+            time.sleep(0.01)
+        command.send_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+        command.send_signal(number)
+        stdout, stderr = command.communicate(60)
+    finally:
+        command.kill()
+    assert command.returncode == 143, stderr
+    assert "Finished work is kept: run the same command to continue" in stdout
+    assert f"mtrain: {NOTHING_TO_SAVE}\n" in stderr
+    assert stderr.endswith(f"mtrain: stopped by {number.name}\n")
+    assert (tmp_path / "out.partial").exists()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pickle
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,12 @@ from evaluation.small_tokenizer import write_small_tokenizer
 from inference.small_models import write_hf, write_run
 from typer.testing import CliRunner
 
+from mtrain_cli import api
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_attentions
 from mtrain_cli.evaluation.results import read_results
+from mtrain_cli.evaluation.runner import STOPPED
+from mtrain_cli.launch.manifest import Manifest, checksum
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
 
 # Not Triton: its interpreter, in which tests run, takes minutes for what the other kernels do in
@@ -284,7 +290,7 @@ def test_a_stop_of_several_workers_says_how_to_go_on(monkeypatch, tmp_path):
     monkeypatch.setattr("mtrain_cli.commands.generate.launch_workers", lambda *_: 130)
     words = ("niah", "run", "--length", "512", "--haystack", "text.txt", "--needles", "3")
     done = evaluate(*words, "--out", str(tmp_path / "o"), "topology.workers=2", code=130)
-    assert done.stderr.splitlines()[-1] == "stopped; the same command continues"
+    assert done.stderr.splitlines()[-1] == STOPPED
 
 
 def test_attentions_complete():
@@ -320,7 +326,7 @@ def test_a_damaged_checkpoint_names_the_others_and_leaves_no_folder(damaged):
     assert re.search(r"has 0 bytes instead of \d+. The run also has step-20$", line)
     generated = CliRunner().invoke(app, ["generate", newest, "--prompt", "a"])
     assert generated.exit_code == 2
-    assert generated.stderr.endswith(f"/{line.removeprefix('mtrain: ')}\n")
+    assert generated.stderr == f"{line}\n"
     altered = next((damaged / "checkpoints/step-20").glob("*.distcp"))
     altered.write_bytes(altered.read_bytes()[:-1] + b"x")
     for out in ((), ("--out", "new/folder")):
@@ -334,3 +340,89 @@ def test_a_folder_below_a_file_is_refused_with_the_option():
     for out in ("text.txt/x", "/proc/x"):
         line = refused("perplexity", "run", *SHORT, "--out", out)
         assert line.startswith(f"mtrain: --out {out}: could not be written (No")
+
+
+def _damage_none(newest: Path) -> None:
+    pass
+
+
+def _truncate(newest: Path) -> None:
+    next(newest.glob("*.distcp")).write_bytes(b"")
+
+
+def _flip_a_bit(newest: Path) -> None:
+    file = next(newest.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _lose_a_file(newest: Path) -> None:
+    next(newest.glob("*.distcp")).unlink()
+
+
+def _lose_the_metadata(newest: Path) -> None:
+    (newest / ".metadata").unlink()
+
+
+def _lose_the_manifest(newest: Path) -> None:
+    (newest / "manifest.json").unlink()
+
+
+def _break_the_manifest(newest: Path) -> None:
+    (newest / "manifest.json").write_text("{")
+
+
+def _put_code_into_the_metadata(newest: Path) -> None:
+    (newest / ".metadata").write_bytes(pickle.dumps(print))
+    known = Manifest.read(newest)
+    files = {name: checksum(newest / name) for name in known.files}
+    dataclasses.replace(known, files=files).write(newest)
+
+
+DAMAGES = (
+    _damage_none, _truncate, _flip_a_bit, _lose_a_file, _lose_the_metadata, _lose_the_manifest,
+    _break_the_manifest, _put_code_into_the_metadata,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_eval_generate_and_api_use_the_same_checkpoint_and_say_the_same(
+    damage, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    text_file(tmp_path)
+    run = small_run(tmp_path, "topology.device=cpu", steps=(20, 40))
+    damage(run / "checkpoints/step-40")
+    expected = 40 if damage is _damage_none else 20
+    evaluated = evaluate("perplexity", "run", *SHORT, "--json")
+    assert json.loads(evaluated.stdout)["step"] == expected
+    words = ["generate", "run", "--prompt", "a", "--max-new", "2"]
+    generated = CliRunner().invoke(app, words)
+    assert generated.exit_code == 0, generated.stderr
+    lines = [
+        [line for line in result.stderr.splitlines() if "step-40" in line]
+        for result in (evaluated, generated)
+    ]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == (damage is not _damage_none)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        api.load("run")
+    told = [str(one.message) for one in caught if "step-40" in str(one.message)]
+    assert [f"mtrain: warning: {line}" for line in told] == lines[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES[1:])
+def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_same_line(
+    damage, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    text_file(tmp_path)
+    run = small_run(tmp_path, "topology.device=cpu", steps=(20, 40))
+    newest = run / "checkpoints/step-40"
+    damage(newest)
+    line = refused("perplexity", str(newest), *SHORT)
+    generated = CliRunner().invoke(app, ["generate", str(newest), "--prompt", "a"])
+    assert generated.stderr.splitlines()[-1] == line
+    assert not (run / "evaluation").exists()

@@ -162,6 +162,40 @@ def test_program_errors_are_not_retried():
 
 
 @pytest.mark.slow
+def test_sigusr2_saves_and_stops_with_success_and_the_resumed_losses_are_the_same(tmp_path):
+    words = ["train.steps=7", "train.checkpoint_at_end=false"]
+    ended = train(Fault(0, signal.SIGUSR2, 3, *FORWARD, once=True, to_launcher=True), *words)
+    assert ended.returncode == 0, ended.stderr
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-4"]
+    assert "stopped on request after step 4, saved" in ended.stdout
+    assert f"mtrain train --resume {Path('run').absolute()}" in ended.stdout
+    again = mtrain(tmp_path, "train", "--resume", "run")
+    assert again.returncode == 0, again.stderr
+    assert mtrain(tmp_path, "train", *RUN, "run.dir=whole", *words).returncode == 0
+    assert rows() == rows("whole"), "bitwise"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to_launcher", [True, False])
+def test_sigusr1_saves_and_goes_on_with_the_same_losses(tmp_path, to_launcher):
+    words = ["train.steps=7", "train.checkpoint_at_end=false"]
+    fault = Fault(1, signal.SIGUSR1, 2, *FORWARD, later=(5,), once=True, to_launcher=to_launcher)
+    ended = train(fault, *words)
+    assert ended.returncode == 0, ended.stderr
+    assert {path.name for path in Path("run/checkpoints").iterdir()} == {"step-3", "step-6"}
+    assert mtrain(tmp_path, "train", *RUN, "run.dir=whole", *words).returncode == 0
+    assert rows() == rows("whole"), "bitwise"
+    assert not Path("whole/checkpoints/step-3").exists()
+
+
+def test_a_worker_that_alone_gets_sigusr2_stops_all_with_success():
+    ended = train(Fault(1, signal.SIGUSR2, 3, *FORWARD, once=True), "train.steps=7")
+    assert ended.returncode == 0, ended.stderr
+    assert "stopped on request after step 4, saved" in ended.stdout
+    assert len(rows()) == 4
+
+
+@pytest.mark.slow
 def test_a_stop_is_not_a_failure():
     command = [
         sys.executable,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from command import mtrain
 from learning.finished_cell import write_results
 from typer.testing import CliRunner, Result
@@ -19,6 +20,7 @@ from typer.testing import CliRunner, Result
 from mtrain_cli.commands import study_learning
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import local
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.learning import cells, package_corpus
 from mtrain_cli.learning.cells import Done, Study
@@ -438,3 +440,17 @@ def test_a_study_continues_and_ends_with_a_page(tmp_path):
     again = mtrain(tmp_path, "study", "learning", "--only", "vertical_slash-0.6", "--seeds", "0",
                    "--json")  # fmt: skip
     assert json.loads(again.stdout[again.stdout.index("{") :])["toy"] is True
+
+
+@pytest.mark.parametrize(("code", "ends"), [(130, 130), (143, 143), (local.WARNED, 143), (0, None)])
+def test_a_study_does_not_go_on_after_a_training_that_was_stopped(monkeypatch, code, ends):
+    def train(*_: object, **__: object) -> None:
+        raise typer.Exit(code)
+
+    monkeypatch.setattr("mtrain_cli.commands.train.train", train)
+    if ends is None:
+        study_learning._train([])
+        return
+    with pytest.raises(typer.Exit) as stopped:
+        study_learning._train([])
+    assert stopped.value.exit_code == ends

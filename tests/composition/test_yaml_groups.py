@@ -9,9 +9,10 @@ from composition.test_compose import complaints, write
 
 from mtrain_cli import resource_dir
 from mtrain_cli.composition import yaml_groups
-from mtrain_cli.composition.compose import compose
+from mtrain_cli.composition.compose import compose, replaced_recipe_keys, resume
 from mtrain_cli.config.groups import TOP, open_groups, summary
 from mtrain_cli.config.resolved_file import load, save
+from mtrain_cli.config.schema import ConfigError
 
 
 @pytest.fixture
@@ -156,3 +157,65 @@ def test_changed_files_are_composed_again(tmp_path):
     top = tmp_path / TOP
     top.write_text(top.read_text().replace("seed: 0", "seed: 41"))
     assert yaml_groups._compose([tmp_path], [])["seed"] == 41
+
+
+GLOBAL = "# @package _global_\n# A stranger's.\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "file"),
+    [
+        ("run.name", 'run: {name: "${oc.env:SECRET}"}\n'),
+        ("run.name", 'run: {name: "run-${oc.env:SECRET,x}"}\n'),
+        ("run.name", 'run: {name: "${${seed}:SECRET}"}\n'),
+        ("run.dir", 'run: {dir: "${oc.select:run.name}"}\n'),
+        ("data.path", 'data: {path: "/x/${now:%Y}"}\n'),
+        ("train.eval_tasks", 'train: {eval_tasks: ["${oc.env:SECRET}"]}\n'),
+    ],
+)
+def test_a_file_may_not_read_the_environment_or_call_a_function(mine, monkeypatch, key, file):
+    monkeypatch.setenv("SECRET", "hidden")
+    write(mine, "recipe/a.yaml", GLOBAL + file)
+    for make in (
+        lambda: compose(["recipe=a"], mine),
+        lambda: compose(["recipe=a"], mine, plan=True),
+        lambda: resume(compose(), ["recipe=a"], mine),
+    ):
+        with pytest.raises(ConfigError) as error:
+            make()
+        line = next(line for line in error.value.problems if f"{key}=" in line)
+        assert line.startswith((f"{mine}/recipe/a.yaml: {key}=", f"{mine}: {key}="))
+        assert line.endswith(f"give {key}=... there")
+        assert "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "defaults:\n  - override /model: ${oc.env:SECRET}\n",
+        'defaults:\n  - override /model: "${oc.env:SECRET}"\n  - _self_\nseq: 1k\n',
+    ],
+)
+def test_a_list_of_defaults_may_not_read_the_environment(mine, monkeypatch, file):
+    monkeypatch.setenv("SECRET", "small")
+    write(mine, "recipe/a.yaml", GLOBAL + file)
+    (line,) = complaints(compose, ["recipe=a"], mine)
+    assert line.startswith("recipe=a: cannot be composed: Error resolving interpolation")
+
+
+def test_the_command_line_reads_the_environment_also_in_place_of_a_file(mine, monkeypatch):
+    monkeypatch.setenv("MINE", "own")
+    write(mine, "recipe/a.yaml", GLOBAL + 'run: {name: "${oc.env:SECRET}"}\nseed: ${optim.betas}\n')
+    word = "run.name=${oc.env:MINE}-${seed}"
+    assert compose([word, "recipe=a", "seed=3"], mine).run.name == "own-3"
+    assert compose(["run.name=${oc.env:MINE}"]).run.name == "own", "resolvers are back"
+    assert "${oc.env:SECRET}" not in replaced_recipe_keys([word, "recipe=a", "model=tiny"], mine)
+
+
+def test_a_saved_configuration_is_text_and_reads_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "hidden")
+    file = tmp_path / "resolved.yaml"
+    save(compose(["run.dir=/x"]), file)
+    file.write_text(file.read_text().replace("dir: /x", "dir: /x/${oc.env:SECRET}"))
+    assert load(file).run.dir == "/x/${oc.env:SECRET}"
+    assert resume(load(file), ["train.steps=7"]).run.dir == "/x/${oc.env:SECRET}"

@@ -1,4 +1,4 @@
-"""``python -m fuzz words|damage``; see the package's docstring."""
+"""``python -m fuzz words|damage|kills``; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from fuzz.damage import copy_to, damage
+from fuzz.kills import check
 from fuzz.material import commands_for, make
 from fuzz.runner import Outcome, run, run_watched, say, stub_heavy_work, table
 from fuzz.words import Words
@@ -20,7 +21,7 @@ from fuzz.words import Words
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("what", choices=("words", "damage"))
+    parser.add_argument("what", choices=("words", "damage", "kills"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument(
@@ -35,6 +36,12 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="mtrain-fuzz-") as scratch:
+        if arguments.what == "kills":
+            started = time.monotonic()
+            bad = list(check(arguments.seed, arguments.count, Path(scratch)))
+            print(f"kills, seed {arguments.seed}, {time.monotonic() - started:.0f} s")
+            print("\n".join([f"{len(bad)} of {arguments.count} differ", *bad]))
+            return int(bool(bad))
         material = (
             arguments.material.resolve() if arguments.material else make(Path(scratch, "material"))
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ class Fault:
     later: steps in which it fails again after restarts.
     once: whether it stops failing after those.
     fewer: whether the launcher then finds a single device only.
+    to_launcher: whether the signal goes to the launcher instead.
     """
 
     rank: int
@@ -40,6 +40,7 @@ class Fault:
     later: tuple[int, ...] = ()
     once: bool = False
     fewer: bool = False
+    to_launcher: bool = False
 
     def variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -63,9 +64,9 @@ def train(config, run_dir, environment, resume):
     start_rows = ExpertGroup.start
     start_gather = TensorGroup.start_gather
 
-    def counted(self, stop):
+    def counted(self, *requests):
         at[0], gathered[0] = self.step + 1, 0
-        return step(self, stop)
+        return step(self, *requests)
 
     def faulty_gather(self, rows):
         gathered[0] += 1
@@ -102,7 +103,7 @@ def train(config, run_dir, environment, resume):
             _wait_for_checkpoint(config, run_dir, due)
             if fault.signum == HANGS:
                 time.sleep(600)
-            os.kill(os.getpid(), signal.Signals(fault.signum))
+            os.kill(os.getppid() if fault.to_launcher else os.getpid(), fault.signum)
 
     Trainer.train_step, Transport.start_hop, dist.P2POp = counted, faulty, faulty_message
     ExpertGroup.start = faulty_rows

@@ -250,6 +250,21 @@ def test_a_signal_to_one_rank_makes_all_save_and_stop(signum):
     assert Path("run/stopped-0").exists()
 
 
+def test_all_ranks_save_and_stop_at_the_same_step_when_srun_warns_each():
+    job = SimulatedJob("steps_until_stopped", 2, "run.dir=run")
+    wait_for(signed_in(2))
+    saved = [Path(f"run/saved-{rank}") for rank in range(2)]
+    for number in range(1, 3):
+        for rank in job.ranks:
+            rank.send_signal(signal.SIGUSR1)
+        wait_for(lambda n=number: all(f.exists() and int(f.read_text()) >= n for f in saved))
+    job.ranks[0].send_signal(signal.SIGUSR2)
+    job.ranks[1].send_signal(signal.SIGUSR2)
+    assert job.ends() == [(0, ""), (0, "")]
+    assert saved[0].read_text() == saved[1].read_text()
+    assert Path("run/stopped-1").exists()
+
+
 @pytest.mark.slow
 def test_torchrun_runs_and_shows_the_traceback_of_the_cause(here):
     command = [

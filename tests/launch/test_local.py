@@ -25,7 +25,7 @@ import mtrain_cli
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import local, run_dir, run_lock, run_state
+from mtrain_cli.launch import local, run_dir, run_lock, run_state, stop_request
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.local import launch
@@ -295,7 +295,13 @@ def test_a_mistake_that_workers_find_is_raised_once_and_leaves_no_folder(run, ca
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+    ("signum", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 143),
+        (signal.SIGUSR2, local.WARNED),
+    ],
 )
 def test_a_signal_makes_the_workers_save_and_stop_and_sets_the_exit_code(run, capfd, signum, code):
     before = signal.getsignal(signum)
@@ -311,6 +317,75 @@ def test_a_signal_makes_the_workers_save_and_stop_and_sets_the_exit_code(run, ca
     assert capfd.readouterr().err.startswith("stopping: the workers save a checkpoint")
     assert signal.getsignal(signum) == before
     assert not run.stop_request.exists()
+
+
+def test_sigusr1_makes_the_workers_save_and_go_on(run, capfd):
+    def ask() -> None:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        for number in (1, 2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_for((run.path / "saved-1").exists)
+            wait_for(lambda n=number: (run.path / "saved-1").read_text() == str(n))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask).start()
+    assert launched(run, "steps_until_stopped") == 143
+    assert (run.path / "saved-0").read_text() == "2", "once for each request"
+    line = "SIGUSR1: the workers save a checkpoint after this step and go on"
+    assert capfd.readouterr().err.splitlines()[:2] == [line, line]
+    assert not run.save_requests.exists()
+
+
+def test_requests_from_before_the_workers_are_kept(run, monkeypatch):
+    early = [signal.SIGUSR1, signal.SIGUSR2]
+    monkeypatch.setattr(stop_request, "_received", early)
+    assert launched(run, "steps_until_stopped") == local.WARNED
+    assert (run.path / "stopped-1").exists()
+    assert early == [], "another run in this process begins without them"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_a_worker_that_starts_is_kept(run, number):
+    """As if the signal came during the imports of the worker."""
+    sent: list[int] = []
+    start = subprocess_handler.Popen._execute_child
+
+    def start_and_signal(self, *arguments, **options):
+        start(self, *arguments, **options)
+        if not sent:
+            sent.append(self.pid)
+            os.kill(self.pid, number)
+
+    class Signalled(warm.ForkedWorker):
+        _execute_child = start_and_signal
+
+    def stop() -> None:
+        wait_for((run.path / "saved-1").exists)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    subprocess_handler.Popen = Signalled  # restored by `_forked_workers`
+    if number == signal.SIGUSR1:
+        threading.Thread(target=stop).start()
+    assert launched(run, "steps_until_stopped") == local.WARNED
+    assert (run.path / "stopped-0").exists()
+
+
+def test_a_measurement_answers_sigusr1_and_takes_sigusr2_as_sigterm(run, monkeypatch, capfd):
+    monkeypatch.setattr(local, "TARGETS_WITHOUT_CHECKPOINTS", ("worker_targets:",))
+
+    def ask() -> None:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    threading.Thread(target=ask).start()
+    assert launched(run, "steps_until_stopped") == 143
+    assert not (run.path / "saved-0").exists()
+    assert capfd.readouterr().err.splitlines() == [
+        stop_request.NOTHING_TO_SAVE,
+        "stopping: the workers end after this step; press Ctrl-C again to kill them",
+    ]
 
 
 def test_a_request_that_comes_during_the_last_step_is_a_success(run):
@@ -413,6 +488,22 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run, capfd):
     assert last == "killed, nothing was saved; there is no checkpoint to resume from"
     assert len(worker_pids(run)) == 2
     wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
+
+
+def test_a_second_ctrl_c_to_a_measurement_leaves_it_to_the_command_what_is_kept(
+    run, capfd, monkeypatch
+):
+    monkeypatch.setattr(local, "TARGETS_WITHOUT_CHECKPOINTS", ("worker_targets:",))
+
+    def insist() -> None:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(run.stop_request.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=insist).start()
+    assert launched(run, "sleeps") == 130
+    assert capfd.readouterr().err.splitlines()[-1] == "killed"
 
 
 def test_no_worker_outlives_a_killed_launcher(run):

@@ -1,73 +1,100 @@
-"""A worker sees a request to stop: by the run's file, and under torchrun and srun by a signal."""
+"""A worker sees requests to save and to stop: by the run's files and by signals."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 
-import gloo
 import pytest
 
 from mtrain_cli.launch import stop_request
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import (
+    SAVE,
+    SAVE_AND_STOP,
     StopFlag,
+    StopSignal,
     mark_stopped,
-    save_and_stop_on_signals,
+    remember,
+    stop_on_signals,
     was_stopped,
 )
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE_AND_STOP)
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _own_handlers() -> Iterator[None]:
     """Restore the signal handlers, and forget the signals that were received."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*STOPS, SAVE)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    stop_request._signalled.clear()
+    stop_request._received.clear()
 
 
-def flag(folder, launcher: str) -> StopFlag:
-    return StopFlag(RunDir(folder), replace(gloo.environment(0, 1), launcher=launcher))
-
-
-@pytest.mark.parametrize("launcher", ["mtrain", "torchrun", "slurm"])
-def test_the_file_is_a_request_under_every_launcher(tmp_path, launcher):
-    stop = flag(tmp_path, launcher)
-    assert not stop.requested()
+def test_a_file_asks_to_stop(tmp_path):
+    flag = StopFlag(RunDir(tmp_path))
+    assert not flag.requested()
     RunDir(tmp_path).stop_request.touch()
-    assert stop.requested()
+    assert flag.requested()
+    assert not flag.save_requested()
 
 
-@pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_a_request_unless_mtrain_started_the_workers(tmp_path, number):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    save_and_stop_on_signals()
+@pytest.mark.parametrize("number", STOPS)
+def test_a_remembered_signal_asks_to_stop(tmp_path, number):
+    remember(*STOPS)
+    flag = StopFlag(RunDir(tmp_path))
     os.kill(os.getpid(), number)
-    assert flag(tmp_path, "torchrun").requested()
-    assert not flag(tmp_path, "mtrain").requested()
+    assert flag.requested()
+    assert not flag.save_requested()
 
 
-@pytest.mark.usefixtures("handlers")
+def test_each_save_is_answered_once_and_later_requests_count_again(tmp_path):
+    remember(SAVE)
+    flag, run = StopFlag(RunDir(tmp_path)), RunDir(tmp_path)
+    for ask in (
+        lambda: os.kill(os.getpid(), SAVE),
+        lambda: run.save_requests.write_bytes(b"."),
+        lambda: run.save_requests.write_bytes(b".."),
+        lambda: os.kill(os.getpid(), SAVE),
+    ):
+        assert not flag.save_requested()
+        ask()
+        assert flag.save_requested()
+        assert flag.save_requested(), "asking does not answer"
+        flag.answer_saves()
+    assert not flag.requested()
+
+
 def test_a_second_ctrl_c_interrupts():
-    save_and_stop_on_signals()
+    remember(signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    save_and_stop_on_signals()
+    remember(signal.SIGHUP)
+    stop_on_signals()
     os.kill(os.getpid(), signal.SIGHUP)
-    assert not flag(tmp_path, "torchrun").requested()
+    assert not StopFlag(RunDir(tmp_path)).requested()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, SAVE_AND_STOP])
+def test_other_commands_stop_as_by_ctrl_c_and_name_the_signal(number):
+    stop_on_signals()
+    with pytest.raises(StopSignal, match=f"stopped by {number.name}"):
+        os.kill(os.getpid(), number)
+
+
+def test_other_commands_answer_a_request_to_save_and_go_on(capfd):
+    stop_on_signals()
+    os.kill(os.getpid(), SAVE)
+    assert capfd.readouterr().err == f"mtrain: {stop_request.NOTHING_TO_SAVE}\n"
 
 
 def test_the_launcher_finds_the_mark_of_any_worker(tmp_path):

@@ -12,7 +12,13 @@ from pathlib import Path
 import command
 import pytest
 
-from mtrain_cli.launch.temporary_folders import private_folder, remove_abandoned
+import mtrain_cli
+from mtrain_cli.launch.temporary_folders import (
+    is_private,
+    private_folder,
+    remove_abandoned,
+    use_private_cache,
+)
 
 HOLDER = """
 import time
@@ -99,3 +105,42 @@ def test_a_start_leaves_everything_else_alone(temporary):
         pass
     assert {path.name for path in temporary.iterdir()} == before
     assert (temporary / "elsewhere" / "file").exists()
+
+
+@pytest.fixture
+def no_cache(monkeypatch) -> str:
+    """Return the name of the variable, which is not set."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored at the end
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    return "TORCHINDUCTOR_CACHE_DIR"
+
+
+def test_compiled_code_lies_in_the_private_folder_of_the_user(temporary, no_cache):
+    use_private_cache()
+    assert Path(os.environ[no_cache]) == temporary / f"mtrain-{os.getuid()}/inductor"
+    assert is_private(temporary / f"mtrain-{os.getuid()}")
+
+
+def test_compiled_code_lies_in_a_new_folder_if_others_can_open_that_of_the_user(
+    temporary, no_cache
+):
+    (temporary / f"mtrain-{os.getuid()}").mkdir(mode=0o755)
+    use_private_cache()
+    folder = Path(os.environ[no_cache]).parent
+    assert folder.name != f"mtrain-{os.getuid()}"
+    assert is_private(folder)
+    remove_abandoned()
+    assert folder.exists(), "this process has it locked"
+
+
+def test_a_cache_that_the_user_chose_stays(no_cache, monkeypatch):
+    monkeypatch.setenv(no_cache, "/chosen")
+    use_private_cache()
+    assert os.environ[no_cache] == "/chosen"
+
+
+def test_nothing_compiles_without_the_private_cache():
+    package = Path(mtrain_cli.__file__).parent
+    files = [*package.rglob("*.py"), *(package.parent / "kernels").rglob("*.py")]
+    callers = {path.name for path in files if "torch.compile(" in path.read_text()}
+    assert callers == {"compilation.py"}

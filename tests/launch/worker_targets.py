@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
@@ -146,14 +147,20 @@ def rank_0_is_aborted_as_by_nccl(
 def steps_until_stopped(
     _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
 ) -> bool:
-    flag = StopFlag(run_dir, environment)
+    flag = StopFlag(run_dir)
     dist.all_reduce(torch.ones(1))
     _sign_in(run_dir, environment)
-    stop = torch.zeros(1)
-    while not stop.item():
+    stop = save = 0.0
+    saves = 0
+    while not stop:
+        if save:
+            saves += 1
+            flag.answer_saves()
+            replace_text(run_dir.path / f"saved-{environment.rank}", str(saves))
         time.sleep(0.02)
-        stop = torch.tensor([float(flag.requested())])
-        dist.all_reduce(stop)
+        requests = torch.tensor([float(flag.requested()), float(flag.save_requested())])
+        dist.all_reduce(requests)
+        stop, save = requests.tolist()
     (run_dir.path / f"stopped-{environment.rank}").touch()
     return True
 

@@ -96,10 +96,10 @@ def test_samples_are_kept_only_for_a_callback_that_needs_them(tmp_path):
 def fails(rank: int, world: int, folder: str) -> list[tuple]:
     step = Trainer.train_step
 
-    def poisoned(self: Trainer, stop: bool):
+    def poisoned(self: Trainer, stop: bool, save: bool):
         if self.step == 1:
-            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)], self.step + 1)
-        return step(self, stop)
+            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0, 0.0)], self.step + 1)
+        return step(self, stop, save)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_step", poisoned)

@@ -69,7 +69,7 @@ def run(
             patch.setattr(
                 Trainer,
                 "train_step",
-                lambda self, stop: step(self, stop or self.step + 1 >= stop_after),
+                lambda self, stop, save: step(self, stop or self.step + 1 >= stop_after, save),
             )
         train(compose([*SMALL, *overrides]), run_dir, place(rank, world), resume)
     return begun
@@ -179,10 +179,10 @@ def fails_while_saving(rank: int, world: int, folder: str) -> bool:
         time.sleep(1.0)
         publish(self, *arguments)
 
-    def poisoned(self: Trainer, stop: bool):
+    def poisoned(self: Trainer, stop: bool, save: bool):
         if self.step == 2:
-            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)], self.step + 1)
-        return step(self, stop)
+            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0, 0.0)], self.step + 1)
+        return step(self, stop, save)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpointer, "_publish", slowly)

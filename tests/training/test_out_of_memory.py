@@ -55,7 +55,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
         def backward(_ctx, _gradient):
             raise RuntimeError(CPU_WORDS)
 
-    def faulty(self, stop):
+    def faulty(self, stop, save):
         if self.step == 1:
             project, finish = layer_execution.stage_functions(False)
 
@@ -71,7 +71,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
                 patch.setattr(feed_forwards, "_GradientSums", no_sums)
             elif where != "loss":
                 patch.setattr(layer_execution, "stage_functions", lambda *_: (project, failing))
-        return step(self, stop)
+        return step(self, stop, save)
 
     def no_sums(*_):
         raise RuntimeError(CPU_WORDS)

@@ -296,10 +296,10 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
     errors = []
     healthy = Trainer.train_step
 
-    def poisoned_step(self: Trainer, stop: bool) -> StepResult:
+    def poisoned_step(self: Trainer, stop: bool, save: bool) -> StepResult:
         if self.step == 2:
-            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)], self.step + 1)
-        return healthy(self, stop)
+            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0, 0.0)], self.step + 1)
+        return healthy(self, stop, save)
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -336,13 +336,15 @@ def test_a_failed_run_says_whether_there_is_a_checkpoint_to_resume_from(
         assert not_saved == f"could not save the state of step 6; {remains}"
 
 
-def stopping(rank: int, world: int) -> bool:
-    """Request a stop only from rank 1."""
-    return make(rank, world, world, ()).train_step(rank == 1).stop
+def asked(rank: int, world: int) -> list[tuple[bool, bool]]:
+    """Request a stop and then a save, only from rank 1. Return what each step says of both."""
+    trainer = make(rank, world, world, ())
+    steps = [trainer.train_step(rank == 1), trainer.train_step(False, rank == 1)]
+    return [(step.stop, step.save) for step in steps]
 
 
-def test_all_workers_stop_if_one_is_asked_to():
-    assert gloo.run(2, stopping) == [True, True]
+def test_all_workers_stop_or_save_if_one_is_asked_to():
+    assert gloo.run(2, asked) == [[(True, False), (False, True)]] * 2
 
 
 def not_finite(rank: int, world: int, what: str) -> str:

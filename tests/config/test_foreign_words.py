@@ -1,0 +1,81 @@
+"""Words of other trainers are answered with what they are called here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.app import app
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.foreign_words import _HERE, counterpart, hub_hint
+from mtrain_cli.config.keys import all_keys, sections
+from mtrain_cli.config.schema import ConfigError
+
+
+def complaint(*words: str, config_dir: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        compose(words, config_dir)
+    (line,) = error.value.problems
+    return line
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("train.epochs=1", "mtrain counts steps; use train.steps=N"),
+        ("num_train_epochs=3", "mtrain counts steps; use train.steps=N"),
+        ("--num-train-epochs=3", "mtrain counts steps; use train.steps=N"),
+        ("max_steps=100", "use train.steps=N"),
+        ("per_device_train_batch_size=8", "use train.global_batch=N"),
+        ("train.gradient_accumulation_steps=4", "use train.global_batch=N"),
+        ("max_seq_length=8192", "use seq=N"),
+        ("learning_rate=1e-4", "use optim.lr=X"),
+        ("bf16=true", "use train.dtype=bfloat16"),
+        ("lora=true", "has no adapters"),
+        ("report_to=wandb", "use run.tensorboard=true"),
+        ("run.wandb=true", "use run.tensorboard=true"),
+        ("gradient_checkpointing=true", "use train.memory=auto"),
+        ("output_dir=out", "use run.name=NAME"),
+        ("attn_implementation=sdpa", "use train.kernel=NAME"),
+        ("resume_from_checkpoint=x", "use --resume RUN"),
+        ("model=Qwen/Qwen2.5-3B", "`hf download Qwen/Qwen2.5-3B --local-dir Qwen2.5-3B`"),
+        ("train.init_from=Qwen/Qwen2.5-3B", "`hf download Qwen/Qwen2.5-3B --local-dir"),
+    ],
+)
+def test_a_foreign_word_names_its_counterpart(word, answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = complaint(word)
+    assert line.startswith(f"{word}: ")
+    assert answer in line
+    assert "did you mean" not in line
+
+
+def test_a_foreign_key_in_a_file_names_its_counterpart(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe/a.yaml").write_text("# @package _global_\ntrain: {epochs: 2}\n")
+    line = complaint("recipe=a", config_dir=tmp_path)
+    assert line.endswith("train.epochs=2: mtrain counts steps; use train.steps=N")
+
+
+def test_answers_name_keys_that_exist_and_hide_none():
+    known = {*all_keys(), *sections(), "data", "sparsity"}
+    for answer in _HERE.values():
+        named = re.findall(r"([a-z_]+(?:\.[a-z_]+)*)=", answer)
+        named += [n for n in re.findall(r"[a-z_]+\.[a-z_]+", answer) if n != "metrics.jsonl"]
+        assert set(named) <= known, answer
+    assert [key for key in all_keys() if counterpart(key)] == []
+
+
+def test_a_name_of_the_hub_is_told_from_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    assert hub_hint("org/name")
+    for path in ("models/qwen", "/org/name", "./name", "org/a/b", "name", "~/name"):
+        assert hub_hint(path) == ""
+    for command in (["generate", "org/name", "--prompt", "a"], ["eval", "niah", "org/name"]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2
+        assert "`hf download org/name --local-dir name`" in result.stderr
