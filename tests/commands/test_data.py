@@ -243,6 +243,7 @@ def test_only_jsonl_and_parquet_files_hold_token_ids(tmp_path: Path) -> None:
         ("a.json", b"\0" * 99, "record 1: not JSON ("),
         ("\x1b[31m\n.json", b"\0", "record 1: not JSON ("),
     ],
+    ids=range(11),
 )
 def test_a_hostile_file_is_one_line_and_leaves_nothing(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)

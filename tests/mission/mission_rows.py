@@ -437,7 +437,6 @@ MAGI = (
         "topology.exchange=group_cast topology.layout=zigzag data.document_mask=false "
         "mask=prefix_lm mask.prefix=50",
         (r"^step +3/3 ",),
-        not_yet="ends in KeyError: 0",
     ),
     Row(
         "G5",
@@ -600,7 +599,6 @@ FIGURES = (
         "Scaling of a module while length and workers grow; no bound above the GPU's peak.",
         "mtrain study magi-scaling --no-files",
         (every(r"CP \d+ +TFLOP.* ([\d,.]+) +- +([\d,.]+) ", lambda a, b: max(a, b) <= 989, 4),),
-        not_yet="the best bound is 1,064 to 1,070 TFLOP/s, above the peak of 989",
     ),
     Row(
         "N15",
