@@ -42,9 +42,6 @@ from mtrain_cli.commands import (
     report,
     simulate,
     status,
-    study,
-    study_learning,
-    study_published,
     train,
 )
 from mtrain_cli.commands.options import describe, described_parameters
@@ -52,6 +49,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
 from mtrain_cli.printable import one_line, printable
+from mtrain_studies import study, study_learning, study_published
 
 ORDER = (
     "train",

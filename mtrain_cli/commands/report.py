@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mtrain_cli.console import Console
-    from mtrain_cli.learning.cells import Study
     from mtrain_cli.reporting.report_source import ReportSource
+    from mtrain_studies.cells import Study
 
 PAGE, TABLES = "report.html", "tables"
 
@@ -58,9 +58,9 @@ def report(
         as_json: Print the analysis as JSON only; write no files.
         show: Open the page in a browser, if there is one.
     """
-    from mtrain_cli.learning.cells import Study
     from mtrain_cli.reporting import report_source
     from mtrain_cli.reporting.terminal import make_console, show_sources
+    from mtrain_studies.cells import Study
 
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
@@ -106,8 +106,8 @@ def report(
 
 
 def _show_study(study: Study, out: Path | None, *, html: bool, as_json: bool, show: bool) -> None:
-    from mtrain_cli.commands.study_learning import show as show_study
     from mtrain_cli.reporting.terminal import make_console
+    from mtrain_studies.study_learning import show as show_study
 
     if out is not None:
         raise ConfigError(f"--out {out}: the page of a study is in its folder; leave out --out")

@@ -323,8 +323,8 @@ def test_many_ranks_are_summarized_in_the_terminal():
 
 
 def test_the_folder_of_a_study_is_shown(tmp_path):
-    from mtrain_cli.learning.cells import Study
-    from mtrain_cli.learning.tiers import TIERS
+    from mtrain_studies.cells import Study
+    from mtrain_studies.tiers import TIERS
 
     study = Study(tmp_path / "learning", TIERS["tiny"])
     study.folder.mkdir()

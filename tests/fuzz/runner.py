@@ -176,8 +176,8 @@ def stub_heavy_work(monkeypatch: Any = None) -> None:
     import hydra
 
     from mtrain_cli.launch import local
-    from mtrain_cli.learning import cells
     from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark, pattern_quality
+    from mtrain_studies import cells
 
     replace = setattr if monkeypatch is None else monkeypatch.setattr
     composed: dict[tuple[str, ...], Any] = {}

@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
-from mtrain_cli.simulation import published
+from mtrain_studies import published
 
 _PUBLISHED = "published"  # the command that takes names of tables
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from mtrain_cli.commands.study_published import _scenario
 from mtrain_cli.config.cluster import load_cluster
-from mtrain_cli.simulation.published import PublishedRow, PublishedTable, PublishedValue, read
-from mtrain_cli.simulation.published_predictions import predict_table
+from mtrain_studies.published import PublishedRow, PublishedTable, PublishedValue, read
+from mtrain_studies.published_predictions import predict_table
+from mtrain_studies.study_published import _scenario
 
 
 def predicted(table: PublishedTable):

@@ -16,11 +16,11 @@ from mtrain_cli import __version__
 from mtrain_cli.commands.completion import complete_published
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
 from mtrain_cli.commands.simulate import Calibrations
-from mtrain_cli.commands.study import app
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.simulation import published
-from mtrain_cli.simulation.published import COMPUTED, STEP, WORKER, PublishedRow
+from mtrain_studies import published
+from mtrain_studies.published import COMPUTED, STEP, WORKER, PublishedRow
+from mtrain_studies.study import app
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +99,7 @@ def compare(
         raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
     folder = _folder(out, names) if files else None
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.simulation.published_predictions import predict_table
+    from mtrain_studies.published_predictions import predict_table
 
     tables = [
         predict_table(table, partial(_scenario, table.cluster, calibration), _measured)
