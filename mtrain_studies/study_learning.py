@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain_cli.commands.completion import complete_cells, complete_tiers
+from mtrain_cli.commands.completion import Candidate, in_list
 from mtrain_cli.commands.options import MOST_STEPS, Json, bounded, flag, name_list, option, writing
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import printable
-from mtrain_studies.study import app
+from mtrain_studies.tiers import TIERS, Cell, Tier, cells_of
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
     from mtrain_studies.cells import Study
-    from mtrain_studies.tiers import Cell, Tier
 
 _MOST_MINUTES = 10**6
 # Bytes for the longest path in the folder of a study, a file of an unfinished checkpoint:
@@ -33,7 +32,17 @@ _MOST_MINUTES = 10**6
 _LONGEST_FILE = 128
 
 
-@app.command()
+def complete_tiers(incomplete: str) -> list[Candidate]:
+    """Complete a tier of `mtrain study learning`."""
+    about = {name: " ".join(tier.model[:2]) for name, tier in TIERS.items()}
+    return [(name, text) for name, text in about.items() if name.startswith(incomplete)]
+
+
+def complete_cells(incomplete: str) -> list[str]:
+    """Complete a comma-separated list of cells of `mtrain study learning`, of any tier."""
+    return in_list(list(dict.fromkeys(n for t in TIERS.values() for n in t.names)), incomplete)
+
+
 def learning(
     tier: Annotated[str, option("tiny|a|b", complete=complete_tiers)] = "tiny",
     out: Annotated[Path | None, option("DIR")] = None,
@@ -81,7 +90,6 @@ def learning(
         dry_run: List the cells with FLOP and time, and exit.
     """
     from mtrain_studies.cells import Study
-    from mtrain_studies.tiers import cells_of
 
     chosen = _tier(tier, base_steps)
     folder = out or Path("measurements", f"learning-{chosen.name}")
@@ -190,8 +198,6 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
 
 
 def _tier(name: str, base_steps: int) -> Tier:
-    from mtrain_studies.tiers import TIERS
-
     if name not in TIERS:
         raise ConfigError(f"--tier {name}: expected {', '.join(TIERS)}")
     return replace(TIERS[name], base_steps=base_steps) if base_steps else TIERS[name]

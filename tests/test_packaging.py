@@ -1,4 +1,4 @@
-"""An installation contains the shipped files and makes only `mtrain_cli` importable."""
+"""An installation contains the shipped files and makes only mtrain's two packages importable."""
 
 import shlex
 import shutil
@@ -14,6 +14,7 @@ from mtrain_cli import install_command, resource_dir
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("conf", "kernels", "profiles")
+PACKAGES = ("mtrain_cli", "mtrain_studies")
 
 # Run by a new interpreter outside the repository, which ignores PYTHONPATH.
 PROBE = """
@@ -34,6 +35,9 @@ for group, options in open_groups().options.items():
             "data.mix={usr: 1}"] if group == "data" and option != "stdlib" else []
         compose([f"{group}={option}", *more], plan=True)
 print("composed", compose(["model=qwen3b"]).model.name)
+from mtrain_cli.commands.app import app
+from mtrain_studies.outcomes import predictions_file
+print("studies", predictions_file(), [group.name for group in app.registered_groups])
 """
 
 
@@ -56,7 +60,7 @@ def test_the_install_command_for_an_extra_works_here(monkeypatch, tmp_path):
 def source(tmp_path_factory) -> Path:
     """A copy of the sources, so that building does not write into the checkout."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("mtrain_cli", *SHIPPED, "tests"):
+    for name in (*PACKAGES, *SHIPPED, "tests"):
         shutil.copytree(
             REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
         )
@@ -105,7 +109,7 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     wheel = build(source, tmp_path, "build_wheel")
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"mtrain_cli"}
+    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
     for folder in SHIPPED:
         shipped = {
             str(path.relative_to(source)) for path in (source / folder).rglob("*") if path.is_file()
@@ -118,6 +122,7 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
         assert {name for name in shipped if not Path(name).name.startswith(".")} <= packed
     for name in ("plotly/plotly-cartesian.min.js.gz", "plotly/LICENSE", "page/page.html"):
         assert f"mtrain_cli/reporting/{name}" in names
+    assert "mtrain_studies/predictions.yaml" in names
     assert any("dist-info/licenses/" in name and "plotly" in name for name in names)
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
     assert "mtrain = mtrain_cli.__main__:main" in zipfile.ZipFile(wheel).read(metadata).decode()
@@ -127,6 +132,8 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     text = probe(site, tmp_path)
     assert all(f"{name} {site}/mtrain_cli/{name}\n" in text for name in SHIPPED)
     assert "composed qwen3b" in text
+    assert f"studies {site}/mtrain_studies/predictions.yaml" in text
+    assert "'study'" in text
 
 
 @pytest.mark.slow
@@ -137,3 +144,5 @@ def test_an_editable_install_finds_the_resources_in_the_checkout(source, tmp_pat
     text = probe(site, tmp_path)
     assert all(f"{name} {source}/{name}\n" in text for name in SHIPPED)
     assert "composed qwen3b" in text
+    assert f"studies {source}/mtrain_studies/predictions.yaml" in text
+    assert "'study'" in text

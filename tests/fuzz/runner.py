@@ -77,10 +77,9 @@ def _without(output: str, words: Sequence[str]) -> str:
 
 
 def _where(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "mtrain_cli" in f.filename]
-    at = (
-        f"{frames[-1].filename.rpartition('mtrain_cli/')[2]}:{frames[-1].lineno}" if frames else "?"
-    )
+    own = re.compile(r".*\bmtrain_(?:cli|studies)/")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if own.match(f.filename)]
+    at = f"{own.sub('', frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
     return f"{at} {type(error).__name__}: {str(error)[:160]}"
 
 
