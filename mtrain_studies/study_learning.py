@@ -20,11 +20,11 @@ from mtrain_cli.commands.options import MOST_STEPS, Json, bounded, flag, name_li
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import printable
-from mtrain_studies.tiers import TIERS, Cell, Tier, cells_of
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
     from mtrain_studies.cells import Study
+    from mtrain_studies.tiers import Cell, Tier
 
 _MOST_MINUTES = 10**6
 # Bytes for the longest path in the folder of a study, a file of an unfinished checkpoint:
@@ -34,12 +34,16 @@ _LONGEST_FILE = 128
 
 def complete_tiers(incomplete: str) -> list[Candidate]:
     """Complete a tier of `mtrain study learning`."""
+    from mtrain_studies.tiers import TIERS
+
     about = {name: " ".join(tier.model[:2]) for name, tier in TIERS.items()}
     return [(name, text) for name, text in about.items() if name.startswith(incomplete)]
 
 
 def complete_cells(incomplete: str) -> list[str]:
     """Complete a comma-separated list of cells of `mtrain study learning`, of any tier."""
+    from mtrain_studies.tiers import TIERS
+
     return in_list(list(dict.fromkeys(n for t in TIERS.values() for n in t.names)), incomplete)
 
 
@@ -90,6 +94,7 @@ def learning(
         dry_run: List the cells with FLOP and time, and exit.
     """
     from mtrain_studies.cells import Study
+    from mtrain_studies.tiers import cells_of
 
     chosen = _tier(tier, base_steps)
     folder = out or Path("measurements", f"learning-{chosen.name}")
@@ -198,6 +203,8 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
 
 
 def _tier(name: str, base_steps: int) -> Tier:
+    from mtrain_studies.tiers import TIERS
+
     if name not in TIERS:
         raise ConfigError(f"--tier {name}: expected {', '.join(TIERS)}")
     return replace(TIERS[name], base_steps=base_steps) if base_steps else TIERS[name]
