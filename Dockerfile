@@ -36,6 +36,7 @@ COPY conf conf
 COPY kernels kernels
 COPY profiles profiles
 COPY mtrain_cli mtrain_cli
+COPY mtrain_studies mtrain_studies
 COPY docs docs
 COPY examples examples
 COPY tests tests

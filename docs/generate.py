@@ -136,7 +136,8 @@ def _command(command: Any, name: str, level: int) -> Iterator[str]:
             f"<br>Default: `{default}`." if shows else ""
         )
         yield ""
-    for sub in getattr(command, "commands", {}).values():
+    for each in command.list_commands(None) if hasattr(command, "list_commands") else ():
+        sub = command.commands[each]
         if not sub.hidden:
             yield from _command(sub, f"{name} {sub.name}", 3 if level == 2 else level + 1)
 

@@ -345,9 +345,9 @@ def _write(name: str, found: dict[str, Any]) -> None:
 
 def main(words: Sequence[str]) -> None:
     if words:
-        from mtrain_cli.learning.cells import Study
-        from mtrain_cli.learning.outcomes import summarize
-        from mtrain_cli.reporting.learning_tables import document
+        from mtrain_studies.cells import Study
+        from mtrain_studies.learning_tables import document
+        from mtrain_studies.outcomes import summarize
 
         if (study := Study.open(Path(words[0]))) is None:
             raise SystemExit(f"{words[0]}: is no folder of a study")

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.learning.outcomes import FAILED, HELD, UNKNOWN, Compared, judged
-from mtrain_cli.learning.t_interval import CONFIDENCE, Interval, t_quantile
-from mtrain_cli.learning.tiers import TIERS, Variant
+from mtrain_studies.outcomes import FAILED, HELD, UNKNOWN, Compared, judged
+from mtrain_studies.t_interval import CONFIDENCE, Interval, t_quantile
+from mtrain_studies.tiers import TIERS, Variant
 
 Document = dict[str, Any]
 

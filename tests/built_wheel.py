@@ -9,11 +9,12 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("conf", "kernels", "profiles")
+PACKAGES = ("mtrain_cli", "mtrain_studies")
 
 
 def copy_sources(folder: Path) -> Path:
     """Copy what a build reads to a folder, and return the folder."""
-    for name in ("mtrain_cli", *SHIPPED, "tests"):
+    for name in (*PACKAGES, *SHIPPED, "tests"):
         shutil.copytree(
             REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
         )

@@ -1,4 +1,4 @@
-"""An installation contains the shipped files and makes only `mtrain_cli` importable."""
+"""An installation contains the shipped files and makes only mtrain's two packages importable."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from built_wheel import REPOSITORY, SHIPPED, build, copy_sources
+from built_wheel import PACKAGES, REPOSITORY, SHIPPED, build, copy_sources
 from packaging.specifiers import SpecifierSet
 
 import mtrain_cli
@@ -39,6 +39,9 @@ for group, options in open_groups().options.items():
             "data.mix={usr: 1}"] if group == "data" and option != "stdlib" else []
         compose([f"{group}={option}", *more], plan=True)
 print("composed", compose(["model=qwen3b"]).model.name)
+from mtrain_cli.commands.app import app
+from mtrain_studies.outcomes import predictions_file
+print("studies", predictions_file(), [group.name for group in app.registered_groups])
 """
 
 
@@ -87,7 +90,7 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     wheel = build(source, tmp_path, "build_wheel")
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"mtrain_cli"}
+    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
     for folder in SHIPPED:
         shipped = {
             str(path.relative_to(source)) for path in (source / folder).rglob("*") if path.is_file()
@@ -104,6 +107,7 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     assert "mtrain_cli/py.typed" in names
     for name in ("plotly/plotly-cartesian.min.js.gz", "plotly/LICENSE", "page/page.html"):
         assert f"mtrain_cli/reporting/{name}" in names
+    assert "mtrain_studies/predictions.yaml" in names
     assert any("dist-info/licenses/" in name and "plotly" in name for name in names)
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
     assert "mtrain = mtrain_cli.__main__:main" in zipfile.ZipFile(wheel).read(metadata).decode()
@@ -113,6 +117,8 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     text = probe(site, tmp_path)
     assert all(f"{name} {site}/mtrain_cli/{name}\n" in text for name in SHIPPED)
     assert "composed qwen3b" in text
+    assert f"studies {site}/mtrain_studies/predictions.yaml" in text
+    assert "'study'" in text
 
 
 @in_checkout
@@ -161,3 +167,5 @@ def test_an_editable_install_finds_the_resources_in_the_checkout(source, tmp_pat
     text = probe(site, tmp_path)
     assert all(f"{name} {source}/{name}\n" in text for name in SHIPPED)
     assert "composed qwen3b" in text
+    assert f"studies {source}/mtrain_studies/predictions.yaml" in text
+    assert "'study'" in text

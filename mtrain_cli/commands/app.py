@@ -11,7 +11,6 @@ import contextlib
 import errno
 import io
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
@@ -19,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mtrain_cli import __version__, docstrings
+from mtrain_cli import __version__
 from mtrain_cli.commands import (
     checkpoint,
     config,
@@ -27,6 +26,7 @@ from mtrain_cli.commands import (
     data_needles,
     data_ruler,
     doctor,
+    entry_points,
     evaluate,
     evaluate_lm_eval,
     generate,
@@ -42,12 +42,9 @@ from mtrain_cli.commands import (
     report,
     simulate,
     status,
-    study,
-    study_learning,
-    study_published,
     train,
 )
-from mtrain_cli.commands.options import describe, described_parameters
+from mtrain_cli.commands.options import take_help_from_docstrings, warn
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
@@ -103,23 +100,6 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _errors_as_lines(ctx):
             return super().invoke(ctx)
-
-
-def take_help_from_docstrings(group: typer.Typer) -> None:
-    """Take the help of commands and of their options from the docstrings.
-
-    Join the lines of each help paragraph, so that the paragraph fills the terminal's width. Typer
-    would keep the line breaks of the docstring. Indented lines, the examples, stay unchanged.
-    """
-    infos: list[Any] = [*group.registered_commands, *filter(None, [group.registered_callback])]
-    for info in infos:
-        if info.callback is not None:
-            text, _ = docstrings.split(info.callback)
-            info.help = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
-            describe(info.callback, described_parameters(info.callback))
-    for subgroup in group.registered_groups:
-        if subgroup.typer_instance is not None:
-            take_help_from_docstrings(subgroup.typer_instance)
 
 
 @contextlib.contextmanager
@@ -314,8 +294,6 @@ def mtrain(
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.add_typer(evaluate.app, name="eval")
-assert study_learning.app is study_published.app is study.app
-app.add_typer(study.app, name="study")
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.
 _PROFILES = (
@@ -340,3 +318,32 @@ app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
 take_help_from_docstrings(app)
+
+
+def _add(name: str, command: Any) -> None:
+    """Add a command of another package: a group, or a function with Typer's annotations."""
+    if name in _names():
+        raise ValueError("mtrain has a command of this name")
+    alone = typer.Typer()
+    if isinstance(command, typer.Typer):
+        alone.add_typer(command, name=name)
+    else:
+        alone.command(name)(command)
+    typer.main.get_group(alone)  # raises an error if Typer can make no command of it
+    app.registered_groups += alone.registered_groups
+    app.registered_commands += alone.registered_commands
+
+
+def _names() -> list[str | None]:
+    groups, commands = app.registered_groups, app.registered_commands
+    return [*(group.name for group in groups), *(command.name for command in commands)]
+
+
+entry_points.load(entry_points.COMMANDS, _add)
+warn(
+    [
+        f"{name}: this installation lacks the command, or is older than the code; reinstall mtrain"
+        for name in ORDER
+        if name not in _names()
+    ]
+)

@@ -125,30 +125,6 @@ def complete_tokenizers(incomplete: str) -> list[Candidate]:
     )
 
 
-def complete_published(incomplete: str) -> list[Candidate]:
-    """Complete the name of a published table."""
-    from mtrain_cli.simulation import published
-
-    titles = [(name, published.read(name).title) for name in published.names()]
-    groups = [(name, f"all tables of {paper}") for name, paper in published.PAPERS.items()]
-    return [(name, text) for name, text in [*titles, *groups] if name.startswith(incomplete)]
-
-
-def complete_tiers(incomplete: str) -> list[Candidate]:
-    """Complete a tier of `mtrain study learning`."""
-    from mtrain_cli.learning.tiers import TIERS
-
-    about = {name: " ".join(tier.model[:2]) for name, tier in TIERS.items()}
-    return [(name, text) for name, text in about.items() if name.startswith(incomplete)]
-
-
-def complete_cells(incomplete: str) -> list[str]:
-    """Complete a comma-separated list of cells of `mtrain study learning`, of any tier."""
-    from mtrain_cli.learning.tiers import TIERS
-
-    return in_list(list(dict.fromkeys(n for t in TIERS.values() for n in t.names)), incomplete)
-
-
 def in_list(allowed: Sequence[str], incomplete: str) -> list[str]:
     """Complete the last name of a comma-separated list, without names that are in the list."""
     before, comma, start = incomplete.rpartition(",")

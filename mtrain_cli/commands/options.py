@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -124,6 +125,23 @@ def describe(command: Callable[..., Any], parameters: Sequence[inspect.Parameter
     """Give a command these parameters: Typer reads the signature and the annotations."""
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def take_help_from_docstrings(group: typer.Typer) -> None:
+    """Take the help of commands and of their options from the docstrings.
+
+    Join the lines of each help paragraph, so that the paragraph fills the terminal's width. Typer
+    would keep the line breaks of the docstring. Indented lines, the examples, stay unchanged.
+    """
+    infos: list[Any] = [*group.registered_commands, *filter(None, [group.registered_callback])]
+    for info in infos:
+        if info.callback is not None:
+            text, _ = docstrings.split(info.callback)
+            info.help = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+            describe(info.callback, described_parameters(info.callback))
+    for subgroup in group.registered_groups:
+        if subgroup.typer_instance is not None:
+            take_help_from_docstrings(subgroup.typer_instance)
 
 
 def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., None]], Any]:

@@ -5,25 +5,43 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtrain_cli.commands import entry_points
 from mtrain_cli.commands.completion import complete_measured
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mtrain_cli.console import Console
-    from mtrain_cli.learning.cells import Study
     from mtrain_cli.reporting.report_source import ReportSource
 
 PAGE, TABLES = "report.html", "tables"
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """How another package shows a folder.
+
+    An entry point of the group `mtrain.reports` is a function of a folder that returns this, or
+    None for a folder that is not the package's.
+
+    what: what the folder is, such as "a study".
+    command: the command that writes it.
+    show: prints the report, or with `as_json` only JSON. With `html`, also writes a page, and
+        returns its path.
+    """
+
+    what: str
+    command: str
+    show: Callable[..., Path | None]
 
 
 def report(
@@ -58,21 +76,28 @@ def report(
         as_json: Print the analysis as JSON only; write no files.
         show: Open the page in a browser, if there is one.
     """
-    from mtrain_cli.learning.cells import Study
     from mtrain_cli.reporting import report_source
     from mtrain_cli.reporting.terminal import make_console, show_sources
 
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
     paths = [report_source.find(name) for name in runs or ()]
+    others = entry_points.load(entry_points.REPORTS, lambda _, open_folder: open_folder)
     for name, path in zip(runs or (), paths, strict=True):
-        if (study := Study.open(path)) is not None:
+        found = next(filter(None, (open_folder(path) for open_folder in others)), None)
+        if found is not None:
             if len(paths) > 1:
                 raise ConfigError(
-                    f"{name}: a report shows a study of `mtrain study learning` alone; give "
+                    f"{name}: a report shows {found.what} of `{found.command}` alone; give "
                     f"mtrain report {shlex.quote(name)}, or leave it out"
                 )
-            _show_study(study, out, html=html, as_json=as_json, show=show)
+            if out is not None:
+                raise ConfigError(
+                    f"--out {out}: the page of {found.what} is in its folder; leave out --out"
+                )
+            page = found.show(as_json=as_json, html=html)
+            if show and page is not None:
+                _open_in_browser(page, make_console())
             return
     paths = paths or report_source.default()
     sources = [report_source.open_source(path) for path in paths]
@@ -103,17 +128,6 @@ def report(
         console.print(line, soft_wrap=True)
     if show and page is not None:
         _open_in_browser(page, console)
-
-
-def _show_study(study: Study, out: Path | None, *, html: bool, as_json: bool, show: bool) -> None:
-    from mtrain_cli.commands.study_learning import show as show_study
-    from mtrain_cli.reporting.terminal import make_console
-
-    if out is not None:
-        raise ConfigError(f"--out {out}: the page of a study is in its folder; leave out --out")
-    page = show_study(study, as_json=as_json, html=html)
-    if show and page is not None:
-        _open_in_browser(page, make_console())
 
 
 def _shipped_note(paths: Sequence[Path]) -> str:

@@ -5,12 +5,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from mtrain_cli import console
 from mtrain_cli.commands import config as config_command
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.keys import all_keys
 from mtrain_cli.config.mask_settings import MASKS
 from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.reporting import terminal_width
 
 
 def run(*words: str):
@@ -149,8 +151,11 @@ def test_own_groups_are_listed_and_shown(tmp_path):
 
 def test_tables_fit_80_columns_without_truncation(monkeypatch):
     shown = io.StringIO()
+    # Imported later, it would keep the substitute for all tests that follow.
+    assert terminal_width.Console is console.Console
     monkeypatch.setattr(
-        "mtrain_cli.console.Console",
+        console,
+        "Console",
         lambda: Console(file=shown, force_terminal=True, width=80, no_color=True),
     )
     config_command.show_option("model/qwen3b")

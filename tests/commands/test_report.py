@@ -320,35 +320,3 @@ def test_many_ranks_are_summarized_in_the_terminal():
     times = np.random.default_rng(0).gamma(9, 0.1, (40, 40))
     recorded_once(Path("measurements/many"), Play(ring(40), lambda _d, r, s: float(times[r, s])))
     assert "each cell is the maximum of 2 workers x 2 steps" in report("many", "--no-html")
-
-
-def test_the_folder_of_a_study_is_shown(tmp_path):
-    from mtrain_cli.learning.cells import Study
-    from mtrain_cli.learning.tiers import TIERS
-
-    study = Study(tmp_path / "learning", TIERS["tiny"])
-    study.folder.mkdir()
-    study.save()
-    result = CliRunner().invoke(app, ["report", str(study.folder), "--json"])
-    assert json.loads(result.stdout)["tier"] == "tiny"
-    assert not (study.folder / "report.html").exists()
-    result = CliRunner().invoke(app, ["report", str(study.folder)])
-    assert result.exit_code == 0, result.output
-    assert "0 of 20 cells are finished." in result.stdout
-    assert (study.folder / "report.html").is_file()
-    (study.folder / "report.html").unlink()
-    assert CliRunner().invoke(app, ["report", str(study.folder), "--no-html"]).exit_code == 0
-    assert not (study.folder / "report.html").exists()
-    result = CliRunner().invoke(app, ["report", str(study.folder), "--out", "x"])
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "--out x: the page of a study is in its folder" in result.stderr
-    for names in (["real-512k-4xh200", study.folder], [study.folder, "real-512k-4xh200"]):
-        result = CliRunner().invoke(app, ["report", *map(str, names), "--no-html", "--no-csv"])
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert " ".join(result.stderr.split()) == (
-            f"mtrain: {study.folder}: a report shows a study of `mtrain study learning` alone; "
-            f"give mtrain report {study.folder}, or leave it out"
-        )
-    (study.folder / "study.json").write_text('{"study": "learning", "tier": "z"}')
-    result = CliRunner().invoke(app, ["report", str(study.folder)])
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

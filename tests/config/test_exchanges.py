@@ -32,12 +32,14 @@ def test_only_hierarchical_exchanges_have_a_flat_partner(monkeypatch):
 
 def test_only_the_modules_that_define_exchanges_spell_their_names():
     named = {*EXCHANGE_TRAITS, *HEAD_SHARING}
-    package = Path(exchanges.__file__).parents[1]
+    root = Path(exchanges.__file__).parents[2]
     # Collectives of `parallel.executor` are called all_gather, too.
     modules = "schedule", "gather_schedules", "ring_schedules", "schedule_registry", "executor"
-    definitions = ("config/exchanges.py", *(f"parallel/{name}.py" for name in modules))
-    for file in sorted(package.rglob("*.py")):
-        if file.relative_to(package).as_posix() not in definitions:
+    package = root / "mtrain_cli"
+    definitions = [package / "config/exchanges.py"]
+    definitions += [package / f"parallel/{name}.py" for name in modules]
+    for file in sorted([*package.rglob("*.py"), *(root / "mtrain_studies").rglob("*.py")]):
+        if file not in definitions:
             nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
             spelled = {node.value for node in nodes if isinstance(node, ast.Constant)} & named
             assert not spelled, file

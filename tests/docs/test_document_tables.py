@@ -9,12 +9,12 @@ from types import ModuleType
 
 import pytest
 from docs.blocks import ROOT
-from reporting.test_learning_tables import summary
+from studies.test_learning_tables import summary
 
-from mtrain_cli.learning.cells import Study
-from mtrain_cli.learning.outcomes import FAILED, HELD, UNKNOWN, summarize
-from mtrain_cli.learning.t_interval import interval
-from mtrain_cli.reporting.learning_tables import document
+from mtrain_studies.cells import Study
+from mtrain_studies.learning_tables import document
+from mtrain_studies.outcomes import FAILED, HELD, UNKNOWN, summarize
+from mtrain_studies.t_interval import interval
 
 RESULTS = ROOT / "profiles/learning"
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import sys
+import tomllib
 import types
 
 import gloo
 import pytest
+from commands.test_entry_points import install, mtrain_with
 from docs.blocks import ROOT, blocks_of
 from parallel import test_context_attention as oracle
 from parallel.test_schedule import Play
@@ -45,11 +48,16 @@ def mirrored_ring():
 
 def test_there_is_an_example_of_each_thing_to_add():
     text = "\n".join(block.text for block in EXAMPLES)
-    for name in ("RecentPattern", "mirrored_ring", "EinsumKernel", "lookahead", "LowestLoss"):
+    for name in (
+        *("RecentPattern", "mirrored_ring", "EinsumKernel", "lookahead", "LowestLoss"),
+        "lowest_loss",
+    ):
         assert name in text
 
 
-@pytest.mark.parametrize("block", EXAMPLES, ids=str)
+@pytest.mark.parametrize(
+    "block", [block for block in EXAMPLES if "def lowest_loss" not in block.text], ids=str
+)
 def test_examples_hold_what_they_assert(block):
     assert "assert" in block.text
     names_of(block)
@@ -154,3 +162,21 @@ def test_the_exchange_equals_the_oracle_on_real_processes():
     for differences in gloo.run(3, exchange_differences):
         assert len(differences) >= 18, "three layouts, three numbers of key heads, two indices"
         assert max(differences.values()) < 1e-13
+
+
+def test_the_command_comes_from_another_package(tmp_path):
+    (code,) = (block for block in EXAMPLES if "def lowest_loss" in block.text)
+    (about,) = (block for block in blocks_of("toml") if "lowest-loss" in block.text)
+    (tmp_path / "lowest_loss.py").write_text(code.text)
+    install(tmp_path, **tomllib.loads(about.text)["project"])
+    listed = mtrain_with(tmp_path, "--help")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    names = re.findall(r"^│ ([\w-]+) ", listed.stdout.partition("Commands")[2], re.MULTILINE)
+    assert names[-2:] == ["doctor", "lowest-loss"]
+    rows = ({"step": step, "loss": loss} for step, loss in enumerate([5.0, None, 4.0, 4.5], 1))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = mtrain_with(tmp_path, "lowest-loss", str(tmp_path))
+    assert (found.stdout, found.stderr) == ("step 3 has the lowest loss: 4.0000\n", "")
+    wrong = mtrain_with(tmp_path, "lowest-loss", "nope")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert wrong.stderr.startswith("mtrain: nope: ")

@@ -77,10 +77,9 @@ def _without(output: str, words: Sequence[str]) -> str:
 
 
 def _where(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "mtrain_cli" in f.filename]
-    at = (
-        f"{frames[-1].filename.rpartition('mtrain_cli/')[2]}:{frames[-1].lineno}" if frames else "?"
-    )
+    own = re.compile(r".*\bmtrain_(?:cli|studies)/")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if own.match(f.filename)]
+    at = f"{own.sub('', frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
     return f"{at} {type(error).__name__}: {str(error)[:160]}"
 
 
@@ -176,8 +175,8 @@ def stub_heavy_work(monkeypatch: Any = None) -> None:
     import hydra
 
     from mtrain_cli.launch import local
-    from mtrain_cli.learning import cells
     from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark, pattern_quality
+    from mtrain_studies import cells
 
     replace = setattr if monkeypatch is None else monkeypatch.setattr
     composed: dict[tuple[str, ...], Any] = {}

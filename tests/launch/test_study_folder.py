@@ -11,9 +11,9 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.local import _resume_hint
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.study_folder import study_command
-from mtrain_cli.learning.cells import Study
-from mtrain_cli.learning.tiers import TIERS
 from mtrain_cli.training.loop import _next_commands
+from mtrain_studies.cells import Study
+from mtrain_studies.tiers import TIERS
 
 WORDS = ["mtrain", "study", "learning", "--out", "my study"]
 

@@ -7,12 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from learning.finished_cell import write_results
+from studies.finished_cell import write_results
 
 from mtrain_cli.evaluation.results import NATS, PERCENT, RESULTS, Part, Result, ResultsFolder
-from mtrain_cli.learning import outcomes
-from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study
-from mtrain_cli.learning.outcomes import (
+from mtrain_studies import outcomes
+from mtrain_studies.cells import DONE, EVALUATION, Done, Study
+from mtrain_studies.outcomes import (
     BETTER,
     FAILED,
     HELD,
@@ -38,8 +38,8 @@ from mtrain_cli.learning.outcomes import (
     unknown_bases,
     unlike_dense,
 )
-from mtrain_cli.learning.t_interval import Interval, interval
-from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
+from mtrain_studies.t_interval import Interval, interval
+from mtrain_studies.tiers import AGAIN, DENSE, FIXED, TIERS, Cell, digest
 
 A = TIERS["a"]
 SPARSE = "vertical_slash-0.6"

@@ -10,7 +10,9 @@ from typing import Any
 from mtrain_cli.config.sizes import format_size, with_count
 from mtrain_cli.console import Console
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_cli.learning.cells import (
+from mtrain_cli.printable import one_line
+from mtrain_cli.reporting.terminal_width import TextTable, new_table, print_table, say
+from mtrain_studies.cells import (
     DamagedCellError,
     Study,
     damage_of_base,
@@ -18,7 +20,7 @@ from mtrain_cli.learning.cells import (
     estimated_seconds,
     weights_of_base,
 )
-from mtrain_cli.learning.outcomes import (
+from mtrain_studies.outcomes import (
     CONTROL,
     KEY_LOSS,
     LONG_LOSS,
@@ -33,10 +35,8 @@ from mtrain_cli.learning.outcomes import (
     control_loses,
     unknown_bases,
 )
-from mtrain_cli.learning.t_interval import Interval
-from mtrain_cli.learning.tiers import AGAIN, DENSE, FIXED, Cell, Tier
-from mtrain_cli.printable import one_line
-from mtrain_cli.reporting.terminal_width import TextTable, new_table, print_table, say
+from mtrain_studies.t_interval import Interval
+from mtrain_studies.tiers import AGAIN, DENSE, FIXED, Cell, Tier
 
 LOSSES = (LOSS, LONG_LOSS, KEY_LOSS)
 TOY = (

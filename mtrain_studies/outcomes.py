@@ -24,9 +24,9 @@ from typing import Any
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import NIAH, PERPLEXITY, ConfigError
 from mtrain_cli.evaluation.results import SAMPLES, Result, read_results, read_sample_rows
-from mtrain_cli.learning.cells import EVALUATION, DamagedCellError, Done, Study
-from mtrain_cli.learning.t_interval import Interval, interval
-from mtrain_cli.learning.tiers import AGAIN, BASE, DENSE, FIXED, Cell, Tier, Variant
+from mtrain_studies.cells import EVALUATION, DamagedCellError, Done, Study
+from mtrain_studies.t_interval import Interval, interval
+from mtrain_studies.tiers import AGAIN, BASE, DENSE, FIXED, Cell, Tier, Variant
 
 LOSS, LONG_LOSS, KEY_LOSS = "loss", "long_loss", "key_loss"
 WORST_BUCKET = "worst_long_bucket"

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from learning.finished_cell import write_results
 from safetensors.numpy import save_file
+from studies.finished_cell import write_results
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import resolved_file
@@ -20,9 +20,10 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import PERCENT, RESULTS, SAMPLES, Result, ResultsFolder
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_lock import RunLock
-from mtrain_cli.learning import cells
-from mtrain_cli.learning.cells import DONE, EVALUATION, Done, Study, estimated_flop, training_words
-from mtrain_cli.learning.tiers import (
+from mtrain_cli.sparsity.fixed import make_pattern
+from mtrain_studies import cells
+from mtrain_studies.cells import DONE, EVALUATION, Done, Study, estimated_flop, training_words
+from mtrain_studies.tiers import (
     AGAIN,
     DENSE,
     EQUAL_TIME,
@@ -32,7 +33,6 @@ from mtrain_cli.learning.tiers import (
     Cell,
     digest,
 )
-from mtrain_cli.sparsity.fixed import make_pattern
 
 TINY = TIERS["tiny"]
 SPARSE = "vertical_slash-0.6"

@@ -25,7 +25,7 @@ from mtrain_cli.data.needles import NeedleSettings, needle_documents, reported
 from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import Tokenizer, open_tokenizer
-from mtrain_cli.learning.tiers import Tier
+from mtrain_studies.tiers import Tier
 
 BLOCK = 256  # bytes
 CODE, HELD_OUT, ABOUT, TOKENIZER = "code", "held_out.jsonl", "corpus.json", "tokenizer.json"

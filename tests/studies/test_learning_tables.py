@@ -6,19 +6,21 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-from learning.finished_cell import write_results
-from learning.test_outcomes import A, measured, three
 from rich.console import Console
+from studies.finished_cell import write_results
+from studies.test_outcomes import A, measured, three
 
 from mtrain_cli.evaluation.cost import format_flop
-from mtrain_cli.learning.cells import (
+from mtrain_studies import learning_tables
+from mtrain_studies.cells import (
     DONE,
     Done,
     Study,
     estimated_flop,
     estimated_seconds,
 )
-from mtrain_cli.learning.outcomes import (
+from mtrain_studies.learning_tables import document, remarks, show_plan, show_summary, tables
+from mtrain_studies.outcomes import (
     FAILED,
     HELD,
     UNKNOWN,
@@ -29,10 +31,8 @@ from mtrain_cli.learning.outcomes import (
     compare,
     spread_of,
 )
-from mtrain_cli.learning.t_interval import Interval
-from mtrain_cli.learning.tiers import FIXED, Cell, digest
-from mtrain_cli.reporting import learning_tables
-from mtrain_cli.reporting.learning_tables import document, remarks, show_plan, show_summary, tables
+from mtrain_studies.t_interval import Interval
+from mtrain_studies.tiers import FIXED, Cell, digest
 
 
 def summary(difference: list[float]) -> Summary:

@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain_cli.commands.completion import complete_cells, complete_tiers
+from mtrain_cli.commands.completion import Candidate, in_list
 from mtrain_cli.commands.options import MOST_STEPS, Json, bounded, flag, name_list, option, writing
-from mtrain_cli.commands.study import app
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import printable
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
-    from mtrain_cli.learning.cells import Study
-    from mtrain_cli.learning.tiers import Cell, Tier
+    from mtrain_studies.cells import Study
+    from mtrain_studies.tiers import Cell, Tier
 
 _MOST_MINUTES = 10**6
 # Bytes for the longest path in the folder of a study, a file of an unfinished checkpoint:
@@ -33,7 +32,21 @@ _MOST_MINUTES = 10**6
 _LONGEST_FILE = 128
 
 
-@app.command()
+def complete_tiers(incomplete: str) -> list[Candidate]:
+    """Complete a tier of `mtrain study learning`."""
+    from mtrain_studies.tiers import TIERS
+
+    about = {name: " ".join(tier.model[:2]) for name, tier in TIERS.items()}
+    return [(name, text) for name, text in about.items() if name.startswith(incomplete)]
+
+
+def complete_cells(incomplete: str) -> list[str]:
+    """Complete a comma-separated list of cells of `mtrain study learning`, of any tier."""
+    from mtrain_studies.tiers import TIERS
+
+    return in_list(list(dict.fromkeys(n for t in TIERS.values() for n in t.names)), incomplete)
+
+
 def learning(
     tier: Annotated[str, option("tiny|a|b", complete=complete_tiers)] = "tiny",
     out: Annotated[Path | None, option("DIR")] = None,
@@ -80,8 +93,8 @@ def learning(
         packages: Folder of Python packages to train on; by default those of this Python.
         dry_run: List the cells with FLOP and time, and exit.
     """
-    from mtrain_cli.learning.cells import Study
-    from mtrain_cli.learning.tiers import cells_of
+    from mtrain_studies.cells import Study
+    from mtrain_studies.tiers import cells_of
 
     chosen = _tier(tier, base_steps)
     folder = out or Path("measurements", f"learning-{chosen.name}")
@@ -106,8 +119,8 @@ def learning(
 
     console = make_console()
     if dry_run:
-        from mtrain_cli.learning import package_corpus
-        from mtrain_cli.reporting.learning_tables import show_plan
+        from mtrain_studies import package_corpus
+        from mtrain_studies.learning_tables import show_plan
 
         if (facts := package_corpus.read(study.texts)) is not None:
             study = replace(study, sha256=facts.sha256)
@@ -153,7 +166,7 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
             study cannot have.
     """
     from mtrain_cli.config.keys import PATH_MAX, path_problem
-    from mtrain_cli.learning.cells import Study
+    from mtrain_studies.cells import Study
 
     # Trainings get the path without symbolic links, which may be longer or hold other characters.
     for path in (str(folder.absolute()), os.path.realpath(folder)):
@@ -190,7 +203,7 @@ def _check_folder(folder: Path, tier: Tier) -> Tier | None:
 
 
 def _tier(name: str, base_steps: int) -> Tier:
-    from mtrain_cli.learning.tiers import TIERS
+    from mtrain_studies.tiers import TIERS
 
     if name not in TIERS:
         raise ConfigError(f"--tier {name}: expected {', '.join(TIERS)}")
@@ -218,8 +231,8 @@ def _seeds(text: str, tier: Tier) -> list[int]:
 def _prepare(study: Study, packages: Path | None, console: Console) -> Study:
     """Write predictions and texts before anything is trained."""
     from mtrain_cli.commands.data_output import progress_bar
-    from mtrain_cli.learning import package_corpus
-    from mtrain_cli.learning.outcomes import predictions_file
+    from mtrain_studies import package_corpus
+    from mtrain_studies.outcomes import predictions_file
 
     def mark() -> None:
         study.folder.mkdir(parents=True, exist_ok=True)
@@ -245,7 +258,7 @@ def _refuse_small_budget(study: Study, cells: list[Cell], budget: float) -> None
     Raises:
         ConfigError: the first cell would probably take longer.
     """
-    from mtrain_cli.learning.cells import unfinished
+    from mtrain_studies.cells import unfinished
 
     for cell in unfinished(study, cells)[:1]:
         if (seconds := _seconds_left(study, cell)) > 60 * budget:
@@ -260,7 +273,7 @@ def _refuse_small_budget(study: Study, cells: list[Cell], budget: float) -> None
 def _seconds_left(study: Study, cell: Cell) -> float:
     """Return the seconds of a cell after its checkpoint, at the speed that its tier assumes."""
     from mtrain_cli.launch.run_dir import RunDir
-    from mtrain_cli.learning.cells import RUN, estimated_flop, estimated_seconds
+    from mtrain_studies.cells import RUN, estimated_flop, estimated_seconds
 
     steps = study.tier.base_steps if cell.variant is None else study.tier.steps
     done = min(1.0, (RunDir(study.path(cell) / RUN).last_step() or 0) / steps)
@@ -273,7 +286,7 @@ def _compute(
     study: Study, cells: list[Cell], budget: float, console: Console, *, below_gate: bool = False
 ) -> None:
     """Compute the cells that are not finished, as long as the budget lasts."""
-    from mtrain_cli.learning import cells as computed
+    from mtrain_studies import cells as computed
 
     started, pace = time.monotonic(), Pace(study.tier)
     missing = computed.unfinished(study, cells)
@@ -309,7 +322,7 @@ class Pace:
 
     def add(self, cell: Cell, seconds: float) -> None:
         """Note a finished cell."""
-        from mtrain_cli.learning.cells import estimated_seconds
+        from mtrain_studies.cells import estimated_seconds
 
         is_base = cell.variant is None
         self._longest[is_base] = max(self._longest.get(is_base, 0.0), seconds)
@@ -318,7 +331,7 @@ class Pace:
 
     def expected(self, cell: Cell) -> float:
         """Return seconds; 0 before the first cell of a sitting."""
-        from mtrain_cli.learning.cells import estimated_seconds
+        from mtrain_studies.cells import estimated_seconds
 
         if (longest := self._longest.get(cell.variant is None)) is not None:
             return longest
@@ -369,9 +382,9 @@ def show(study: Study, *, as_json: bool, html: bool = True) -> Path | None:
     Returns:
         The page, if it was written.
     """
-    from mtrain_cli.learning.outcomes import summarize
-    from mtrain_cli.reporting import learning_page, learning_tables
     from mtrain_cli.reporting.terminal import make_console
+    from mtrain_studies import learning_page, learning_tables
+    from mtrain_studies.outcomes import summarize
 
     summary = summarize(study)
     if as_json:

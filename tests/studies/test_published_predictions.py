@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from mtrain_cli.commands.study_published import _scenario
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.records.study_rows import errors
-from mtrain_cli.simulation.published import (
+from mtrain_studies.published import (
     MFU,
     SPEED,
     PublishedRow,
@@ -19,7 +18,8 @@ from mtrain_cli.simulation.published import (
     names,
     read,
 )
-from mtrain_cli.simulation.published_predictions import predict_table
+from mtrain_studies.published_predictions import predict_table
+from mtrain_studies.study_published import _scenario
 
 
 def predicted(table: PublishedTable):

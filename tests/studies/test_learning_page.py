@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reporting.test_html import figures_in
-from reporting.test_learning_tables import A, summary
+from studies.test_learning_tables import A, summary
 
-from mtrain_cli.learning.cells import Done, Study
-from mtrain_cli.reporting import learning_page
-from mtrain_cli.reporting.learning_page import figures, write_page
+from mtrain_studies import learning_page
+from mtrain_studies.cells import Done, Study
+from mtrain_studies.learning_page import figures, write_page
 
 
 def test_the_page_has_tables_figures_and_commands(tmp_path):

@@ -7,7 +7,7 @@ import yaml
 
 from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import EXCHANGES, LAYOUTS, ConfigError
-from mtrain_cli.simulation.published import PAPERS, chosen, names, read, read_file
+from mtrain_studies.published import PAPERS, chosen, names, read, read_file
 
 ASKED = (
     *("table3", "fig6b", "fig7", "fig12", "fig13"),

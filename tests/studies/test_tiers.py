@@ -8,7 +8,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.learning.tiers import (
+from mtrain_studies.tiers import (
     BASE,
     DENSE,
     EQUAL_TIME,

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from mtrain_cli import __version__
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.learning.cells import Study
-from mtrain_cli.learning.outcomes import (
+from mtrain_cli.reporting import elements, plots
+from mtrain_cli.reporting.plots import Figure, FigureView
+from mtrain_studies.cells import Study
+from mtrain_studies.learning_tables import label, remarks, tables
+from mtrain_studies.outcomes import (
     DEPTHS,
     LONG_LOSS,
     LOSS,
@@ -22,10 +25,7 @@ from mtrain_cli.learning.outcomes import (
     Summary,
     dense_of,
 )
-from mtrain_cli.learning.tiers import DENSE
-from mtrain_cli.reporting import elements, plots
-from mtrain_cli.reporting.learning_tables import label, remarks, tables
-from mtrain_cli.reporting.plots import Figure, FigureView
+from mtrain_studies.tiers import DENSE
 
 PAGE = "report.html"
 _TITLE = "Does sparse training lose anything?"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from mtrain_cli.commands.options import take_help_from_docstrings
+from mtrain_cli.commands.report import FolderReport
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import no_such
-from mtrain_cli.simulation import published
+from mtrain_studies import published, study_learning, study_published
 
 _PUBLISHED = "published"  # the command that takes names of tables
 
@@ -46,3 +50,22 @@ def study() -> None:
       [cyan]mtrain study burst-table2[/cyan]
           Compare an ablation of 32 GPUs with what the simulator predicts
     """
+
+
+app.command("learning")(study_learning.learning)
+app.command("list")(study_published.list_tables)
+app.command(_PUBLISHED)(study_published.compare)
+take_help_from_docstrings(app)
+
+
+def report(folder: Path) -> FolderReport | None:
+    """Return how `mtrain report` shows the folder of `mtrain study learning`; None for others.
+
+    Raises:
+        ConfigError: the folder is a study whose file is damaged or missing.
+    """
+    from mtrain_studies.cells import Study
+
+    if (found := Study.open(folder)) is None:
+        return None
+    return FolderReport("a study", "mtrain study learning", partial(study_learning.show, found))

@@ -11,7 +11,16 @@ from typing import TypeVar
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.records.study_rows import StudyTable, StudyValue
 from mtrain_cli.simulation.prediction import BoundedTime, PredictedPass, Prediction
-from mtrain_cli.simulation.published import (
+from mtrain_cli.simulation.scenario import (
+    PredictedScenario,
+    Scenario,
+    predict_attention_alone,
+    predict_training,
+)
+from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
+from mtrain_cli.training.memory import GIB
+from mtrain_studies.published import (
     COMPUTED,
     LESS,
     MEMORY,
@@ -29,15 +38,6 @@ from mtrain_cli.simulation.published import (
     PublishedTable,
     PublishedValue,
 )
-from mtrain_cli.simulation.scenario import (
-    PredictedScenario,
-    Scenario,
-    predict_attention_alone,
-    predict_training,
-)
-from mtrain_cli.simulation.timeline import Disturbances
-from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
-from mtrain_cli.training.memory import GIB
 
 T = TypeVar("T")
 Scenarios = Callable[[PublishedRow], Scenario]  # composes the run of a row

@@ -30,9 +30,9 @@ from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_lock import LOCK, RunLock
 from mtrain_cli.launch.study_folder import COMMAND, RUN, STUDY
-from mtrain_cli.learning import package_corpus
-from mtrain_cli.learning.tiers import BASE, DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
 from mtrain_cli.records.metrics import METRICS_FILE, WARM_UP_STEPS, read_readable_metrics
+from mtrain_studies import package_corpus
+from mtrain_studies.tiers import BASE, DENSE, OTHER_ORDER, TIERS, Cell, Tier, digest
 
 if TYPE_CHECKING:
     from mtrain_cli.inference.model_source import ModelSource

@@ -14,17 +14,16 @@ from pathlib import Path
 import pytest
 import typer
 from command import mtrain
-from learning.finished_cell import write_results
+from studies.finished_cell import write_results
 from typer.testing import CliRunner, Result
 
-from mtrain_cli.commands import study_learning
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import local
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.learning import cells, package_corpus
-from mtrain_cli.learning.cells import Done, Study
-from mtrain_cli.learning.tiers import TIERS, cells_of, digest
+from mtrain_studies import cells, package_corpus, study_learning
+from mtrain_studies.cells import Done, Study
+from mtrain_studies.tiers import TIERS, cells_of, digest
 
 NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a whole safetensors file
 

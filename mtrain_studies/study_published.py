@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli import __version__
-from mtrain_cli.commands.completion import complete_published
+from mtrain_cli.commands.completion import Candidate
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
 from mtrain_cli.commands.simulate import Calibrations
-from mtrain_cli.commands.study import app
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.simulation import published
-from mtrain_cli.simulation.published import COMPUTED, STEP, WORKER, PublishedRow
+from mtrain_studies import published
+from mtrain_studies.published import COMPUTED, STEP, WORKER, PublishedRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +30,13 @@ if TYPE_CHECKING:
 _ALL_PAIRS = "dense"
 
 
-@app.command("list")
+def complete_published(incomplete: str) -> list[Candidate]:
+    """Complete the name of a published table."""
+    titles = [(name, published.read(name).title) for name in published.names()]
+    groups = [(name, f"all tables of {paper}") for name, paper in published.PAPERS.items()]
+    return [(name, text) for name, text in [*titles, *groups] if name.startswith(incomplete)]
+
+
 def list_tables(as_json: Json = False) -> None:
     """List the published tables, with the paper and the place of each.
 
@@ -60,7 +65,6 @@ def list_tables(as_json: Json = False) -> None:
     console.print(f"groups: {papers}, all", soft_wrap=True)
 
 
-@app.command("published")
 def compare(
     names: Annotated[list[str], argument("NAME...", complete_published)],
     out: Annotated[Path | None, option("DIR")] = None,
@@ -99,7 +103,7 @@ def compare(
         raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
     folder = _folder(out, names) if files else None
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.simulation.published_predictions import predict_table
+    from mtrain_studies.published_predictions import predict_table
 
     tables = [
         predict_table(table, partial(_scenario, table.cluster, calibration), _measured)

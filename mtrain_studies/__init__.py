@@ -1,0 +1,1 @@
+"""The command `mtrain study`: an experiment on learning, and published tables."""

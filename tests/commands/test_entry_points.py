@@ -1,0 +1,112 @@
+"""Commands and reports of other packages, which are installed into a folder for the test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from mtrain_cli.commands import entry_points
+from mtrain_cli.commands.app import app
+from mtrain_cli.commands.report import FolderReport
+
+
+def install(folder: Path, name: str, version: str, **project: Any) -> None:
+    """Write what pip writes for a package whose modules are in the folder."""
+    about = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    groups = (
+        "\n".join((f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())))
+        for group, entries in project["entry-points"].items()
+    )
+    (about / "entry_points.txt").write_text("\n".join(groups) + "\n")
+
+
+def mtrain_with(folder: Path, *words: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    """Run mtrain in a new interpreter that finds the packages of a folder, after a line of code."""
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    code = f"{first}\nfrom mtrain_cli.__main__ import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_package_that_cannot_be_used_costs_a_line(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "sound.py").write_text(
+        "import typer\n"
+        "several = typer.Typer()\n"
+        "@several.command()\n"
+        "def one(): print('one')\n"
+        "@several.command()\n"
+        "def two(): print('two')\n"
+        "def strange(what: int | str): pass\n"
+        "number = 1\n"
+    )
+    entries = {
+        "broken": "broken:command",
+        "missing": "sound:missing",
+        "number": "sound:number",
+        "strange": "sound:strange",
+        "study": "sound:several",
+        "train": "sound:several",
+        "several": "sound:several",
+    }
+    install(tmp_path, "others", "1.0", **{"entry-points": {entry_points.COMMANDS: entries}})
+    found = mtrain_with(tmp_path, "several", "two")
+    assert (found.returncode, found.stdout) == (0, "two\n")
+    begin, lines = f"mtrain: warning: {entry_points.COMMANDS}: ", found.stderr.splitlines()
+    assert all(line.startswith(begin) for line in lines), found.stderr
+    told = {line.removeprefix(begin).split()[0]: line for line in lines}
+    assert sorted(told) == sorted(name for name in entries if name != "several")
+    assert len(lines) == len(told)
+    assert told["broken"].endswith(
+        "broken = broken:command cannot be loaded, so it is left out "
+        "(ModuleNotFoundError: No module named 'no_such_module')"
+    )
+    for name in ("train", "study"):
+        assert "mtrain has a command of this name" in told[name]
+
+
+def test_an_installation_without_the_studies_says_so(tmp_path):
+    none = "from importlib import metadata; metadata.entry_points = lambda **_: ()"
+    found = mtrain_with(tmp_path, "--version", first=none)
+    assert (found.returncode, found.stdout[:7]) == (0, "mtrain ")
+    assert found.stderr == (
+        "mtrain: warning: study: this installation lacks the command, or is older than the code; "
+        "reinstall mtrain\n"
+    )
+
+
+def own_folder(folder: Path) -> FolderReport | None:
+    def show(*, as_json: bool, html: bool) -> None:
+        print(folder.name, as_json, html)
+
+    return FolderReport("a book", "mtrain write", show) if folder.name == "book" else None
+
+
+def test_a_package_shows_its_folders_in_a_report(tmp_path, monkeypatch):
+    entry = metadata.EntryPoint("book", f"{__name__}:own_folder", entry_points.REPORTS)
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: [entry])
+    folder = tmp_path / "book"
+    folder.mkdir()
+    run = CliRunner().invoke
+    assert run(app, ["report", str(folder), "--no-html"]).stdout == "book False False\n"
+    assert run(app, ["report", str(folder), "--json"]).stdout == "book True True\n"
+    for words, problem in (
+        (["--out", "x"], "--out x: the page of a book is in its folder"),
+        ([str(tmp_path)], f"{folder}: a report shows a book of `mtrain write` alone"),
+    ):
+        refused = run(app, ["report", str(folder), *words])
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+        assert problem in refused.stderr
