@@ -117,6 +117,10 @@ def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterato
             if name == "topology.circulates" and config.topology.circulates == "queries":
                 continue  # `choose_exchange` refuses it
             yield name, f"topology.exchange={exchange}{chosen} is not a ring"
+    topology = config.topology
+    if topology.ulysses == topology.context_workers > 1 and topology.exchange != "ulysses":
+        why = f"topology.ulysses={topology.ulysses} leaves no workers to exchange keys with"
+        yield "topology.exchange", why
     if config.sparsity.column_bound == 0:
         yield "topology.columns", f"sparsity.pattern={config.sparsity.pattern} chooses no columns"
     if config.topology.tensor_parallel == 1:

@@ -27,6 +27,10 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
             "topology.columns=once: has no effect, sparsity.pattern=dense chooses no columns",
         ),
         (
+            ["topology.workers=2", "topology.ulysses=2", "topology.exchange=group_cast"],
+            "topology.exchange=group_cast: has no effect, topology.ulysses=2 leaves no workers to",
+        ),
+        (
             ["data.text_key=body"],
             "data.text_key=body: has no effect, data.kind=stdlib; only data.kind=text",
         ),
