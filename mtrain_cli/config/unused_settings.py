@@ -118,7 +118,8 @@ def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterato
                 continue  # `choose_exchange` refuses it
             yield name, f"topology.exchange={exchange}{chosen} is not a ring"
     topology = config.topology
-    if topology.ulysses == topology.context_workers > 1 and topology.exchange != "ulysses":
+    alone = topology.ulysses == topology.context_workers not in (1, "auto")
+    if alone and topology.exchange != "ulysses":
         why = f"topology.ulysses={topology.ulysses} leaves no workers to exchange keys with"
         yield "topology.exchange", why
     if config.sparsity.column_bound == 0:
