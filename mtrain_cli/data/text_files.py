@@ -30,7 +30,7 @@ from mtrain_cli.config.problem import ConfigError, Problem, cli_option
 from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
-from mtrain_cli.data.filters import describe_left_out
+from mtrain_cli.data.filters import EMPTY, describe_left_out
 from mtrain_cli.data.parquet_pages import rows_per_read
 from mtrain_cli.data.record_key import RecordKey
 from mtrain_cli.data.token_documents import TokenDocument, TokenFields
@@ -241,14 +241,15 @@ def _scan(
         links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)
         others["linked (links to folders are not followed)"] += links
         present = set(names)
-        for name in filter(is_visible, names):
+        for name in sorted(filter(is_visible, names)):
             kind, (plain, suffix) = _kind(name), os.path.splitext(name)
             if kind not in readers:
                 kinds[kind if _PLAIN_KIND.fullmatch(kind) else "of other kinds"] += 1
             elif suffix.lower() in PACKED and plain in present:
-                others[f"{kind}{suffix.lower()} (the unpacked file is there, too)"] += 1
+                others[f"{kind}{suffix.lower()} (another copy is read)"] += 1
             else:
                 files.append(Path(folder, name))
+                present.add(plain)  # of files that are packed twice, the first is read
     most = dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:_MOST_KINDS])
     if rest := kinds.total() - sum(most.values()):
         most["of other kinds"] = most.get("of other kinds", 0) + rest
@@ -257,7 +258,7 @@ def _scan(
 
 
 class _NoRecordsError(ConfigError):
-    """The first value of a .json file is no record with the wanted keys."""
+    """No value of a .json file is a record with the wanted keys."""
 
 
 def _read_guarded(
@@ -265,7 +266,8 @@ def _read_guarded(
 ) -> Iterator[Document]:
     """Yield the documents of a file. A document without a domain gets ``domain``.
 
-    A folder of text may hold .json files of settings. They give one document that is left out.
+    A file without records gives one document that is left out, and so does a .json file of
+    settings in a folder of text.
 
     Args:
         reader: reads this kind of file.
@@ -276,18 +278,22 @@ def _read_guarded(
     Raises:
         ConfigError, RunError: the file cannot be read.
     """
+    left_out = EMPTY
     try:
         with explain_read_errors(f"{label}:"):
             for document in reader(path, label, fields, skip):
+                left_out = ""
                 yield (
                     document if document.domain or not domain else replace(document, domain=domain)
                 )
     except _NoRecordsError:
         if alone:
             raise
-        if not skip:
-            reason = f"{path.suffix.lower()} (no records with the key {fields.keys[0].name})"
-            yield Document(path.name, (), 1, path.stat().st_size, domain, left_out=reason)
+        packed = path.suffix.lower() if path.suffix.lower() in PACKED else ""
+        reason = f"the first value is no record with the key {fields.keys[0].name}"
+        left_out = f"{_kind(path.name)}{packed} ({reason})"
+    if left_out and not skip:
+        yield Document(path.name, (), 1, path.stat().st_size, domain, left_out=left_out)
 
 
 @contextlib.contextmanager
@@ -381,17 +387,23 @@ def _record(value: Any, label: str, path: Path, place: str, fields: Fields) -> d
 
 
 def _read_json(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
-    number = 0
-    try:
-        for value, end in _json_values(_decode_blocks(path, label), label):
-            record = _record(value, label, path, f"record {number + 1}", fields)
-            number += 1
-            if number > skip:
-                yield _document(fields, record, path, number, end, "record")
-    except ConfigError as error:
-        if number:
-            raise
-        raise _NoRecordsError(*error.problems) from None
+    """Yield the documents of a .json file. If it has any, each value must be a record."""
+    unfit: ConfigError | None = None
+    values = _json_values(_decode_blocks(path, label), label)
+    for number, (value, end) in enumerate(values, 1):
+        try:
+            record = _record(value, label, path, f"record {number}", fields)
+        except ConfigError as error:
+            if number > 1 and unfit is None:
+                raise
+            unfit = unfit or error
+            continue
+        if unfit is not None:
+            raise unfit
+        if number > skip:
+            yield _document(fields, record, path, number, end, "record")
+    if unfit is not None:
+        raise _NoRecordsError(*unfit.problems)
 
 
 def _json_values(blocks: Iterator[tuple[str, int]], label: str) -> Iterator[tuple[Any, int]]:

@@ -119,6 +119,17 @@ def test_a_dry_run_refuses_weights_of_another_size(launched, monkeypatch, max_fi
     )
 
 
+def test_a_dry_run_refuses_a_flipped_bit_of_an_export():
+    export(Path("hf"), tiny_model("qwen3", vocab_size=264))
+    path = Path("hf/model.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    result = run("train.init_from=hf", "seq=256", "topology.device=cpu", "--dry-run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{path}: has changed since the export" in result.stderr
+
+
 def test_a_dry_run_needs_no_weights_and_says_that_the_run_does():
     export(Path("hf"), tiny_model("qwen3", vocab_size=264))
     Path("hf/model.safetensors").unlink()
