@@ -257,43 +257,29 @@ def _scan(
     return sorted(files, key=lambda file: file.relative_to(root).parts), left_out
 
 
-class _NoRecordsError(ConfigError):
-    """No value of a .json file is a record with the wanted keys."""
-
-
 def _read_guarded(
     reader: Reader, path: Path, label: str, fields: Fields, domain: str, alone: bool, skip: int
 ) -> Iterator[Document]:
     """Yield the documents of a file. A document without a domain gets ``domain``.
 
-    A file without records gives one document that is left out, and so does a .json file of
-    settings in a folder of text.
+    A file without records gives one document that is left out.
 
     Args:
         reader: reads this kind of file.
         label: name of the input, with which error messages begin.
-        alone: whether the user named this file.
+        alone: whether the user named this file. A folder may hold .json files of settings.
         skip: number of records to skip.
 
     Raises:
         ConfigError, RunError: the file cannot be read.
     """
-    left_out = EMPTY
-    try:
-        with explain_read_errors(f"{label}:"):
-            for document in reader(path, label, fields, skip):
-                left_out = ""
-                yield (
-                    document if document.domain or not domain else replace(document, domain=domain)
-                )
-    except _NoRecordsError:
-        if alone:
-            raise
-        packed = path.suffix.lower() if path.suffix.lower() in PACKED else ""
-        reason = f"the first value is no record with the key {fields.keys[0].name}"
-        left_out = f"{_kind(path.name)}{packed} ({reason})"
-    if left_out and not skip:
-        yield Document(path.name, (), 1, path.stat().st_size, domain, left_out=left_out)
+    is_empty = skip == 0
+    with explain_read_errors(f"{label}:"):
+        for document in reader(path, label, fields, skip, alone):
+            is_empty = False
+            yield document if document.domain or not domain else replace(document, domain=domain)
+        if is_empty:
+            yield Document(path.name, (), 1, path.stat().st_size, domain, left_out=EMPTY)
 
 
 @contextlib.contextmanager
@@ -310,7 +296,9 @@ def _opened(path: Path, label: str) -> Iterator[tuple[IO[bytes], Callable[[], in
             yield io.BufferedReader(Unpacked(file, compression, label), 1 << 16), file.tell
 
 
-def _read_plain(path: Path, label: str, _fields: Fields, skip: int) -> Iterator[Document]:
+def _read_plain(
+    path: Path, label: str, _fields: Fields, skip: int, _alone: bool
+) -> Iterator[Document]:
     if skip == 0:
         pieces = split_text(text for text, _ in _decode_blocks(path, label))
         yield Document(path.name, pieces, record=1, end=path.stat().st_size)
@@ -351,7 +339,9 @@ def _document(
     return Document(name, content, number, end, domain)
 
 
-def _read_jsonl(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
+def _read_jsonl(
+    path: Path, label: str, fields: Fields, skip: int, _alone: bool
+) -> Iterator[Document]:
     with _opened(path, label) as (file, tell):
         for number, line in enumerate(_read_lines(file, label), 1):
             if number <= skip or not line.strip():
@@ -386,15 +376,20 @@ def _record(value: Any, label: str, path: Path, place: str, fields: Fields) -> d
     return value
 
 
-def _read_json(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
-    """Yield the documents of a .json file. If it has any, each value must be a record."""
+def _read_json(
+    path: Path, label: str, fields: Fields, skip: int, alone: bool
+) -> Iterator[Document]:
+    """Yield the documents of a .json file.
+
+    Each value must be a record. If none of a file in a folder is, the file is left out.
+    """
     unfit: ConfigError | None = None
     values = _json_values(_decode_blocks(path, label), label)
     for number, (value, end) in enumerate(values, 1):
         try:
             record = _record(value, label, path, f"record {number}", fields)
         except ConfigError as error:
-            if number > 1 and unfit is None:
+            if alone or (number > 1 and unfit is None):
                 raise
             unfit = unfit or error
             continue
@@ -402,8 +397,11 @@ def _read_json(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Do
             raise unfit
         if number > skip:
             yield _document(fields, record, path, number, end, "record")
-    if unfit is not None:
-        raise _NoRecordsError(*unfit.problems)
+    if unfit is not None and not skip:
+        packed = path.suffix.lower() if path.suffix.lower() in PACKED else ""
+        reason = f"the first value is no record with the key {fields.keys[0].name}"
+        left_out = f"{_kind(path.name)}{packed} ({reason})"
+        yield Document(path.name, (), 1, path.stat().st_size, left_out=left_out)
 
 
 def _json_values(blocks: Iterator[tuple[str, int]], label: str) -> Iterator[tuple[Any, int]]:
@@ -478,7 +476,9 @@ def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
         yield line
 
 
-def _read_parquet(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
+def _read_parquet(
+    path: Path, label: str, fields: Fields, skip: int, _alone: bool
+) -> Iterator[Document]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -546,7 +546,7 @@ def _json_kind(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-Reader = Callable[[Path, str, Fields, int], Iterator[Document]]
+Reader = Callable[[Path, str, Fields, int, bool], Iterator[Document]]
 TEXT_KEY = "text"  # the usual key of the text
 READERS: dict[str, Reader] = dict.fromkeys((".txt", ".md", ".py"), _read_plain)
 READERS |= {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}

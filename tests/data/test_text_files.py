@@ -344,6 +344,7 @@ def test_json_is_one_document_per_record(tmp_path, monkeypatch, form, block):
         ('[{"text": "a"}, {"text": "b', "record 2: not JSON (Unterminated string"),
         ('[{"text": "a"}, {text: "b"}]', "record 2: not JSON (Expecting property name"),
         ('[{"text": "a"}, 7]', "record 2: is a number, not a JSON object with the key text"),
+        ('[{"body": "a"}, oops', "record 1 has no such key. Its keys: body"),
         ('[{"text": "a"}, {"body": "b"}]', "record 2 has no such key. Its keys: body"),
         ('[{"text": "a"}, {"text": 4}]', "record 2 holds a number, not text"),
         ('{"text": "a"} {"text": ' + "9" * 5000 + "}", "record 2: not JSON (Exceeds the limit"),
