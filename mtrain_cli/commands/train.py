@@ -235,7 +235,7 @@ def require_data(config: Config) -> None:
 
 
 def require_weights(config: Config) -> None:
-    """Raise ConfigError if the weights of ``train.init_from`` do not match its config.json.
+    """Raise ConfigError if weights of ``train.init_from`` do not fit its config.json or checksums.
 
     A folder without weights passes: its config.json is enough to plan a run.
     """
@@ -244,7 +244,7 @@ def require_weights(config: Config) -> None:
 
         folder = Path(config.train.init_from)
         if has_weights(folder):
-            HuggingFaceFolder(folder)
+            HuggingFaceFolder(folder).verify()
 
 
 def require_kernel(config: Config, device: str) -> None:

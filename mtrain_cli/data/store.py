@@ -475,7 +475,7 @@ class StoreWriter:
         Raises:
             ConfigError: the store has no documents.
         """
-        self._require_documents(corpus)
+        self.require_documents(corpus)
         arrays = np.frombuffer(tokens, self._dtype), np.frombuffer(offsets, _OFFSET)
         return TokenStore(self._meta(corpus, {}, *arrays), *arrays)
 
@@ -485,7 +485,7 @@ class StoreWriter:
         Raises:
             ConfigError: the store has no documents.
         """
-        self._require_documents(corpus)
+        self.require_documents(corpus)
         self.sync()
         written, origin = self.written, str(folder)
         tokens = _map_array(folder / TOKENS, self._dtype, written.tokens, origin)
@@ -498,7 +498,8 @@ class StoreWriter:
             (folder / DOMAINS).unlink(missing_ok=True)
         replace(meta, files={n: FileSums.of(folder / n) for n in _names(folder)}).write(folder)
 
-    def _require_documents(self, corpus: Corpus) -> None:
+    def require_documents(self, corpus: Corpus) -> None:
+        """Raise ConfigError if the store has no documents, and say what was left out."""
         if self.written.documents == 0:
             reasons = describe_left_out({**corpus.left_out, **self.written.left_out})
             kept = f"; {reasons}" if reasons else ""

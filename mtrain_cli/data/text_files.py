@@ -30,7 +30,7 @@ from mtrain_cli.config.problem import ConfigError, Problem, cli_option
 from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
-from mtrain_cli.data.filters import describe_left_out
+from mtrain_cli.data.filters import EMPTY, describe_left_out
 from mtrain_cli.data.parquet_pages import rows_per_read
 from mtrain_cli.data.record_key import RecordKey
 from mtrain_cli.data.token_documents import TokenDocument, TokenFields
@@ -241,14 +241,15 @@ def _scan(
         links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)
         others["linked (links to folders are not followed)"] += links
         present = set(names)
-        for name in filter(is_visible, names):
+        for name in sorted(filter(is_visible, names)):
             kind, (plain, suffix) = _kind(name), os.path.splitext(name)
             if kind not in readers:
                 kinds[kind if _PLAIN_KIND.fullmatch(kind) else "of other kinds"] += 1
             elif suffix.lower() in PACKED and plain in present:
-                others[f"{kind}{suffix.lower()} (the unpacked file is there, too)"] += 1
+                others[f"{kind}{suffix.lower()} (another copy is read)"] += 1
             else:
                 files.append(Path(folder, name))
+                present.add(plain)  # of files that are packed twice, the first is read
     most = dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:_MOST_KINDS])
     if rest := kinds.total() - sum(most.values()):
         most["of other kinds"] = most.get("of other kinds", 0) + rest
@@ -256,38 +257,29 @@ def _scan(
     return sorted(files, key=lambda file: file.relative_to(root).parts), left_out
 
 
-class _NoRecordsError(ConfigError):
-    """The first value of a .json file is no record with the wanted keys."""
-
-
 def _read_guarded(
     reader: Reader, path: Path, label: str, fields: Fields, domain: str, alone: bool, skip: int
 ) -> Iterator[Document]:
     """Yield the documents of a file. A document without a domain gets ``domain``.
 
-    A folder of text may hold .json files of settings. They give one document that is left out.
+    A file without records gives one document that is left out.
 
     Args:
         reader: reads this kind of file.
         label: name of the input, with which error messages begin.
-        alone: whether the user named this file.
+        alone: whether the user named this file. A folder may hold .json files of settings.
         skip: number of records to skip.
 
     Raises:
         ConfigError, RunError: the file cannot be read.
     """
-    try:
-        with explain_read_errors(f"{label}:"):
-            for document in reader(path, label, fields, skip):
-                yield (
-                    document if document.domain or not domain else replace(document, domain=domain)
-                )
-    except _NoRecordsError:
-        if alone:
-            raise
-        if not skip:
-            reason = f"{path.suffix.lower()} (no records with the key {fields.keys[0].name})"
-            yield Document(path.name, (), 1, path.stat().st_size, domain, left_out=reason)
+    is_empty = skip == 0
+    with explain_read_errors(f"{label}:"):
+        for document in reader(path, label, fields, skip, alone):
+            is_empty = False
+            yield document if document.domain or not domain else replace(document, domain=domain)
+        if is_empty:
+            yield Document(path.name, (), 1, path.stat().st_size, domain, left_out=EMPTY)
 
 
 @contextlib.contextmanager
@@ -304,7 +296,9 @@ def _opened(path: Path, label: str) -> Iterator[tuple[IO[bytes], Callable[[], in
             yield io.BufferedReader(Unpacked(file, compression, label), 1 << 16), file.tell
 
 
-def _read_plain(path: Path, label: str, _fields: Fields, skip: int) -> Iterator[Document]:
+def _read_plain(
+    path: Path, label: str, _fields: Fields, skip: int, _alone: bool
+) -> Iterator[Document]:
     if skip == 0:
         pieces = split_text(text for text, _ in _decode_blocks(path, label))
         yield Document(path.name, pieces, record=1, end=path.stat().st_size)
@@ -345,7 +339,9 @@ def _document(
     return Document(name, content, number, end, domain)
 
 
-def _read_jsonl(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
+def _read_jsonl(
+    path: Path, label: str, fields: Fields, skip: int, _alone: bool
+) -> Iterator[Document]:
     with _opened(path, label) as (file, tell):
         for number, line in enumerate(_read_lines(file, label), 1):
             if number <= skip or not line.strip():
@@ -380,18 +376,32 @@ def _record(value: Any, label: str, path: Path, place: str, fields: Fields) -> d
     return value
 
 
-def _read_json(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
-    number = 0
-    try:
-        for value, end in _json_values(_decode_blocks(path, label), label):
-            record = _record(value, label, path, f"record {number + 1}", fields)
-            number += 1
-            if number > skip:
-                yield _document(fields, record, path, number, end, "record")
-    except ConfigError as error:
-        if number:
-            raise
-        raise _NoRecordsError(*error.problems) from None
+def _read_json(
+    path: Path, label: str, fields: Fields, skip: int, alone: bool
+) -> Iterator[Document]:
+    """Yield the documents of a .json file.
+
+    Each value must be a record. If none of a file in a folder is, the file is left out.
+    """
+    unfit: ConfigError | None = None
+    values = _json_values(_decode_blocks(path, label), label)
+    for number, (value, end) in enumerate(values, 1):
+        try:
+            record = _record(value, label, path, f"record {number}", fields)
+        except ConfigError as error:
+            if alone or (number > 1 and unfit is None):
+                raise
+            unfit = unfit or error
+            continue
+        if unfit is not None:
+            raise unfit
+        if number > skip:
+            yield _document(fields, record, path, number, end, "record")
+    if unfit is not None and not skip:
+        packed = path.suffix.lower() if path.suffix.lower() in PACKED else ""
+        reason = f"the first value is no record with the key {fields.keys[0].name}"
+        left_out = f"{_kind(path.name)}{packed} ({reason})"
+        yield Document(path.name, (), 1, path.stat().st_size, left_out=left_out)
 
 
 def _json_values(blocks: Iterator[tuple[str, int]], label: str) -> Iterator[tuple[Any, int]]:
@@ -466,7 +476,9 @@ def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
         yield line
 
 
-def _read_parquet(path: Path, label: str, fields: Fields, skip: int) -> Iterator[Document]:
+def _read_parquet(
+    path: Path, label: str, fields: Fields, skip: int, _alone: bool
+) -> Iterator[Document]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -534,7 +546,7 @@ def _json_kind(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-Reader = Callable[[Path, str, Fields, int], Iterator[Document]]
+Reader = Callable[[Path, str, Fields, int, bool], Iterator[Document]]
 TEXT_KEY = "text"  # the usual key of the text
 READERS: dict[str, Reader] = dict.fromkeys((".txt", ".md", ".py"), _read_plain)
 READERS |= {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}

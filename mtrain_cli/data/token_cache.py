@@ -34,13 +34,13 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     Raises:
         ConfigError: the corpus is broken.
     """
-    facts = f"{VERSION} 2 {documents_identity(tokenizer)} {corpus.signature}"
+    facts = f"{VERSION} 3 {documents_identity(tokenizer)} {corpus.signature}"
     key = hashlib.sha256(facts.encode()).hexdigest()[:32]
     try:
         with _locked_entry(key) as (entry, has_lock):
             store = _open_entry(entry, has_lock)
             if store is None:
-                _write_entry(replace(corpus, left_out={}), tokenizer, entry, has_lock)
+                _write_entry(corpus, tokenizer, entry, has_lock)
                 store = TokenStore.open(entry)
             # The entry may come from another path with the same corpus.
             left_out = {**corpus.left_out, **store.meta.left_out}
@@ -148,7 +148,8 @@ def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bo
         with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as offsets:
             writer = StoreWriter(tokens, offsets, tokenizer)
             deque(tokenise(corpus, tokenizer, writer), maxlen=0)
-            writer.finish(folder, corpus, {})
+            writer.require_documents(corpus)
+            writer.finish(folder, replace(corpus, left_out={}), {})
         try:
             os.rename(folder, entry)
         except OSError:

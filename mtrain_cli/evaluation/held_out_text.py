@@ -41,8 +41,22 @@ class Sequence:
         return places - starts[np.searchsorted(starts, places, side="right") - 1]
 
 
+def store_of_files(path: str, text_key: str, tokenizer: Tokenizer) -> TokenStore:
+    """Return the tokens of a file or folder of text.
+
+    Args:
+        text_key: name of the key or column that holds the text.
+
+    Raises:
+        ConfigError: the path cannot be read.
+    """
+    corpus = text_corpus(path, text_key, path_option="--text", key_option="--text-key")
+    refuse_unread_key(corpus, text_key)
+    return cached_store(corpus, tokenizer)[0]
+
+
 def sequences_of_files(
-    path: str, text_key: str, tokenizer: Tokenizer, length: int, count: int
+    store: TokenStore, tokenizer: Tokenizer, length: int, count: int
 ) -> list[Sequence]:
     """Return at most ``count`` sequences of ``length`` tokens, each from one document.
 
@@ -50,39 +64,27 @@ def sequences_of_files(
     first sequence of each document comes first, then the second, so that few documents do not give
     all sequences. Shorter documents, and the rest of each document, are left out.
 
-    Args:
-        path: file or folder of text.
-        text_key: name of the key or column that holds the text.
-
     Raises:
-        ConfigError: the path cannot be read, or no document is long enough.
+        ConfigError: no document is long enough.
     """
-    store = _store_of_files(path, text_key, tokenizer)
     tokens = np.diff(store.offsets)
     if not len(tokens) or tokens.max() < length:
         longest = int(tokens.max()) if len(tokens) else 0
         raise ConfigError(
-            f"--text {path}: no document has {length:,} tokens; the longest has {longest:,}. Give "
-            "longer documents, or a smaller --length"
+            f"--text {store.meta.source}: no document has {length:,} tokens; the longest has "
+            f"{longest:,}. Give longer documents, or a smaller --length"
         )
     begin = np.array(tokenizer.begin.ids, np.int32)
     parts = itertools.islice(_cut(store, len(begin), length - len(begin)), count)
     return [Sequence(np.concatenate([begin, ids])) for ids in parts]
 
 
-def left_out_of_files(path: str, text_key: str, tokenizer: Tokenizer, length: int) -> str:
+def left_out_of_files(store: TokenStore, length: int) -> str:
     """Return a line on the files and documents that `sequences_of_files` does not use, or ""."""
-    store = _store_of_files(path, text_key, tokenizer)
     counts = dict(store.meta.left_out)
     if short := int((np.diff(store.offsets) < length).sum()):
         counts[f"shorter than {length:,} tokens"] = short
     return describe_left_out(counts)
-
-
-def _store_of_files(path: str, text_key: str, tokenizer: Tokenizer) -> TokenStore:
-    corpus = text_corpus(path, text_key, path_option="--text", key_option="--text-key")
-    refuse_unread_key(corpus, text_key)
-    return cached_store(corpus, tokenizer)[0]
 
 
 def _cut(store: TokenStore, skip: int, length: int) -> Iterator[np.ndarray]:

@@ -25,6 +25,7 @@ from mtrain_cli.evaluation.held_out_text import (
     left_out_of_files,
     sequences_of_files,
     sequences_of_run,
+    store_of_files,
 )
 from mtrain_cli.evaluation.measurement import Item, Measurement
 from mtrain_cli.evaluation.perplexity import HELD_OUT, Perplexity
@@ -225,7 +226,8 @@ def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCode
     if options.text is not None:
         require_tokenizer(codec)
         assert codec.tokenizer is not None
-        read = partial(sequences_of_files, options.text, options.text_key, codec.tokenizer)
+        store = store_of_files(options.text, options.text_key, codec.tokenizer)
+        read = partial(sequences_of_files, store, codec.tokenizer)
         origin = options.text
     elif source.is_folder:
         raise ConfigError("no text: give --text FILE with text that the model was not trained on")
@@ -238,9 +240,8 @@ def _perplexity(request: EvaluationRequest, source: ModelSource, codec: TextCode
     measurement = Perplexity(sequences, origin, options.short, read=read, begin=begin)
     if origin == HELD_OUT and request.samples:
         measurement.remarks = dict(_remarks(run, request.samples, sequences))
-    elif options.text is not None and codec.tokenizer is not None:
-        given = options.text, options.text_key, codec.tokenizer
-        lines = ((length, left_out_of_files(*given, length)) for length in request.lengths)
+    elif options.text is not None:
+        lines = ((length, left_out_of_files(store, length)) for length in request.lengths)
         measurement.remarks = {length: line for length, line in lines if line}
     if options.keys_from is not None:
         folder = Path(options.keys_from)

@@ -119,6 +119,17 @@ def test_a_dry_run_refuses_weights_of_another_size(launched, monkeypatch, max_fi
     )
 
 
+def test_a_dry_run_refuses_a_flipped_bit_of_an_export():
+    export(Path("hf"), tiny_model("qwen3", vocab_size=264))
+    path = Path("hf/model.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    result = run("train.init_from=hf", "seq=256", "topology.device=cpu", "--dry-run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{path}: has changed since the export" in result.stderr
+
+
 def test_a_dry_run_needs_no_weights_and_says_that_the_run_does():
     export(Path("hf"), tiny_model("qwen3", vocab_size=264))
     Path("hf/model.safetensors").unlink()
@@ -259,20 +270,20 @@ def test_a_run_on_absent_gpus_is_refused_by_the_typed_word(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["data=text", "data.path=a.json"], "cannot read a .json file as text"),
-        (["data=text", "data.path=empty"], "the folder holds no .txt, .md, .py, .jsonl or"),
-        (["data=tokens", "data.path=a.json"], "is another kind of file; give the output of"),
+        (["data=text", "data.path=a.csv"], "cannot read a .csv file as text"),
+        (["data=text", "data.path=empty"], "the folder holds no .txt, .md, .py, .jsonl, .json or"),
+        (["data=tokens", "data.path=a.csv"], "is another kind of file; give the output of"),
     ],
 )
 def test_data_of_another_kind_are_refused_before_workers_start(launched, words, problem):
-    Path("a.json").write_text("{}")
+    Path("a.csv").write_text("{}")
     Path("empty").mkdir()
     for command in ("train", "profile step"):
         result = CliRunner().invoke(app, [*command.split(), *words])
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
         assert problem in result.stderr
     assert not launched
-    assert sorted(path.name for path in Path().iterdir()) == ["a.json", "empty"]
+    assert sorted(path.name for path in Path().iterdir()) == ["a.csv", "empty"]
 
 
 def test_columns_that_the_data_lack_are_refused_before_workers_start(launched, tmp_path):

@@ -62,16 +62,16 @@ def test_a_corpus_shorter_than_one_sequence_is_refused_with_both_numbers(
 @pytest.mark.parametrize(
     ("content", "left_out"),
     [
-        ("", ""),
-        ("\n\n", ""),
-        ('{"text": ""}\n{"text": null}\n', "; left out: 2 empty or null"),
+        ("", "1 empty or null"),
+        ("\n\n", "1 empty or null"),
+        ('{"text": ""}\n{"text": null}\n', "2 empty or null"),
     ],
 )
 def test_an_empty_corpus_is_refused(make_config, tmp_path, content: str, left_out: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(content)
     line = _line(make_config(kind="text", path=str(path)))
-    assert line == f"data.path={path}: holds no text{left_out}"
+    assert line == f"data.path={path}: holds no text; left out: {left_out}"
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused_with_both_sizes(

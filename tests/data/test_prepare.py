@@ -89,7 +89,7 @@ def test_documents_and_boundaries_match_the_source(source: Path, tmp_path: Path)
     assert store.meta.left_out == {
         ".pdf (not a text format)": 1,
         "empty or null": 10,
-        ".json (no records with the key text)": 1,
+        ".json (the first value is no record with the key text)": 1,
     }
     assert {path.name for path in (tmp_path / "out").iterdir()} == _STORE_FILES
     assert not (tmp_path / "out.partial").exists()

@@ -6,6 +6,7 @@ import gzip
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,7 @@ def test_json_is_one_document_per_record(tmp_path, monkeypatch, form, block):
         ('[{"text": "a"}, {"text": "b', "record 2: not JSON (Unterminated string"),
         ('[{"text": "a"}, {text: "b"}]', "record 2: not JSON (Expecting property name"),
         ('[{"text": "a"}, 7]', "record 2: is a number, not a JSON object with the key text"),
+        ('[{"body": "a"}, oops', "record 1 has no such key. Its keys: body"),
         ('[{"text": "a"}, {"body": "b"}]', "record 2 has no such key. Its keys: body"),
         ('[{"text": "a"}, {"text": 4}]', "record 2 holds a number, not text"),
         ('{"text": "a"} {"text": ' + "9" * 5000 + "}", "record 2: not JSON (Exceeds the limit"),
@@ -400,6 +402,11 @@ def test_files_that_are_not_read_are_counted_by_kind_and_reason(tmp_path):
         (tmp_path / name).write_text("x")
     _packed(tmp_path / "a.txt.gz", b"x")
     _packed(tmp_path / "e.parquet.gz", b"x")
+    _packed(tmp_path / "c.jsonl.zst", b'{"text": "z"}')
+    _packed(tmp_path / "c.jsonl.gz", b'{"text": "z"}')
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "nothing.json").write_text("[]")
+    _packed(tmp_path / "packed.json.gz", b'{"indent": 2}')
     _packed(tmp_path / "f.tar.zst", b"x")
     (tmp_path / "settings.json").write_text('{"indent": 2}')
     (tmp_path / "lines.json").write_text('{"text": "y"}')
@@ -407,19 +414,47 @@ def test_files_that_are_not_read_are_counted_by_kind_and_reason(tmp_path):
     corpus = text_corpus(str(tmp_path), "text")
     assert describe_left_out(corpus.left_out) == (
         "left out: 2 .html, 1 .parquet.gz, 1 .pdf, 1 .tar.zst, 1 of other kinds (not a text "
-        "format); 1 hidden; 1 linked (links to folders are not followed); 1 .txt.gz (the unpacked "
-        "file is there, too)"
+        "format); 1 hidden; 1 linked (links to folders are not followed); 1 .txt.gz, 1 .jsonl.zst "
+        "(another copy is read)"
     )
     documents = [document for unit in corpus.units for document in unit.documents(0)]
     assert [(d.name, d.left_out) for d in documents] == [
         ("a.txt", ""),
+        ("c.jsonl.gz:1", ""),
+        ("empty.json", "empty or null"),
         ("lines.json:1", ""),
-        ("settings.json", ".json (no records with the key text)"),
+        ("nothing.json", "empty or null"),
+        ("packed.json.gz", ".json.gz (the first value is no record with the key text)"),
+        ("settings.json", ".json (the first value is no record with the key text)"),
     ]
     settings = corpus.units[-1]
     assert not list(settings.documents(1)), "a resumed preparation counts it once"
     with pytest.raises(ConfigError, match=r"settings\.json record 1 has no such key"):
         _texts(text_corpus(str(tmp_path / "settings.json"), "text"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'{"text": oops}', "record 1: not JSON"),
+        ("a.json", b'{"text": "\xe9t\xe9"}', "not UTF-8 text"),
+        ("a.json.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-9], "it ends early"),
+        ("a.json.gz", b"\x1f\x8b\xff" + b"x" * 50, "cannot be unpacked"),
+        ("a.json", b'[{"body": "a"}, 7, {"text": "b"}]', "record 1 has no such key"),
+        ("a.json", b'[{"body": "a"}, {"body": ', "record 2: not JSON"),
+    ],
+)
+def test_a_damaged_json_file_of_a_folder_is_no_file_of_settings(tmp_path, name, content, message):
+    (tmp_path / "b.txt").write_text("x")
+    (tmp_path / name).write_bytes(content)
+    assert message in _error(tmp_path)
+
+
+def test_a_packed_json_file_of_a_folder_needs_its_package(tmp_path, monkeypatch):
+    _packed(tmp_path / "a.json.zst", b'{"text": "a"}')
+    for module in ("zstandard", "compression"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert "needs the zstandard package" in _error(tmp_path)
 
 
 def test_many_kinds_and_strange_names_give_a_short_line(tmp_path):

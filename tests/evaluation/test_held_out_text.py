@@ -21,6 +21,7 @@ from mtrain_cli.evaluation.held_out_text import (
     left_out_of_files,
     sequences_of_files,
     sequences_of_run,
+    store_of_files,
 )
 
 
@@ -28,14 +29,17 @@ def test_each_document_gives_one_sequence_before_any_gives_two(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 25)
     (tmp_path / "b.txt").write_text("b" * 12)
     (tmp_path / "c.txt").write_text("c" * 5)  # too short
-    found = sequences_of_files(str(tmp_path), "text", ByteTokenizer(), 10, 5)
+    tokenizer = ByteTokenizer()
+    store = store_of_files(str(tmp_path), "text", tokenizer)
+    found = sequences_of_files(store, tokenizer, 10, 5)
     assert [bytes(one.ids.astype(np.uint8)) for one in found] == [b"a" * 10, b"b" * 10, b"a" * 10]
-    assert len(sequences_of_files(str(tmp_path), "text", ByteTokenizer(), 10, 2)) == 2
+    assert len(sequences_of_files(store, tokenizer, 10, 2)) == 2
     (tmp_path / "d.pdf").write_text("d" * 25)
-    left_out = left_out_of_files(str(tmp_path), "text", ByteTokenizer(), 10)
+    left_out = left_out_of_files(store_of_files(str(tmp_path), "text", tokenizer), 10)
     assert left_out == "left out: 1 .pdf (not a text format); 1 shorter than 10 tokens"
-    with pytest.raises(ConfigError, match="no document has 64 tokens; the longest has 26"):
-        sequences_of_files(str(tmp_path), "text", ByteTokenizer(), 64, 5)
+    message = f"--text {tmp_path}: no document has 64 tokens; the longest has 26"
+    with pytest.raises(ConfigError, match=message):
+        sequences_of_files(store, tokenizer, 64, 5)
 
 
 def test_context_counts_within_documents():
@@ -115,11 +119,13 @@ def test_the_last_held_out_sequence_may_be_too_short(config):
 def test_every_window_of_a_file_starts_with_the_begin_token(tmp_path):
     tokenizer = open_tokenizer(str(write_framed(tmp_path / "tokenizer")))
     (tmp_path / "a.txt").write_text(text := "The grass is green. The sky is blue. " * 20)
-    found = sequences_of_files(str(tmp_path / "a.txt"), "text", tokenizer, 50, 4)
+    store = store_of_files(str(tmp_path / "a.txt"), "text", tokenizer)
+    found = sequences_of_files(store, tokenizer, 50, 4)
     (begin,) = tokenizer.begin.ids
     assert [one.ids[0] for one in found] == [begin] * 4
     joined = np.concatenate([one.ids[1:] for one in found])
     np.testing.assert_array_equal(joined, tokenizer.encode([text])[0][: 4 * 49])
     tokenizer.begin = NO_BEGIN
-    (first, *_) = sequences_of_files(str(tmp_path / "a.txt"), "text", tokenizer, 50, 4)
+    store = store_of_files(str(tmp_path / "a.txt"), "text", tokenizer)
+    (first, *_) = sequences_of_files(store, tokenizer, 50, 4)
     np.testing.assert_array_equal(first.ids, tokenizer.encode([text])[0][:50])

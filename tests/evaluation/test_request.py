@@ -17,6 +17,7 @@ from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.prepare import prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
+from mtrain_cli.evaluation import held_out_text
 from mtrain_cli.evaluation.request import (
     NIAH,
     PERPLEXITY,
@@ -72,6 +73,19 @@ def test_a_model_without_tokenizer_gets_a_line(run):
     text = PerplexityOptions(str(text_file(run.parent)))
     with pytest.raises(ConfigError, match=message):
         opened(run, PERPLEXITY, codec, perplexity=text)
+
+
+def test_a_text_is_opened_once_for_all_lengths(run, monkeypatch):
+    paths = []
+    monkeypatch.setattr(
+        held_out_text,
+        "text_corpus",
+        lambda *given, **names: paths.append(given[0]) or text_corpus(*given, **names),
+    )
+    text = str(text_file(run.parent))
+    measurement = opened(run, PERPLEXITY, perplexity=PerplexityOptions(text), lengths=(64, 128))
+    assert measurement.read(64, 1)
+    assert paths == [text]
 
 
 def test_key_tokens_come_from_dense_results(run, tmp_path):
