@@ -93,8 +93,9 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
     layers = {"mask.full_first": 0} if flat.get("mask.kind") == "sliding_window" else {}
     sparse = {"sparsity.dense_layers": 0} if flat.get("sparsity.dense_steps") is not None else {}
-    # Documents of text had no begin token. Token ids may well have had one.
-    bos = {} if flat.get("data.kind") in ("tokens", "mds") else {"data.bos": False}
+    # Documents of text had no begin token. Token ids may well have had one, and bytes have none.
+    either = flat.get("data.kind") in ("tokens", "mds") or flat.get("data.tokenizer") == "bytes"
+    bos = {} if either else {"data.bos": False}
     dense = {"sparsity.dense_layers": None, **sparse}
     found = {**LATER, **gate, **layers, **bos, **dense, **renamed(flat)}
     if found["mask.kind"] == "chunked" and found["mask.back"] is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mtrain_cli.config import eval_tasks, keys
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ULYSSES
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.overrides import parse
 from mtrain_cli.config.schema import Config
@@ -119,7 +119,7 @@ def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterato
             yield name, f"topology.exchange={exchange}{chosen} is not a ring"
     topology = config.topology
     alone = topology.ulysses == topology.context_workers not in (1, "auto")
-    if alone and topology.exchange != "ulysses":
+    if alone and topology.exchange != ULYSSES:
         why = f"topology.ulysses={topology.ulysses} leaves no workers to exchange keys with"
         yield "topology.exchange", why
     if config.sparsity.column_bound == 0:
