@@ -21,14 +21,13 @@ from mtrain_cli.config.schema import ConfigError
 
 T = TypeVar("T")
 # A tokenizer may make a text this many times as long, in bytes of UTF-8. Of the public ones known
-# to us, T5's comes closest: at most 11 * 7 * 7 = 539 times, in theory.
-MOST_GROWTH = 1024
+# to us, T5's comes closest: at most 33 * 7 * 7 = 1,617 times, in theory.
+MOST_GROWTH = 2048
 # The most that one letter becomes, in bytes of UTF-8, measured over all of Unicode.
 _LETTERS = {"NFC": 3.0, "NFD": 3, "NFKC": 11, "NFKD": 11, "BertNormalizer": 5}
 _LETTERS |= {"Lowercase": 1.5, "Nmt": 1, "StripAccents": 1, "Strip": 1}
-# The most by which a character map may grow a text and still count as a Unicode step: that of NFKC
-# has a replacement of 33 bytes.
-_USUAL_MAP = 33 / 2
+# A character map with longer replacements, in bytes, is no Unicode step: NFKC's longest has 33.
+_USUAL_MAP = 33
 _PARTS = ("normalizers", "pretokenizers", "decoders")  # keys of a sequence
 _PROBE = 64  # repetitions; an expression that tries all ways to match them does not end
 
@@ -90,17 +89,17 @@ def _steps(component: Any) -> list[dict[str, Any]]:
 def _growth(components: list[Any]) -> float:
     """Return how many times as long a text of one byte or more can become, in bytes of UTF-8.
 
-    Unicode steps in a row count once, by the largest: a text in a normal form stays as it is. The
-    first character map is one of them, as in ALBERT's; each further one multiplies.
+    Unicode steps in a row count once, by the largest: a text in a normal form stays as it is. A
+    character map is such a step too if it is the first one and `_USUAL_MAP` allows it.
     """
     total = letters = 1.0
     maps = 0
     for step in [step for component in components for step in _steps(component)]:
         kind = step.get("type")
-        own = _LETTERS.get(str(kind), 0.0)
-        if kind == "Precompiled":
-            own, maps = _map_growth(step["precompiled_charsmap"]), maps + 1
-        if own and (kind != "Precompiled" or (maps == 1 and own <= _USUAL_MAP)):
+        own, is_map = _LETTERS.get(str(kind), 0.0), kind == "Precompiled"
+        if is_map:
+            own, maps = max(11.0, _longest(step["precompiled_charsmap"])), maps + 1
+        if own and not (is_map and (maps > 1 or own > _USUAL_MAP)):
             letters = max(letters, own)
             continue
         total, letters = total * letters * max(1.0, own), 1.0
@@ -118,35 +117,17 @@ def _growth(components: list[Any]) -> float:
     return total * letters
 
 
-def _map_growth(encoded: str) -> float:
-    """Return the growth by a character map of SentencePiece; infinity if it cannot be read.
+def _longest(encoded: str) -> float:
+    """Return the bytes of the longest replacement of a character map; infinity if it is broken.
 
-    The map has the size of a double-array trie of uint32, the trie, and replacements that end with
-    NUL. A key of one byte counts as it is; a longer key may have the longest replacement.
+    The map has the size of a trie as uint32, the trie, and replacements that end with NUL.
     """
     try:
         content = base64.b64decode(encoded, validate=True)
-        start = 4 + int.from_bytes(content[:4], "little")
-        trie, texts = memoryview(content[4:start]).cast("I"), content[start:]
-        if len(content) < start or not trie:
-            return math.inf
-    except (ValueError, TypeError):
+    except ValueError:
         return math.inf
-    longest = max(map(len, texts.split(b"\0")))
-    growth = max(11.0, longest / 2)
-    root = _offset(trie[0])
-    for letter in range(1, 256):
-        at = root ^ letter
-        if at < len(trie) and trie[at] & 0x800001FF == 0x100 | letter:  # a leaf
-            at ^= _offset(trie[at])
-            if at < len(trie):
-                growth = max(growth, len(texts[trie[at] & 0x7FFFFFFF :].partition(b"\0")[0]))
-    return growth
-
-
-def _offset(unit: int) -> int:
-    """Return the distance from a node of a double-array trie to its children."""
-    return (unit >> 10) << ((unit & 0x200) >> 6)
+    start = 4 + int.from_bytes(content[:4], "little")
+    return max(map(len, content[start:].split(b"\0"))) if 4 < start <= len(content) else math.inf
 
 
 def _probe(source: str, place: str) -> None:

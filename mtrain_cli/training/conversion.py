@@ -165,9 +165,8 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
     trained = _was_trained(run)
     if (run / TOKENIZER).is_dir():
         files = of_folder(run / TOKENIZER)
-        return dataclasses.replace(
-            files, begin=_recorded_begin(config, run) if trained else None
-        ), ""
+        begin = _recorded_begin(config, run) if trained else None
+        return dataclasses.replace(files, begin=begin), ""
     copy = "copy one with --tokenizer FOLDER"
     if not trained:
         return None, f"no tokenizer: the imported folder has none; {copy}"
@@ -198,7 +197,8 @@ def record_begin(config: Config, run: Path) -> None:
     """
     if (run / TOKENIZER).is_dir():
         begin = _begin(config)
-        replace_text(run / TOKENIZER / BEGIN, json.dumps(begin and dataclasses.asdict(begin)))
+        content = None if begin is None else dataclasses.asdict(begin)
+        replace_text(run / TOKENIZER / BEGIN, json.dumps(content))
 
 
 def _recorded_begin(config: Config, run: Path) -> Begin | None:

@@ -117,8 +117,8 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 HOSTILE = {
     "doubling": {"normalizer": chain(*DOUBLING)},
     "letters": {"normalizer": chain(*LETTERS)},
-    "long prefix": {"normalizer": {"type": "Prepend", "prepend": "x" * 2000}},
-    "every place": {"normalizer": replace("Regex", "", "x" * 2000)},
+    "long prefix": {"normalizer": {"type": "Prepend", "prepend": "x" * 3000}},
+    "every place": {"normalizer": replace("Regex", "", "x" * 3000)},
     "bytes": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 30}},
     "nested": {"normalizer": chain(chain(*DOUBLING), {"type": "NFC"})},
     "decoder": {"decoder": {"type": "Sequence", "decoders": DOUBLING}},
@@ -144,7 +144,7 @@ PUBLIC = {
     "albert": {"normalizer": chain(replace("String", "``", '"'), replace("String", "''", '"'),
                {"type": "NFKD"}, {"type": "StripAccents"}, {"type": "Lowercase"},
                {"type": "NFKC"}, replace("Regex", " {2,}", " ")), "pre_tokenizer": METASPACE},
-    "map": {"normalizer": chain({"type": "NFKD"}, character_map(98, "ص" * 8),
+    "map": {"normalizer": chain({"type": "NFKD"}, character_map(98, "ص" * 16),
             replace("Regex", " {2,}", "▁")), "pre_tokenizer": METASPACE},
     "clip": {"normalizer": chain({"type": "NFC"}, replace("Regex", r"\s+", " "),
              {"type": "Lowercase"})},
@@ -158,20 +158,19 @@ def test_steps_of_public_tokenizers_are_accepted(tmp_path, name):
     open_tokenizer(write(tmp_path, model=unknown, **parts))
 
 
-def test_growth_by_a_character_map():
-    def growth(step: dict[str, Any]) -> float:
-        return tokenizer_limits._map_growth(step["precompiled_charsmap"])
+def test_a_character_map_grows_a_text_by_its_longest_replacement():
+    def longest(step: dict[str, Any]) -> float:
+        return tokenizer_limits._longest(step["precompiled_charsmap"])
 
     step = character_map(97, "b" * 40)
     content = base64.b64decode(step["precompiled_charsmap"])
     normalizer = tokenizers.normalizers.Precompiled(content)
     assert normalizer.normalize_str("aa") == "b" * 80, "the map is one that the package reads"
-    assert growth(step) == 40
-    assert growth(character_map(97, "b\0" + "c" * 100)) == 50, "two bytes may have become it"
-    assert growth(character_map(97, "b")) == 11
-    for size in (0, 3, 1 << 31):
-        assert growth(character_map(97, "b", size)) == math.inf
-    assert growth({"precompiled_charsmap": "?"}) == math.inf
+    assert longest(step) == 40
+    assert longest(character_map(97, "b\0" + "é" * 50 + "\0c")) == 100
+    for size in (0, 1 << 31):
+        assert longest(character_map(97, "b", size)) == math.inf
+    assert longest({"precompiled_charsmap": "?"}) == math.inf
 
 
 def test_growth_bounds_what_the_package_makes():

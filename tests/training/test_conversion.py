@@ -12,7 +12,7 @@ from commands.typed_line import split
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.tokenizers import ByteTokenizer
+from mtrain_cli.data.tokenizers import NO_BEGIN, ByteTokenizer
 from mtrain_cli.inference.model_source import load_decoder, open_source
 from mtrain_cli.model.experts import expert_layers
 from mtrain_cli.model.tokenizer_files import of_bytes
@@ -121,6 +121,10 @@ def test_a_run_with_its_own_tokenizer_records_what_its_documents_start_with(tmp_
     found, _ = conversion.tokenizer_of_run(moved, run)
     assert found is not None
     assert found.begin == ByteTokenizer.named
+    conversion.record_begin(compose.compose(split("data=stdlib data.bos=false")), run)
+    found, _ = conversion.tokenizer_of_run(moved, run)
+    assert found is not None
+    assert found.begin == NO_BEGIN
     (tmp_path / "ids.npy").touch()
     conversion.record_begin(
         compose.compose(["data=tokens", f"data.path={tmp_path / 'ids.npy'}"]), run
