@@ -162,7 +162,7 @@ def _ineffective_keys(config: Config) -> Iterator[tuple[str, str]]:
     if config.data.kind == "text" and path and Path(path).suffix.lower() in _PLAIN_TEXT:
         yield "data.text_key", f"data.path={path} is plain text, which has no keys"
     if config.data.kind == "tokens":
-        why = "a token store has the begin tokens that `mtrain data prepare --bos` gave it"
+        why = "the store keeps the begin tokens chosen by `mtrain data prepare --bos`"
         if not path or Path(path).suffix not in (".npy", ".bin"):
             yield "data.bos", why
     yield from eval_tasks.without_effect(config)

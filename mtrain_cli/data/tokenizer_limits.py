@@ -7,8 +7,11 @@ panics, which Python sees as an exception that is no `Exception`.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import itertools
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,13 +21,15 @@ from mtrain_cli.config.schema import ConfigError
 
 T = TypeVar("T")
 # A tokenizer may make a text this many times as long, in bytes of UTF-8. Of the public ones known
-# to us, T5's comes closest: at most 11 * 7 * 7 = 539 times, in theory.
-MOST_GROWTH = 1024
+# to us, T5's comes closest: at most 33 * 7 * 7 = 1,617 times, in theory.
+MOST_GROWTH = 2048
 # The most that one letter becomes, in bytes of UTF-8, measured over all of Unicode.
-_LETTERS = {"NFC": 3.0, "NFD": 3, "NFKC": 11, "NFKD": 11, "Precompiled": 11, "BertNormalizer": 5}
+_LETTERS = {"NFC": 3.0, "NFD": 3, "NFKC": 11, "NFKD": 11, "BertNormalizer": 5}
 _LETTERS |= {"Lowercase": 1.5, "Nmt": 1, "StripAccents": 1, "Strip": 1}
+# A character map with longer replacements, in bytes, is no Unicode step: NFKC's longest has 33.
+_USUAL_MAP = 33
 _PARTS = ("normalizers", "pretokenizers", "decoders")  # keys of a sequence
-_PROBE = 64  # letters; an expression that tries all ways to match them does not end
+_PROBE = 64  # repetitions; an expression that tries all ways to match them does not end
 
 
 def call(place: str, method: Callable[..., T], *arguments: Any, **options: Any) -> T:
@@ -43,15 +48,15 @@ def call(place: str, method: Callable[..., T], *arguments: Any, **options: Any) 
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:200]
-    raise ConfigError(f"{place}: the tokenizer fails on a text ({reason}). Give another tokenizer.")
+    raise ConfigError(f"{place}: the tokenizer failed on a text ({reason}); use another tokenizer")
 
 
 def require_bounded(tokenizer: Any, place: str) -> None:
     """Check what a tokenizer may do to any text, before it sees one.
 
     Raises:
-        ConfigError: a text can become more than `MOST_GROWTH` times as long, or an expression tries
-            too many ways to match a text.
+        ConfigError: a text can become more than `MOST_GROWTH` times as long, or an expression
+            backtracks too much.
     """
     growth = {"encode": _growth([tokenizer.normalizer, tokenizer.pre_tokenizer])}
     growth["decode"] = _growth([tokenizer.decoder])
@@ -84,15 +89,20 @@ def _steps(component: Any) -> list[dict[str, Any]]:
 def _growth(components: list[Any]) -> float:
     """Return how many times as long a text of one byte or more can become, in bytes of UTF-8.
 
-    Unicode steps in a row count once, by the largest: a text in a normal form stays as it is.
+    Unicode steps in a row count once, by the largest: a text in a normal form stays as it is. A
+    character map is such a step too if it is the first one and `_USUAL_MAP` allows it.
     """
     total = letters = 1.0
+    maps = 0
     for step in [step for component in components for step in _steps(component)]:
         kind = step.get("type")
-        if kind in _LETTERS:
-            letters = max(letters, _LETTERS[kind])
+        own, is_map = _LETTERS.get(str(kind), 0.0), kind == "Precompiled"
+        if is_map:
+            own, maps = max(11.0, _longest(step["precompiled_charsmap"])), maps + 1
+        if own and not (is_map and (maps > 1 or own > _USUAL_MAP)):
+            letters = max(letters, own)
             continue
-        total, letters = total * letters, 1.0
+        total, letters = total * letters * max(1.0, own), 1.0
         if kind == "Replace":
             pattern, content = step["pattern"], len(step["content"].encode())
             # An expression may match before and after every letter, without one.
@@ -107,23 +117,37 @@ def _growth(components: list[Any]) -> float:
     return total * letters
 
 
+def _longest(encoded: str) -> float:
+    """Return the bytes of the longest replacement of a character map; infinity if it is broken.
+
+    The map has the size of a trie as uint32, the trie, and replacements that end with NUL.
+    """
+    try:
+        content = base64.b64decode(encoded, validate=True)
+    except ValueError:
+        return math.inf
+    start = 4 + int.from_bytes(content[:4], "little")
+    return max(map(len, content[start:].split(b"\0"))) if 4 < start <= len(content) else math.inf
+
+
 def _probe(source: str, place: str) -> None:
-    """Let an expression match runs of its own letters.
+    """Let an expression match runs of its own letters, and of its pairs of neighbours.
 
     Raises:
-        ConfigError: it tries too many ways.
+        ConfigError: it backtracks too much.
     """
     import tokenizers
 
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(source), "isolated")
-    for letter in sorted({*source, *"a 1\n"})[:200]:
+    pairs = {first + second for first, second in itertools.pairwise(source)}
+    for part in [*sorted({*source, *"a 1\n"})[:200], *sorted(pairs)[:200]]:
         try:
-            call("", split.pre_tokenize_str, letter * _PROBE + "\0")
+            call("", split.pre_tokenize_str, part * _PROBE + "\0")
         except ConfigError:
             shown = json.dumps(source if len(source) <= 60 else f"{source[:60]}...")
             raise ConfigError(
-                f"{place}: its expression {shown} tries too many ways to match {_PROBE} times "
-                f"{json.dumps(letter)}. Give another tokenizer."
+                f"{place}: its regular expression {shown} backtracks too much on {_PROBE} "
+                f"repetitions of {json.dumps(part)}; use another tokenizer"
             ) from None
 
 

@@ -145,9 +145,17 @@ class FileTokenizer:
         self.name = path.parent.absolute().name if path.stem == "tokenizer" else path.stem
         self.vocab_size = max(vocabulary.values()) + 1
         self.content = content
-        framed = call(place, tokenizer.encode, "a", add_special_tokens=True)
-        is_text = [at for at, special in enumerate(framed.special_tokens_mask) if not special]
-        before = framed.ids[: is_text[0]] if is_text else framed.ids
+        for text in "a", "0", ".", "é", "中", "the", next(iter(vocabulary)):
+            framed = call(place, tokenizer.encode, text, add_special_tokens=True)
+            is_text = [at for at, special in enumerate(framed.special_tokens_mask) if not special]
+            if is_text:
+                break
+        before = framed.ids[: is_text[0]] if is_text else []
+        if before and max(before) >= self.vocab_size:
+            raise ConfigError(
+                f"{place}: its post-processor puts id {max(before)} before each text, which is "
+                f"outside the {self.vocab_size:,} ids of its vocabulary; use another tokenizer"
+            )
         after = framed.tokens[is_text[-1] + 1 :] if is_text else []
         self.prescribed = Begin(tuple(before), "".join(framed.tokens[: len(before)]))
         named = _named_token(path, "bos_token", vocabulary)

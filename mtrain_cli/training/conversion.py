@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mtrain_cli.composition import compose
 from mtrain_cli.composition.derived import folder_of
-from mtrain_cli.config import resolved_file
+from mtrain_cli.config import documents, resolved_file
+from mtrain_cli.config.atomic_files import replace_text
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.store import META, StoreMeta
@@ -33,6 +34,7 @@ from mtrain_cli.training.checkpoint_source import RESOLVED, find_source, run_of
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 TOKENIZER = "tokenizer"  # in an imported run, the folder with the source's tokenizer files
+BEGIN = "begin.json"  # in that folder: what the documents of the training start with
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
     trained = _was_trained(run)
     if (run / TOKENIZER).is_dir():
         files = of_folder(run / TOKENIZER)
-        return dataclasses.replace(files, begin=_begin(config) if trained else None), ""
+        begin = _recorded_begin(config, run) if trained else None
+        return dataclasses.replace(files, begin=begin), ""
     copy = "copy one with --tokenizer FOLDER"
     if not trained:
         return None, f"no tokenizer: the imported folder has none; {copy}"
@@ -185,6 +188,26 @@ def tokenizer_of_data(config: Config) -> tuple[TokenizerFiles | None, str]:
     except ConfigError as error:
         return None, f"no tokenizer: {error.problems[0]}; {copy}"
     return None, f"no tokenizer: data.path={data.path} does not name a tokenizer; {copy}"
+
+
+def record_begin(config: Config, run: Path) -> None:
+    """Write what documents start with into a run that has a copy of its tokenizer.
+
+    Call this where the run trains: its data may be missing where it is evaluated.
+    """
+    if (run / TOKENIZER).is_dir():
+        begin = _begin(config)
+        content = None if begin is None else dataclasses.asdict(begin)
+        replace_text(run / TOKENIZER / BEGIN, json.dumps(content))
+
+
+def _recorded_begin(config: Config, run: Path) -> Begin | None:
+    """Return what `record_begin` wrote; for a run of an earlier version, ask its data."""
+    try:
+        found = documents.read_json(run / TOKENIZER / BEGIN)
+        return None if found is None else Begin(tuple(map(int, found["ids"])), str(found["name"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return _begin(config)
 
 
 def _begin(config: Config) -> Begin | None:

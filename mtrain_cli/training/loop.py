@@ -25,6 +25,7 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import describe_targets
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
+from mtrain_cli.training.conversion import record_begin
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.expert_watch import ExpertWatch
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
@@ -69,6 +70,8 @@ def train(
             checkpointer.require_sizes(config.model, run_dir.resolved)
             trainer.resume(checkpointer)
         first = environment.rank == 0
+        if first:
+            record_begin(config, run_dir.path)
         estimated = estimate(trainer.plan) if estimate is not None and first else None
         return _train(trainer, checkpointer, run_dir, resume, reports, more_callbacks, estimated)
 

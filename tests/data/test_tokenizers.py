@@ -218,6 +218,31 @@ def test_documents_start_as_the_library_and_transformers_start_a_text(
     assert tokenizer.begin.name == "".join(single.partition("$A")[0].split())
 
 
+def _with_vocabulary(path: Path, vocabulary: dict[str, int], begin: int) -> Path:
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", begin), ("[SEP]", 1)]
+    )
+    library.save(str(path))
+    return path
+
+
+def test_a_begin_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = _with_vocabulary(tmp_path / "t.json", {"a": 0, "[SEP]": 1, "b": 2}, 99999)
+    with pytest.raises(ConfigError, match=r"puts id 99999 before .* the 3 ids") as caught:
+        open_tokenizer(str(path))
+    assert str(caught.value).startswith(f"data.tokenizer={path}: ")
+
+
+@pytest.mark.parametrize(("letter", "begin"), [("a", (0,)), ("中", (0,)), ("xy", ())])
+def test_end_tokens_never_become_begin_tokens(
+    tmp_path: Path, letter: str, begin: tuple[int, ...]
+) -> None:
+    vocabulary = {"[CLS]": 0, "[SEP]": 1, letter: 2}
+    tokenizer = open_tokenizer(str(_with_vocabulary(tmp_path / "t.json", vocabulary, 0)))
+    assert tokenizer.begin.ids == begin
+
+
 def test_a_text_that_brings_its_begin_token_gets_no_second_one(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(write_framed(tmp_path / "t")))
     plain, framed = tokenizer.encode(["Here we go", "<begin>Here we go"])

@@ -12,12 +12,13 @@ from evaluation.small_tokenizer import write_small_tokenizer
 from inference.small_models import engine, source
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.tokenizers import ByteTokenizer, choose_begin
 from mtrain_cli.evaluation.generated import Generated, require_distinct
 from mtrain_cli.evaluation.measurement import Cell
 from mtrain_cli.evaluation.results import Result
 from mtrain_cli.evaluation.ruler import RULER6
 from mtrain_cli.inference.engine import Completion
-from mtrain_cli.inference.text import open_codec
+from mtrain_cli.inference.text import TextCodec, open_codec
 
 LENGTH = 1536
 RESULT = Result("k", "ruler:niah_single_1", LENGTH, "dense", "", 3, 2, None, None, "")
@@ -139,6 +140,18 @@ def test_what_a_task_reads_belongs_to_its_settings(tmp_path, codec):
     assert again.settings(cell) != before
     assert own.settings(cell) == before  # read once, so that all samples have one key
     assert own.answer_tokens(cell) == 128
+
+
+def test_the_begin_token_of_prompts_belongs_to_the_settings(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"input": "a", "outputs": ["b"]}\n')
+    tokenizers = ByteTokenizer(), ByteTokenizer()
+    choose_begin(tokenizers[1], True)
+    without, own = (
+        Generated(TextCodec(one, frozenset()), ["vt"], [LENGTH], 2, files=[tmp_path / "mine.jsonl"])
+        for one in tokenizers
+    )
+    for cell in own.cells():
+        assert own.settings(cell) != without.settings(cell)
 
 
 def test_a_begin_token_needs_no_position_beyond_the_length(codec):

@@ -12,8 +12,11 @@ from commands.typed_line import split
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.tokenizers import NO_BEGIN, ByteTokenizer
 from mtrain_cli.inference.model_source import load_decoder, open_source
 from mtrain_cli.model.experts import expert_layers
+from mtrain_cli.model.tokenizer_files import of_bytes
+from mtrain_cli.training import conversion
 from mtrain_cli.training.checkpointer import load_model_state, write_model_state
 from mtrain_cli.training.conversion import export_checkpoint, import_folder
 
@@ -104,6 +107,35 @@ def test_export_of_a_token_run_has_the_tokenizer_of_the_store(tmp_path):
         json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"]
         == "<|endoftext|>"
     )
+
+
+def test_a_run_with_its_own_tokenizer_records_what_its_documents_start_with(tmp_path):
+    run = tmp_path / "run"
+    (run / conversion.TOKENIZER).mkdir(parents=True)
+    files = of_bytes(256, 257, 258)
+    files.write(run / conversion.TOKENIZER)
+    config = compose.compose(split("data=stdlib data.bos=true"))
+    conversion.record_begin(config, run)
+    # On another machine, the data and their tokenizer are missing.
+    moved = config.changed(data={"tokenizer": str(tmp_path / "gone.json")})
+    found, _ = conversion.tokenizer_of_run(moved, run)
+    assert found is not None
+    assert found.begin == ByteTokenizer.named
+    conversion.record_begin(compose.compose(split("data=stdlib data.bos=false")), run)
+    found, _ = conversion.tokenizer_of_run(moved, run)
+    assert found is not None
+    assert found.begin == NO_BEGIN
+    (tmp_path / "ids.npy").touch()
+    conversion.record_begin(
+        compose.compose(["data=tokens", f"data.path={tmp_path / 'ids.npy'}"]), run
+    )
+    found, _ = conversion.tokenizer_of_run(config, run)
+    assert found is not None
+    assert found.begin is None, "what the tokenizer prescribes"
+    (run / conversion.TOKENIZER / conversion.BEGIN).unlink()
+    found, _ = conversion.tokenizer_of_run(config, run)
+    assert found is not None
+    assert found.begin == ByteTokenizer.named, "a run of an earlier version"
 
 
 def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):

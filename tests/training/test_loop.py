@@ -137,11 +137,14 @@ def test_a_stop_saves_even_if_the_end_would_not(tmp_path):
 
 def test_imported_weights_are_trained_from_step_0(tmp_path):
     words = ["train.steps=2", "optim.lr=1e-9", "optim.weight_decay=0", "train.checkpoint_every=0"]
+    words += ["data.bos=true"]
     gloo.run(1, run, str(tmp_path / "first"), words)
     weights = load_model_state(tmp_path / "first")[1]
-    (tmp_path / "imported").mkdir()
+    (tmp_path / "imported" / "tokenizer").mkdir(parents=True)
     write_model_state(tmp_path / "imported" / "checkpoints", 0, weights)
     assert gloo.run(2, run, str(tmp_path / "imported"), words, True) == [[2], [2]]
+    begin = json.loads((tmp_path / "imported" / "tokenizer" / "begin.json").read_text())
+    assert begin == {"ids": [256], "name": "<|mtrain:begin|>"}
     assert [m["step"] for m in metrics(tmp_path / "imported")] == [1, 2]
     first, imported = (metrics(tmp_path / name)[0]["loss"] for name in ("first", "imported"))
     assert imported == pytest.approx(first, abs=1e-4), (
