@@ -296,7 +296,7 @@ def learned(data: dict[str, Any]) -> str:  # noqa: ARG001 - the archive has the 
                 ]
                 cells.append(number(_share(hits), NEEDLES) if hits else "-")
         rows.append(cells)
-    bases = [f"base of {cell.partition('.')[0]} %" for cell in rows[0][1:3]]
+    bases = [f"base of {float(cell):.0f} %" for cell in rows[0][1:3]]
     heads = [f"{use}, {base}" for use in ("dense", "own") for base in bases]
     return table(("trained with", *heads), rows)
 

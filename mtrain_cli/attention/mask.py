@@ -310,8 +310,8 @@ def _check_intervals(intervals: int, rows: IntArray, rank: IntArray) -> None:
     if intervals > MOST_INTERVALS:
         raise ValueError(
             f"The query at position {rows[np.argmax(rank)]} sees {intervals} separate intervals of "
-            f"keys; allowed: at most {MOST_INTERVALS}. Join slices by wider ones that "
-            "touch or overlap, or split the document (docs/masks.md)."
+            f"keys; allowed: at most {MOST_INTERVALS}. Merge slices into wider ones, "
+            "or split the document (docs/masks.md)."
         )
 
 

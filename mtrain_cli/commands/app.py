@@ -193,10 +193,12 @@ def _describe(error: Any) -> str:
     # model takes few settings.
     is_option = (bool(option) and str(option) in similar) or (bool(similar) and _has_model(ctx))
     if option and takes_overrides and not is_option:
+        from mtrain_cli.config.foreign_words import counterpart
         from mtrain_cli.config.suggest import nearest
 
-        key = nearest(option.lstrip("-").replace("-", "_"), _keys_of(ctx))
-        if key:
+        if not _has_model(ctx) and (here := counterpart(option)):
+            message = f"{message.rstrip('.')}; {here}"
+        elif key := nearest(option.lstrip("-").replace("-", "_"), _keys_of(ctx)):
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."
 

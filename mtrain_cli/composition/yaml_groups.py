@@ -36,7 +36,7 @@ def compose_groups(
     import yaml
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
     words = [
         f"{'' if group in groups.defaults else '+'}{group}={option}"
@@ -52,6 +52,7 @@ def compose_groups(
         ) from error
     leaves: dict[str, Any] = {}
     problems: dict[str, OverrideProblem] = {}
+    refused: list[str] = []
 
     def update(name: str) -> None:
         OmegaConf.update(composed, name, values[name], merge=False, force_add=True)
@@ -69,6 +70,10 @@ def compose_groups(
             try:
                 step(name)
             except (OmegaConfBaseException, ValueError, RecursionError) as error:
+                if refused and isinstance(error, InterpolationToMissingValueError):
+                    first = problems[refused[0]]  # the reason, which needs no second line
+                    problems[refused[0]] = OverrideProblem(first.line, (*first.keys, name))
+                    continue
                 shown = f"{name}={keys.show(values[name])}" if name in values else name
                 line = f"{shown}: cannot be resolved: {_one_line(error)}"
                 problems[name] = OverrideProblem(line, (name,))
@@ -76,13 +81,14 @@ def compose_groups(
     for name, value in keys.flatten(tree).items():
         if name not in values and _calls(str(value)):
             # The file may be a stranger's, and what it asks for a secret.
-            file = _file_with(groups, str(value))
+            file = _file_with(groups, choices, str(value))
             line = (
-                f"{file}: {name}={value}: only the command line may read the environment or call "
-                f"a function; give {name}=... there"
+                f"{file}: {name}={value}: option files may not read the environment or call "
+                f"functions; set {name}=... on the command line"
             )
-            problems[name] = OverrideProblem(line, (name,))
-            OmegaConf.update(composed, name, None, merge=False, force_add=True)
+            problems[name] = OverrideProblem(line, (name, f"{name}."))
+            refused.append(name)
+            OmegaConf.update(composed, name, "???", merge=False, force_add=True)
     each(update, values)
     together = _resolved_together(composed)
     each(resolve, [name for name in {**values, **keys.flatten(tree)} if name not in problems])
@@ -101,10 +107,11 @@ def _calls(text: str) -> bool:
     return False
 
 
-def _file_with(groups: Groups, text: str) -> Path:
-    """Return the file with a text, or the folder of the user's files if none has it as it is."""
-    files = [file for options in groups.options.values() for file in options.values()]
-    for file in [folder / TOP for folder in groups.folders] + files:
+def _file_with(groups: Groups, choices: Mapping[str, str], text: str) -> Path:
+    """Return the chosen file with a text, or the user's folder if none has it as it is."""
+    chosen = {**groups.defaults, **choices}.items()
+    files = [groups.options.get(group, {}).get(option) for group, option in chosen]
+    for file in filter(None, [*files, *(folder / TOP for folder in groups.folders)]):
         if file.is_file() and text in file.read_text(errors="replace"):
             return file
     return groups.folders[0]

@@ -63,12 +63,12 @@ def counterpart(key: str) -> str:
     return _HERE.get(re.sub(r"[_-]", "", key.rpartition(".")[2].lower()), "")
 
 
-def hub_hint(name: str) -> str:
+def hub_hint(name: str, start: str = "; mtrain", then: str = "give the folder ") -> str:
     """Return what to do with ``org/name`` of the Hugging Face Hub; "" for other texts."""
     if not _HUB_NAME.fullmatch(name) or Path(name).parent.is_dir():
         return ""
     folder = name.partition("/")[2]
     return (
-        f"; mtrain downloads nothing: `hf download {name} --local-dir {folder}`, then give the "
-        f"folder {folder}"
+        f"{start} downloads nothing. Run `hf download {name} --local-dir {folder}`, then "
+        f"{then}{folder}"
     )

@@ -186,8 +186,9 @@ def _parse_group(group: str, raw: str, groups: Groups, parsed: Overrides) -> Ove
         reason += f"; to set one value, write {example}=..."
     if "," in option or _SWEEP.match(option):
         reason = ONE_VALUE
-    if group == "model" and (hint := hub_hint(option)):
-        reason = f"names no model here{hint}, as train.init_from"
+    start, then = "is not a model of mtrain, which", "set train.init_from="
+    if group == "model" and (hint := hub_hint(option, start, then)):
+        reason = hint
     return OverrideProblem(Problem(Setting(group, raw), ": ", reason), (f"{group}.",))
 
 

@@ -147,7 +147,7 @@ class PackedDataset:
         self.vocab_size = store.meta.vocab_size or vocab_size
         self.fingerprint, self.samples = store.meta.sha256, store.samples
         self.verify = store.verify
-        self._store, self._document_mask, self._location = store, document_mask, location
+        self.store, self._document_mask, self._location = store, document_mask, location
         self._masked, self._positioned = masked, positioned
         self._columns = store.columns if isinstance(store, TokenStore) else NO_COLUMNS
         self._order = shuffled_order(store.meta.num_documents, seed) if shuffle else None
@@ -181,7 +181,7 @@ class PackedDataset:
     @property
     def left_out(self) -> str:
         """The end of a line that says what the source left out; "" if it left out nothing."""
-        counts = self._store.meta.left_out
+        counts = self.store.meta.left_out
         return f"; {describe_left_out(counts)}" if counts else ""
 
     def sampler(self, seed: int) -> Sampler:
@@ -231,7 +231,7 @@ class PackedDataset:
 
     def describe(self) -> str:
         """Return one line: source, documents, tokens, tokenizer, sequences, and location."""
-        meta = self._store.meta
+        meta = self.store.meta
         vocabulary = f"{meta.vocab_size:,}" if meta.vocab_size else "unknown"
         remainder = self.num_tokens - self.sequences * self.seq
         held_out = self.sequences - len(self)
@@ -242,7 +242,7 @@ class PackedDataset:
             tail = f", the last one with {-remainder:,} tokens of padding"
         if held_out:
             tail += f", {held_out} more held out"
-        begin = self._store.describe_begin() if isinstance(self._store, TokenStore) else ""
+        begin = self.store.describe_begin() if isinstance(self.store, TokenStore) else ""
         tail += self.left_out
         return (
             f"{meta.source}: {with_count(meta.num_documents, 'document')}, {self.num_tokens:,} "
@@ -262,13 +262,13 @@ class PackedDataset:
         last = int(np.searchsorted(self._starts, end, side="left"))
         bounds = self._starts[first : last + 1] - begin
         ends, targets = bounds[1:], None
-        if self._order is None and isinstance(self._store, TokenStore):
-            stream = self._store.tokens[begin:end]
+        if self._order is None and isinstance(self.store, TokenStore):
+            stream = self.store.tokens[begin:end]
         else:
             parts = []
             units = range(first, last) if self._order is None else self._order[first:last]
             for unit, (low, high) in zip(units, pairwise(bounds.tolist()), strict=True):
-                part = self._store.read(int(unit), max(0, -low), min(high, end - begin) - low)
+                part = self.store.read(int(unit), max(0, -low), min(high, end - begin) - low)
                 parts.append(part)
                 if part.ends is not None:
                     ends = np.concatenate([ends, part.ends + max(0, low)])
@@ -299,10 +299,10 @@ class PackedDataset:
         parts = []
         for unit, start, stop, place in self._parts(begin, end):
             own = self._columns.slices_of(unit)
-            length = int(self._store.offsets[unit + 1] - self._store.offsets[unit])
+            length = int(self.store.offsets[unit + 1] - self.store.offsets[unit])
             if own is not None and not lie_in(own, length):
                 raise self._corrupt(SLICES)
-            most = self._store.meta.columns.intervals
+            most = self.store.meta.columns.intervals
             if own is not None and not intervals_at_most(own, length, most):
                 what = f"document {unit} has a query with more than {most} separate intervals of"
                 raise self._corrupt(SLICES, f"{what} keys, the most that {META} lists")
@@ -327,10 +327,10 @@ class PackedDataset:
         """Return the rotary position of each token, int32[end - begin], at least [seq]."""
         positions = np.arange(max(self.seq, end - begin), dtype=np.int32)
         for unit, start, stop, place in self._parts(begin, end):
-            offset = int(self._store.offsets[unit])
+            offset = int(self.store.offsets[unit])
             own = self._columns.positions_of(offset + start, offset + stop)
             if own is not None:
-                if own.min() < 0 or own.max() > self._store.meta.columns.largest_position:
+                if own.min() < 0 or own.max() > self.store.meta.columns.largest_position:
                     raise self._corrupt(POSITIONS)
                 positions[place : place + stop - start] = own
         return positions
@@ -338,7 +338,7 @@ class PackedDataset:
     def _corrupt(self, name: str, why: str = "it holds impossible values") -> ConfigError:
         """Return the error for a file of columns whose values cannot have been written."""
         return ConfigError(
-            f"{self._store.folder}: {name} is corrupt: {why}. Prepare the store again."
+            f"{self.store.folder}: {name} is corrupt: {why}. Prepare the store again."
         )
 
     def _check(self, stream: np.ndarray) -> None:
@@ -348,7 +348,7 @@ class PackedDataset:
         if largest < self.vocab_size and lowest >= 0:
             return
         token = largest if largest >= self.vocab_size else lowest
-        if self._store.meta.vocab_size:
+        if self.store.meta.vocab_size:
             problem = (
                 f"token {token} is outside the store's vocabulary of {self.vocab_size} ids. The "
                 "store is corrupt: prepare it again."
@@ -359,4 +359,4 @@ class PackedDataset:
                 "from another tokenizer. Give a model with a larger vocabulary, or convert them "
                 "with `mtrain data prepare --from-tokenizer`."
             )
-        raise ConfigError(f"{self._store.folder}: {problem}")
+        raise ConfigError(f"{self.store.folder}: {problem}")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, islice
-from pathlib import Path
 
 import numpy as np
 
-from mtrain_cli.config.schema import Config, DataConfig
+from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.dataset import Sample
+from mtrain_cli.data.dataset import Dataset, PackedDataset, Sample
 from mtrain_cli.data.open_dataset import check_vocabulary, corpora_of, open_dataset, require_columns
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import open_corpus
@@ -43,14 +43,15 @@ def look_at_data(config: Config) -> tuple[list[str], Sample | None]:
         return [line for part in parts for line in _look_at_text(config, part)], None
     dataset = open_dataset(config)
     sample = dataset[0]
-    return [dataset.describe(), f"it begins: {_beginning(data, sample.tokens)}"], sample
+    return [dataset.describe(), f"it begins: {_beginning(dataset, sample.tokens)}"], sample
 
 
-def _beginning(data: DataConfig, tokens: np.ndarray) -> str:
+def _beginning(dataset: Dataset, tokens: np.ndarray) -> str:
     """Return the first tokens of a sequence as text, or as ids without a tokenizer."""
-    if data.kind == "tokens" and data.mix is None and Path(data.path or "").expanduser().is_dir():
-        tokenizer = TokenStore.open(data.path or "").open_tokenizer()
-        return _quoted(tokenizer.decode(tokens[:_SHOWN]))
+    store = dataset.store if isinstance(dataset, PackedDataset) else None
+    if isinstance(store, TokenStore):
+        with suppress(ConfigError):  # a run does not open the tokenizer of a store
+            return _quoted(store.open_tokenizer().decode(tokens[:_SHOWN]))
     return f"ids {', '.join(map(str, tokens[:8].tolist()))}, ..."
 
 

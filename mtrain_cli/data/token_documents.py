@@ -121,7 +121,7 @@ def _slices(value: Any, length: int, key: RecordKey, location: str) -> tuple[Int
         raise key.value_error(
             location,
             f"names each query in {named:.0f} slices on average; at most {MOST_SLICES} "
-            "are allowed. Join slices that overlap.",
+            "are allowed. Merge slices that overlap.",
         )
     try:
         return table, SequenceMask.from_slices(table, length, length).intervals

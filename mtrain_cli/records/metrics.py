@@ -31,6 +31,7 @@ class StepMetrics:
     targets: number of labels of this step that count toward the loss. Masks of the data, a mask
         that shows a query its next token, the ends of documents and padding leave labels out.
     tokens_per_second_per_gpu: number of tokens of this step / seconds / workers.
+    targets_per_second_per_gpu: the same for targets; None in files of earlier versions.
     mfu_model: MFU, a share of the GPU's peak FLOP/s (`flops.FlopsPerToken`). None on a CPU, on an
         unknown GPU, and for a sparse step, which skips pairs that the mask allows.
     mfu_executed: HFU, a share of the GPU's peak FLOP/s. None on a CPU and on an unknown GPU.
@@ -75,6 +76,7 @@ class StepMetrics:
     epoch: float
     consumed: int
     targets: int | None = None
+    targets_per_second_per_gpu: float | None = None
     dense_density: float | None = None
     data_seconds: float | None = None
     slashes: float | None = None

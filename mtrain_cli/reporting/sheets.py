@@ -28,7 +28,7 @@ _COUNTS = ("workers", "groups", "samples", "iterations", "partial")
 _CAUSE = ("ms", "kind", "direction", "rank", "step", "text")
 _TRAINING = (
     *("step", "loss", "lr", "tokens", "tokens_per_second_per_gpu", "mfu_model", "mfu_executed"),
-    *("density", "peak_memory_gib", "seconds"),
+    *("density", "peak_memory_gib", "seconds", "targets_per_second_per_gpu"),
 )
 
 

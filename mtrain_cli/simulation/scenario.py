@@ -29,6 +29,7 @@ from mtrain_cli.simulation.workload import AttentionWorkload
 from mtrain_cli.sparsity.fixed import make_pattern
 from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.first_masks import first_masks
+from mtrain_cli.training.initial_weights import beyond_reach
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.resolution import given_memory
 from mtrain_cli.training.run_plan import RunPlan, plan_for
@@ -301,6 +302,8 @@ class PredictedScenario:
                 "train.compile=false: element-wise kernels take 2.8 times as long as compiled ones "
                 "(measured on one H200 at 32K tokens)"
             )
+        if beyond := beyond_reach(self.plan.config):
+            remarks.append(beyond)
         return tuple(remarks)
 
     def _of_experts(self) -> str:

@@ -509,7 +509,7 @@ def position_rows(config: Config) -> list[tuple[str, str]]:
     run starts from released weights, else a note.
     """
     line = initial_weights.beyond_reach(config)
-    return [("warning" if config.train.init_from else "", line)] if line else []
+    return [("warning" if config.train.init_from else "note", line)] if line else []
 
 
 def weights_rows(config: Config) -> list[tuple[str, str]]:

@@ -63,7 +63,7 @@ TILE_SECONDS = 0.5e-3  # per MLP tile and pass, or chunk of the loss, in additio
 # Share of a GPU that may be full with optional tensors. Gaps take 5 to 6 GiB, measured.
 ROOMY = 0.9
 
-_AS_FAST = "as fast"
+_AS_FAST = "equally fast"
 
 # Keys that `auto` may change, with the default first, then the alternatives. If the user set a key
 # to another value than the default, `auto` leaves it. `auto` offloads the activations of as few
@@ -368,7 +368,7 @@ def _compared(seconds: float, best: float) -> str:
     """
     if not (more := round(100 * (seconds / best - 1))):
         return _AS_FAST
-    return f"{abs(more)}% {'longer' if more > 0 else 'shorter'} steps"
+    return f"steps take {abs(more)}% {'longer' if more > 0 else 'less time'}"
 
 
 def _degree(config: Config) -> int | str:

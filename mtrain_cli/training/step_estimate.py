@@ -34,10 +34,10 @@ class StepEstimate:
             return self.problem and f"not predicted: {self.problem}"
         expected, best, worst = self.seconds
         at = f" at density {self.density:.1%} ({self.drawn})" if self.drawn else ""
-        bounds = f"{duration(best)} to {duration(worst)}"
+        bounds = f"between {duration(best)} and {duration(worst)}"
         return (
             f"{exact(expected)} per step{at}, predicted as by `mtrain simulate` on {self.cluster}; "
-            f"by the bounds of the constants {bounds}"
+            f"{bounds} within the bounds of the constants"
         )
 
 

@@ -560,6 +560,7 @@ class Trainer:
             mfu_executed=rate * flops.executed / peak if peak else None,
             density=pairs / all_pairs,
             targets=result.targets,
+            targets_per_second_per_gpu=result.targets / seconds / self.environment.dims.workers,
             dense_density=result.allowed / config.train.global_batch / all_pairs if index else None,
             peak_memory_gib=memory,
             seconds=seconds,

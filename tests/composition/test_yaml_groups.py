@@ -185,8 +185,25 @@ def test_a_file_may_not_read_the_environment_or_call_a_function(mine, monkeypatc
             make()
         line = next(line for line in error.value.problems if f"{key}=" in line)
         assert line.startswith((f"{mine}/recipe/a.yaml: {key}=", f"{mine}: {key}="))
-        assert line.endswith(f"give {key}=... there")
+        assert line.endswith(f"call functions; set {key}=... on the command line")
         assert "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        'run: {name: "${oc.env:SECRET}"}\n',
+        'run: {name: "${oc.env:SECRET}", dir: "x/${run.name}"}\n',
+        'run: {dir: "${oc.env:SECRET}", name: "${run.dir}"}\n',
+        'run: "${oc.env:SECRET}"\n',
+    ],
+)
+@pytest.mark.parametrize("recipe", ["a", "m"])
+def test_a_refusal_is_one_line_that_names_the_chosen_file(mine, file, recipe):
+    for name in ("a", "m"):
+        write(mine, f"recipe/{name}.yaml", GLOBAL + file)
+    (line,) = complaints(compose, [f"recipe={recipe}"], mine)
+    assert line.startswith(f"{mine}/recipe/{recipe}.yaml: run")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,11 @@ def complaint(*words: str, config_dir: Path | None = None) -> str:
         ("output_dir=out", "use run.name=NAME"),
         ("attn_implementation=sdpa", "use train.kernel=NAME"),
         ("resume_from_checkpoint=x", "use --resume RUN"),
-        ("model=Qwen/Qwen2.5-3B", "`hf download Qwen/Qwen2.5-3B --local-dir Qwen2.5-3B`"),
+        (
+            "model=Qwen/Qwen2.5-3B",
+            "is not a model of mtrain, which downloads nothing. Run `hf download Qwen/Qwen2.5-3B "
+            "--local-dir Qwen2.5-3B`, then set train.init_from=Qwen2.5-3B",
+        ),
         ("train.init_from=Qwen/Qwen2.5-3B", "`hf download Qwen/Qwen2.5-3B --local-dir"),
     ],
 )
@@ -51,6 +55,14 @@ def test_a_foreign_word_names_its_counterpart(word, answer, tmp_path, monkeypatc
     assert line.startswith(f"{word}: ")
     assert answer in line
     assert "did you mean" not in line
+
+
+@pytest.mark.parametrize("option", ["--epochs", "--num_train_epochs", "--num-train-epochs"])
+def test_a_foreign_option_names_its_counterpart(option):
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", option, "3"])
+    assert result.exit_code == 2
+    assert "; mtrain counts steps; use train.steps=N." in " ".join(result.stderr.split())
+    assert "optim.eps" not in result.stderr
 
 
 def test_a_foreign_key_in_a_file_names_its_counterpart(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,23 @@ def test_a_plan_says_how_many_tokens_are_targets(tmp_path):
     assert counted < 250
     assert f"targets {counted} of the 256 tokens of the first sequence count toward " in shown
     assert re.search(r'it begins: ".+"', shown)
+
+
+@pytest.mark.parametrize("gone", ["tokenizer.json", "the package"])
+def test_a_store_whose_tokenizer_cannot_be_opened_begins_with_ids(tmp_path, monkeypatch, gone):
+    folder = masked_store(tmp_path)
+    meta = json.loads((folder / "meta.json").read_text())
+    old = {**meta, "tokenizer_identity": "bpe:1", "tokenizer": "bpe", "files": {}}
+    (folder / "meta.json").write_text(json.dumps(old))
+    if gone == "the package":
+        (folder / "tokenizer.json").write_text("{}")
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    words = ["data=tokens", f"data.path={folder}", "model.vocab_size=264"]
+    first = open_dataset(compose([*CPU, *words]))[0].tokens[:8].tolist()
+    shown = dry_run(*words)
+    assert shown.exit_code == 0, shown.output
+    ids = ", ".join(map(str, first))
+    assert f"it begins: ids {ids}, ..." in " ".join(shown.stdout.split())
 
 
 def test_data_that_are_elsewhere_need_no_data():

@@ -561,3 +561,14 @@ def test_a_plan_advises_the_layout_that_suits_the_masks_of_the_data(tmp_path):
     assert advice in text(dry_run(compose(words)), 200)
     assert advice not in text(dry_run(compose([*words, "topology.layout=striped"])), 200)
     assert advice not in text(dry_run(compose([*words, "data.mask_key=null"])), 200)
+
+
+@pytest.mark.parametrize(("spare", "warns"), [(-1, True), (0, False), (None, False)])
+def test_a_plan_warns_if_the_disk_has_no_room_for_the_checkpoints(spare, warns):
+    words = ["train.steps=10", "train.checkpoint_every=1", "train.keep_checkpoints=2"]
+    plan = make_plan(compose(words))
+    needed = 3 * plan.checkpoint  # the oldest one goes only after the next one is complete
+    rows = module.checkpoint_rows(plan, None if spare is None else needed + spare)
+    assert [label for label, _ in rows] == ["checkpoint", *["warning"] * warns]
+    if warns:
+        assert f"checkpoints take up to {size(needed)}; give another run.dir" in rows[1][1]

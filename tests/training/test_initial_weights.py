@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands.typed_line import simulate
 from rich.console import Console
 
 from mtrain_cli.composition.compose import compose
@@ -94,19 +95,21 @@ def test_a_preset_gets_a_note_on_the_positions_that_it_covers(words, covered, re
         assert rows == []
         return
     ((label, line),) = rows
-    assert label == "", "a note"
+    assert label == "note"
     assert f" exceeds the {covered} tokens that the rotary positions of model=" in line
     assert line.endswith(f"; released weights need {remedy}.")
     assert position_rows(compose([*words, *remedy.split()])) == [], "the remedy helps"
 
 
-def test_plan_and_banner_show_the_line():
+def test_plan_banner_and_simulation_show_the_line():
     plan = make_plan(compose(["model=llama8b", "seq=1m", "topology=h100_4x8"]))
     line = beyond_reach(plan.config)
     for shown in (render(plan), banner(plan, Path("runs/x"), "stdlib")):
         console = Console(file=io.StringIO(), width=400, color_system=None)
         console.print(shown)
         assert line in console.file.getvalue()
+    shown = simulate("model=llama8b seq=1m --no-files --layout zigzag --exchange ring")
+    assert f"note   {line[:60]}" in shown.stdout
 
 
 EXAMPLES = re.compile(r"mtrain train ([^`\n\[]*?seq=[^`\n\[]*)")

@@ -298,6 +298,8 @@ def test_targets_are_counted_apart_from_tokens(tmp_path, words, counted):
     assert (step["targets"], step["tokens"]) == (counted, 2 * 96)
     rate = step["tokens_per_second_per_gpu"]
     assert rate == pytest.approx(step["tokens"] / step["seconds"] / 2)
+    rate = step["targets_per_second_per_gpu"]
+    assert rate == pytest.approx(step["targets"] / step["seconds"] / 2)
     log = (tmp_path / "log.txt").read_text()
     assert f"  targets {counted}  " in log
     assert f"targets   {counted // 2} of the 96 tokens of the first sequence count" in log

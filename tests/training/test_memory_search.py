@@ -254,7 +254,9 @@ def test_the_output_shows_the_choice_the_rejected_settings_and_the_longest_seque
     assert re.search(
         r"train\.memory=auto takes train\.\S+=.*, of \d+ settings the fastest one that fits\.", flat
     )
-    assert re.search(r"Rejected, .*none.*: (as fast|\d+% \w+ steps), but needs \d+\.\d GiB", flat)
+    assert re.search(
+        r"Rejected, .*none.*: (equally fast|steps take \d+% [a-z ]+), but needs \d+\.\d GiB", flat
+    )
     assert "per step, estimated" not in flat, "the simulator predicts the time of a step"
     assert (
         "While a checkpoint is written: 11.22 GiB more host memory per worker, "
@@ -281,7 +283,7 @@ def test_rejected_settings_are_overrides_and_none_equals_the_chosen_one():
     assert few.rejected() == [
         (
             "train.activation_checkpoint=sequence_selective train.checkpoint_keep=0.25",
-            "100% longer steps",
+            "steps take 100% longer",
         )
     ]
     assert dataclasses.replace(result, settings=(chosen, same)).rejected() == []
@@ -549,7 +551,7 @@ def test_degree_and_memory_setting_are_chosen_together(seq, degree):
     others = [text for text in plan.search.rejected() if memory_search.DEGREE in text[0]]
     assert len(others) == 3, "every other degree, with its time and memory"
     for label, figures in others:
-        pattern = r"(as fast|\d+% (longer|shorter) steps) (and|but needs) \d+\.\d GiB"
+        pattern = r"(equally fast|steps take \d+% (longer|less time)) (and|but needs) \d+\.\d GiB"
         assert re.fullmatch(pattern, figures)
         compose([*EXPERTS, *label.split()])
 
