@@ -74,7 +74,7 @@ def test_a_record_without_tokens_is_no_document(ids: list[int] | None) -> None:
         (
             {"ids": [1] * 40, "mask": STRIDED},
             "is wrong: The query at position 17 sees 17 separate intervals of keys; allowed: at "
-            "most 16. Give slices that touch or overlap",
+            "most 16. Merge slices into wider ones",
         ),
         (
             {"mask": [[0, 4, 0, 4, 0]] * 65},
