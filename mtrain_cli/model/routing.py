@@ -242,7 +242,8 @@ def choose(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
         from mtrain_cli.kernels.triton import router
 
         return router.chosen_experts(scores_TE, bias_E, top_k)
-    return (scores_TE + bias_E).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    order_TE = (scores_TE + bias_E).sort(dim=-1, descending=True, stable=True).indices
+    return order_TE[:, :top_k].contiguous()  # a view would keep the numbers of all experts
 
 
 def decide_alone(chosen_TK: Tensor, experts: int) -> Decision:
