@@ -23,9 +23,15 @@ _MARK = "stopped"
 
 
 class StopSignal(KeyboardInterrupt):
-    """A signal that stops this process as Ctrl-C does. The message names it."""
+    """A signal that stops this process as Ctrl-C does. The argument is its number.
+
+    If a codec is interrupted, Python replaces an exception whose argument is a text.
+    """
 
     exit_code = 143  # 128 + SIGTERM
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.args[0]).name}"
 
 
 class StopFlag:
@@ -116,4 +122,4 @@ def _remember(number: int, _frame: FrameType | None) -> None:
 
 
 def _raise(number: int, _frame: FrameType | None) -> None:
-    raise StopSignal(f"stopped by {signal.Signals(number).name}")
+    raise StopSignal(number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from mtrain_cli.commands import train_worker
@@ -22,5 +24,6 @@ def test_callbacks_follow_the_settings(monkeypatch, words, callbacks):
     seen = []
     monkeypatch.setattr(train_worker.loop, "train", lambda *given: seen.append(given) or True)
     config = compose(words)
-    assert train_worker.train(config, "run", "environment", resume=False)
-    assert seen == [(config, "run", "environment", False, callbacks)]
+    environment = SimpleNamespace(device="cpu")
+    assert train_worker.train(config, "run", environment, resume=False)
+    assert seen == [(config, "run", environment, False, callbacks, None)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import signal
 from collections.abc import Iterator
@@ -102,3 +103,12 @@ def test_the_launcher_finds_the_mark_of_any_worker(tmp_path):
     assert not was_stopped(tmp_path)
     mark_stopped(tmp_path / "failure-1.json")
     assert was_stopped(tmp_path)
+
+
+def test_a_codec_that_is_interrupted_keeps_the_words_of_the_signal():
+    def interrupt(_):
+        raise StopSignal(signal.SIGTERM)
+
+    codecs.register_error("interrupt", interrupt)
+    with pytest.raises(StopSignal, match=r"^stopped by SIGTERM$"):
+        b"\xff".decode("utf-8-sig", "interrupt")

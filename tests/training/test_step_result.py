@@ -20,7 +20,7 @@ def test_a_report_survives_as_a_row_of_numbers(sums):
 
 def test_the_slowest_loader_sets_the_time_of_the_data():
     slow = StepReport(2.5, 4.0, 0.0, 0.0, 9.0, 0.7)
-    result = StepResult(2.5, 2.0, 1e-3, 64, 100.0, False, (FINE, slow, FINE))
+    result = StepResult(2.5, 2.0, 1e-3, 64, 100.0, False, reports=(FINE, slow, FINE))
     assert result.data_seconds == 0.7
     assert StepResult(2.5, 2.0, 1e-3, 64, 100.0, False).data_seconds == 0
 
