@@ -137,7 +137,8 @@ def _killed(folder: Path, name: str, kill: Kill) -> str:
         code = process.wait(LIMIT_S)
     if code not in ENDS[kill.kind]:
         return f"exit code {code}: {(folder / f'{name}.err').read_text()[-300:]}"
-    if kill.kind in ("TERM", "INT", "USR2") and not list(run.glob("checkpoints/step-*[0-9]")):
+    saves = kill.kind in ("TERM", "INT", "USR2") and _steps(run)  # nothing to save before a step
+    if saves and not list(run.glob("checkpoints/step-*[0-9]")):
         return "stopped without a checkpoint"
     has_checkpoint = bool(list(run.glob("checkpoints/step-*/manifest.json")))
     if not has_checkpoint:  # killed before the first one
