@@ -108,17 +108,8 @@ def described_parameters(declared: Callable[..., Any]) -> list[inspect.Parameter
         kind, declaration = get_args(parameters[name].annotation)
         described = copy.copy(declaration)
         described.help = help
-        if Path in (kind, *get_args(kind)):
-            described.parser = _filled_path
         parameters[name] = parameters[name].replace(annotation=Annotated[kind, described])
     return list(parameters.values())
-
-
-def _filled_path(text: str) -> Path:
-    """Return the path that a user typed; "" would be the current folder."""
-    if not text:
-        raise ValueError("expected a path")
-    return Path(text)
 
 
 def describe(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> None:

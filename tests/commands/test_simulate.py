@@ -175,8 +175,8 @@ def _here(tmp_path, monkeypatch):
             "sdpa, triton, flash4",
         ),
         (["--cluster h200"], "--cluster h200: no such cluster"),
-        (["--nodes 0"], "--nodes=0: must be at least 1"),
-        (["--columns -1"], "--columns=-1: must be at least 0"),
+        (["--nodes 0"], "--nodes 0: must be at least 1"),
+        (["--columns -1"], "--columns -1: must be at least 0"),
         (["--workers 9"], "--workers 9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--workers 65"], "--workers 65: h200_1x8 has 8 GPUs; allowed: 1 to 8 on its one node"),
         (
