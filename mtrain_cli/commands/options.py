@@ -237,7 +237,9 @@ def parse_share_option(option: str, text: str | None) -> float | None:
     except ValueError:
         parsed = 0.0
     if not 0 < parsed <= 1:
-        raise ConfigError(f"{option} {text}: must be above 0 and at most 1, such as 0.05 or 5%")
+        raise ConfigError(
+            f"{option} {text}: must be a share above 0 and at most 1, such as 0.05 or 5%"
+        )
     return parsed
 
 
