@@ -109,7 +109,8 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given, _, order = self.make_parser(ctx).parse_args(list(args))
+        parser: Any = self.make_parser(ctx)
+        given, _, order = parser.parse_args(list(args))
         for param in () if ctx.resilient_parsing else order:
             is_option, value = param.param_type_name == "option", given[param.name]
             name = max(param.opts, key=len) if is_option else param.metavar
