@@ -224,12 +224,15 @@ def _here(tmp_path, monkeypatch):
             "--index nothing: no such index; allowed: dense, local, clustered, uniform, drifting, "
             "fixed, fixed-512k-4xh200, ",
         ),
-        (["--density 0"], "--density 0: must be above 0 and at most 1"),
+        (["--density 0"], "--density 0: must be a share above 0 and at most 1"),
         (
             ["--density 120%"],
-            "--density 120%: must be above 0 and at most 1, such as 0.05 or 5%",
+            "--density 120%: must be a share above 0 and at most 1, such as 0.05 or 5%",
         ),
-        (["--density few"], "--density few: must be above 0 and at most 1, such as 0.05 or 5%"),
+        (
+            ["--density few"],
+            "--density few: must be a share above 0 and at most 1, such as 0.05 or 5%",
+        ),
         (
             ["sweep density=5,20%"],
             "mtrain: density=5: must be above 0 and at most 1, such as 0.05 or 5%",
