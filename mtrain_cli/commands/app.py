@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mtrain_cli import __version__
 from mtrain_cli.commands import (
@@ -100,6 +100,27 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _errors_as_lines(ctx):
             return super().invoke(ctx)
+
+
+class Command(TyperCommand):
+    """A command that refuses an empty value, and a second value for an option that takes one.
+
+    An empty value is allowed where the help of the option says what '' means.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        parser: Any = self.make_parser(ctx)
+        given, _, order = parser.parse_args(list(args))
+        for param in () if ctx.resilient_parsing else order:
+            is_option, value = param.param_type_name == "option", given[param.name]
+            name = max(param.opts, key=len) if is_option else param.metavar
+            if is_option and not (param.is_flag or param.multiple) and order.count(param) > 1:
+                raise _UsageError(f"{name} {value}: {name} is given twice; give one value", ctx)
+            is_empty = "" in (value if isinstance(value, list | tuple) else [value])
+            if is_empty and param.metavar and "''" not in (param.help or ""):
+                give = f"{param.metavar}, or leave {name} out" if is_option else "a value"
+                raise _UsageError(f"{name} '': is empty; give {give}", ctx)
+        return super().parse_args(ctx, args)
 
 
 @contextlib.contextmanager
@@ -223,7 +244,7 @@ def _has_out(context: Any) -> bool:
 
 
 def _wrong_value(error: Any) -> str | None:
-    """Return ``--option=value: what is allowed`` if pydantic rejected the value, else None.
+    """Return ``--option value: what is allowed`` if pydantic rejected the value, else None.
 
     Pydantic's own message does not contain the value.
     """
@@ -243,12 +264,9 @@ def _wrong_value(error: Any) -> str | None:
         reason = "expected one of " + detail["msg"].partition(" is not one of ")[2].replace("'", "")
     else:
         reason = _EXPECTED.get(detail["type"], detail["msg"].removeprefix("Value error, "))
-    name = max(param.opts, key=len)
-    if not name.startswith("-"):
-        name = param.metavar or name
-    return (
-        f"{name}={detail['input']}: {reason}" if detail["input"] != "" else f"{name} '': {reason}"
-    )
+    is_option = param.param_type_name == "option"
+    name = f"{max(param.opts, key=len)} " if is_option else f"{param.metavar or param.name}="
+    return name + (detail["input"] or "''") + f": {reason}"
 
 
 # Subcommands inherit these names of the help option.
@@ -322,6 +340,17 @@ app.command("doctor")(doctor.doctor)
 take_help_from_docstrings(app)
 
 
+def _take_each_value_once(group: typer.Typer) -> None:
+    for command in group.registered_commands:
+        command.cls = Command
+    for subgroup in group.registered_groups:
+        if subgroup.typer_instance is not None:
+            _take_each_value_once(subgroup.typer_instance)
+
+
+_take_each_value_once(app)
+
+
 def _add(name: str, command: Any) -> None:
     """Add a command of another package: a group, or a function with Typer's annotations."""
     if name in _names():
@@ -331,6 +360,7 @@ def _add(name: str, command: Any) -> None:
         alone.add_typer(command, name=name)
     else:
         alone.command(name)(command)
+    _take_each_value_once(alone)
     typer.main.get_group(alone)  # raises an error if Typer can make no command of it
     app.registered_groups += alone.registered_groups
     app.registered_commands += alone.registered_commands

@@ -108,17 +108,8 @@ def described_parameters(declared: Callable[..., Any]) -> list[inspect.Parameter
         kind, declaration = get_args(parameters[name].annotation)
         described = copy.copy(declaration)
         described.help = help
-        if Path in (kind, *get_args(kind)):
-            described.parser = _filled_path
         parameters[name] = parameters[name].replace(annotation=Annotated[kind, described])
     return list(parameters.values())
-
-
-def _filled_path(text: str) -> Path:
-    """Return the path that a user typed; "" would be the current folder."""
-    if not text:
-        raise ValueError("expected a path")
-    return Path(text)
 
 
 def describe(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> None:
@@ -246,7 +237,9 @@ def parse_share_option(option: str, text: str | None) -> float | None:
     except ValueError:
         parsed = 0.0
     if not 0 < parsed <= 1:
-        raise ConfigError(f"{option} {text}: must be above 0 and at most 1, such as 0.05 or 5%")
+        raise ConfigError(
+            f"{option} {text}: must be a share above 0 and at most 1, such as 0.05 or 5%"
+        )
     return parsed
 
 

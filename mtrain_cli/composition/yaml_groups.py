@@ -13,6 +13,7 @@ from typing import Any
 from mtrain_cli.config import keys
 from mtrain_cli.config.documents import reason
 from mtrain_cli.config.expert_settings import DENSE_KEYS
+from mtrain_cli.config.foreign_words import in_plain_words
 from mtrain_cli.config.groups import TOP, Groups, state
 from mtrain_cli.config.overrides import OverrideProblem
 from mtrain_cli.config.pattern_settings import PATTERNS
@@ -233,4 +234,5 @@ def _one_line(error: Exception) -> str:
     named = getattr(error, "problem", None) or getattr(error, "strerror", None) or error
     line = (str(named).strip() or type(error).__name__).splitlines()[0]
     mark = getattr(error, "problem_mark", None)
+    line = in_plain_words(line)
     return line if mark is None else f"{line} ({Path(mark.name).name}, line {mark.line + 1})"

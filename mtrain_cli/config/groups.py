@@ -85,7 +85,8 @@ def open_groups(config_dir: Path | None = None) -> Groups:
         return _unchanged(shipped, state(shipped))
     folder = config_dir.expanduser().resolve()
     if not folder.is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+        problem = "is a file; give a folder" if folder.exists() else "no such folder"
+        raise ConfigError(f"--config-dir {config_dir}: {problem}")
     groups = Groups((folder, shipped))
     files = [file for options in groups.options.values() for file in options.values()]
     if not (folder / TOP).is_file() and not any(folder in file.parents for file in files):

@@ -159,9 +159,9 @@ class ConfigKey:
             converted = self._convert_to(kind, value)
             if converted is not _WRONG:
                 return converted
+        if isinstance(value, float) and math.isinf(value) and (problem := self.out_of_range(value)):
+            raise ValueError(problem)
         close = did_you_mean(str(value), self.choices) if self.choices else ""
-        if not is_finite(value) and self.range is not None:
-            close = f"; allowed: {self._bounds(self.range)}"
         raise ValueError(f"expected {self.expected}{close}")
 
     def _convert_list(self, value: Sequence[Any]) -> Any:

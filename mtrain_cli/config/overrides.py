@@ -242,7 +242,10 @@ def _unknown(text: str, name: str, raw: str, groups: Groups) -> OverrideProblem:
     line = f"{text}: no key or group is called {name}"
     if close is None:
         return OverrideProblem(f"{line}; `mtrain config list` shows all groups and keys")
-    return OverrideProblem(f"{line} (did you mean {close}={raw}?)", (f"{close}.", close))
+    probe = Overrides()
+    wrong = _parse_one(f"{close}={raw}", groups, probe) or convert(probe.values)[1]
+    meant = close if wrong else f"{close}={raw}"
+    return OverrideProblem(f"{line} (did you mean {meant}?)", (f"{close}.", close))
 
 
 def _unquoted(raw: str) -> str:

@@ -143,3 +143,8 @@ class ConfigError(ValueError):
     def __init__(self, *problems: str) -> None:
         self.problems = tuple(map(Problem, problems))
         super().__init__("\n".join(self.problems))
+
+
+def as_typed(name: str, value: object) -> str:
+    """Return ``--option value`` or ``key=value``: what the user typed."""
+    return f"{name} {value}" if name.startswith("-") else f"{name}={value}"

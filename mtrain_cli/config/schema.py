@@ -279,7 +279,8 @@ class DataConfig:
     positions_key: tokens: name of the column with the rotary position of each token, which
         `mtrain data prepare --positions-key` keeps; null = the positions in the sequence
     verify: bytes to compare with their checksums: sampled = a sample of each file, in milliseconds;
-        full = all; auto = a sample at the start of a run, and all bytes when you resume it
+        full = all; auto = all when you resume a run or the data have less than 256m tokens, else
+        a sample
     document_mask: keep attention inside each packed document
     shuffle: shuffle the documents once, by seed, before packing
     eval_sequences: number of sequences held out of training, to evaluate the loss by position; 0 =

@@ -23,6 +23,9 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     names = list(names)
     if word.lower() == "gpu" and "cuda" in names:
         return "cuda"  # "cpu" is more similar
+    family, bar, _ = word.lower().partition("_")
+    if bar and any(map(str.isdigit, family)):  # h200_4x8 is rather h200_1x8 than b200_4x8
+        names = [name for name in names if name.lower().startswith(f"{family}_")] or names
     scored = [(_similarity(word.lower(), name.lower()), name) for name in names]
     best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
     return best[1] if best[0] >= CUTOFF else None

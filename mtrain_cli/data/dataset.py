@@ -89,8 +89,11 @@ class Dataset(Protocol):
     """Numbered sequences for training, their order, and held-out sequences.
 
     fingerprint: hash of the content, as it was when the corpus was written.
+    num_tokens: number of tokens in all sequences, and those left out.
     samples, verify: as in `TokenSource`.
     """
+
+    num_tokens: int
 
     @property
     def fingerprint(self) -> str: ...

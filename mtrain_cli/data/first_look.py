@@ -13,6 +13,7 @@ from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.dataset import Dataset, PackedDataset, Sample
+from mtrain_cli.data.filters import describe_left_out
 from mtrain_cli.data.open_dataset import check_vocabulary, corpora_of, open_dataset, require_columns
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import open_corpus
@@ -69,10 +70,11 @@ def _look_at_text(config: Config, data: DataConfig) -> Iterator[str]:
     else:
         open_dataset(config)  # a corpus that may be too short is read whole
     _read_last(corpus)
-    files = with_count(len(corpus.units), "file" if data.kind == "text" else "package")
+    files = with_count(len(corpus.units), "file" if data.kind == "text" else "document")
+    left_out = f"; {describe_left_out(corpus.left_out)}" if corpus.left_out else ""
     yield (
         f"{corpus.description}: {files}, {corpus.size / 2**20:,.3g} MiB; the run tokenizes it at "
-        f"its start ({_named(tokenizer)}) and caches the tokens"
+        f"its start ({_named(tokenizer)}) and caches the tokens{left_out}"
     )
     yield f"it begins: {_quoted(first)}"
 

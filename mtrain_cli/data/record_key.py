@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from mtrain_cli.config.problem import as_typed
 from mtrain_cli.config.schema import ConfigError
 
 
@@ -23,10 +24,8 @@ class RecordKey:
     def missing_error(self, location: str, present: Iterable[str]) -> ConfigError:
         """Return the error for a record or file at ``location`` whose keys are ``present``."""
         names = ", ".join(islice(present, 12)) or "none"
-        return ConfigError(
-            f"{self.option}={self.name}: {location} has no such key. Its keys: {names}"
-        )
+        return self.value_error(location, f"has no such key. Its keys: {names}")
 
     def value_error(self, location: str, problem: object) -> ConfigError:
         """Return the error for a value at ``location``. problem: text that continues the place."""
-        return ConfigError(f"{self.option}={self.name}: {location} {problem}")
+        return ConfigError(f"{as_typed(self.option, self.name)}: {location} {problem}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from mtrain_cli import install_command
-from mtrain_cli.config.problem import ConfigError, Problem, cli_option
+from mtrain_cli.config.problem import ConfigError, Problem, as_typed, cli_option
 from mtrain_cli.config.schema import DataConfig
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
@@ -164,7 +164,7 @@ def token_corpus(path: str, fields: TokenFields, path_option: str = "SOURCE") ->
 
 def _open(path: str, path_option: str, fields: Fields, readers: Mapping[str, Reader]) -> Corpus:
     """Open a corpus as `text_corpus` does. readers: by suffix, the kinds of files to read."""
-    origin, root = f"{path_option}={path}", Path(path).expanduser()
+    origin, root = as_typed(path_option, path), Path(path).expanduser()
     kinds, content = _listed(readers), "text" if readers is READERS else "token ids"
     left_out: dict[str, int] = {}
     if root.is_dir():

@@ -13,6 +13,8 @@ import numpy as np
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
 from mtrain_cli.config.atomic_files import replace_text
+from mtrain_cli.config.foreign_words import in_plain_words
+from mtrain_cli.config.problem import as_typed
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.tokenizer_limits import call, require_bounded
@@ -258,7 +260,7 @@ def open_tokenizer(
     path = Path(choice).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
-    place = f"{option}={choice}"
+    place = as_typed(option, choice)
     names = ", ".join(("bytes", *others))
     missing = f"{place}: no such file. Give {names}, or the path of a Hugging Face tokenizer.json."
     with explain_read_errors(f"{place}:", missing):
@@ -281,7 +283,8 @@ def parse_tokenizer(path: Path, content: bytes, place: str) -> FileTokenizer:
         tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the package raises plain Exception
         is_text = not isinstance(error, UnicodeDecodeError)
-        reason = " ".join(str(error).split())[:200] if is_text else documents.reason(error)
+        said = " ".join(str(error).split())[:200]
+        reason = in_plain_words(said) if is_text else documents.reason(error)
         raise ConfigError(f"{place}: not a Hugging Face tokenizer.json ({reason})") from None
     require_bounded(tokenizer, place)
     return FileTokenizer(path, content, tokenizer, place)

@@ -52,11 +52,12 @@ RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
 SHOWN = 5  # most names in a message
 LAYER = "layer"  # kind of the older shipped profiles
 SHOWN_FIRST = "real-512k-4xh200"  # the shipped profile that a report shows if there is no run
-# {key that may leave a choice to auto: name of the choice in a recorded case}
+# {key that a case of a profile can choose otherwise: name of the choice in the record of a case}
 _CHOSEN = {
     "topology.layout": "layout",
     "topology.exchange": "exchange",
     "train.kernel": "kernel",
+    "sparsity.pattern": "pattern",
 }
 
 

@@ -288,12 +288,13 @@ def exchange_rows(plan: RunPlan, *, read_data: bool = False) -> list[tuple[str, 
             )
             layout = balancer.layout(masks)
     elif config.data.document_mask:
-        inside_documents = " or less with documents"
+        inside_documents = ", or fewer if a sequence holds several documents"
     inside = Placement(layout, plan.exchange.heads).inside
     shards = [inside.positions(rank) for rank in range(inside.workers)]
     moved = count_traffic(masks, shards, layers=layers).share_moved(layout.padded_seq * sum(layers))
-    text = f"a worker receives {moved:.1%} of the keys of the other workers{inside_documents}"
-    return [*rows, ("", text)]
+    share = "none" if not moved else f"{moved:.1%}" if moved >= 0.001 else "less than 0.1%"
+    text = f"a worker receives {share} of the keys of the other workers"
+    return [*rows, ("", text + inside_documents * bool(moved))]
 
 
 def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
@@ -340,6 +341,9 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str,
     inside = ", inside each document" if config.data.document_mask else ""
     share = _of_causal(mask.pairs, config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share}")]
+    if (config.mask.chunk or 0) >= config.seq:
+        chunk = f"mask.chunk={config.mask.chunk} is not below seq={config.seq}"
+        rows.append(("note", f"{chunk}, so mask=chunked is a causal mask; give a smaller chunk"))
     # Token ids may hold one document per sequence, such as a video.
     if config.mask.counts_from_start and config.data.document_mask and config.data.kind != "tokens":
         rows.append(("warning", _PACKED))
@@ -430,14 +434,13 @@ def describe_fit(plan: RunPlan) -> Text:
     """Return a short text on whether the peak fits, and on the memory that it must fit."""
     word, style = ("fits", "green") if plan.fits else ("does not fit", "red")
     if plan.environment.device == "cpu":
-        workers = plan.environment.local_workers
-        share = plan.host_bytes / host_memory()
-        percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
-        # "saving" marks a total that includes the copy for a checkpoint. The line must fit 80
-        # columns.
-        notes = [f"{workers} workers"] * (workers > 1) + ["saving"] * bool(plan.memory.host_peak)
-        who = f" ({', '.join(notes)})" if notes else ""
-        return Text(f"{word}: {percent} of {host_memory() / GIB:,.0f} GiB{who}", style=style)
+        if not plan.fits:
+            return Text(word, style=style)  # the verdict below has the numbers
+        workers = with_count(plan.environment.local_workers, "worker")
+        need = (
+            f"{workers} need{'s' * (plan.environment.local_workers == 1)} {size(plan.host_bytes)}"
+        )
+        return Text(f"{word}: {need} of {host_memory() / GIB:,.0f} GiB", style=style)
     if plan.capacity is not None:
         share = plan.memory.total / plan.capacity
         of = f"{size(plan.capacity)} of {plan.gpu or 'a GPU'}"

@@ -372,7 +372,9 @@ def _refusal_here(config: Config) -> str | None:
 
 def needed_here(plan: RunPlan) -> str:
     """Describe the memory that CPU workers need and the memory that this machine has."""
-    return f"about {plan.host_bytes / GIB:,.0f} GiB, but this machine {describe_host_memory()}"
+    when = " while a checkpoint is written" if plan.memory.saving else ""
+    need = f"about {plan.host_bytes / GIB:,.0f} GiB{when}"
+    return f"{need}, but this machine {describe_host_memory()}"
 
 
 def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:

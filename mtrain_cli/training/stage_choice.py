@@ -73,14 +73,13 @@ def choose_staged_exchange(
     }
     best = min(times, key=times.__getitem__)
     best = best if times[best] < _WORTH_IT * times[1] else 1
-    others = " and ".join(
-        f"{_milliseconds(times[n])} with {with_count(n, 'stage')}" for n in times if n != best
-    )
-    prices = (
-        f"with {with_count(best, 'stage')}, attention of a layer takes "
-        f"{_milliseconds(times[best])}, {others} (topology.stages=auto, predicted for "
-        f"{named_on(device, where)})"
-    )
+    prices = f"with {with_count(best, 'stage')}"
+    if device == "cuda":
+        others = " and ".join(
+            f"{_milliseconds(times[n])} with {with_count(n, 'stage')}" for n in times if n != best
+        )
+        prices += f", attention of a layer takes {_milliseconds(times[best])}, {others}"
+    prices += f" (topology.stages=auto, predicted for {named_on(device, where)})"
     return replace(choices[best], reason=f"{one.reason}; {prices}")
 
 

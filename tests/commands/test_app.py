@@ -76,6 +76,35 @@ def test_h_is_short_for_help(words):
     assert (result.exit_code, result.stdout) == (0, run(*words, "--help").stdout)
 
 
+def commands(command, *names: str):
+    """Yield (words, command) of a command and all commands below it."""
+    yield names, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, *names, name)
+
+
+@pytest.mark.parametrize(
+    ("words", "param"),
+    [
+        pytest.param(words, param, id=" ".join((*words, param.opts[0])))
+        for words, command in commands(typer.main.get_command(command_line.app))
+        for param in command.params
+        if param.param_type_name == "option" and not param.is_flag
+    ],
+)
+def test_an_empty_or_second_value_of_an_option_is_refused(words, param):
+    (name,) = param.opts
+    wrong = [] if "''" in param.help else [[f"{name}="]]
+    wrong += [] if param.multiple else [[name, "1", name, "2"]]
+    for values in wrong:
+        result = run(*words, *values)
+        said = f"{name} 2: {name} is given twice; give one value. See `mtrain {' '.join(words)}"
+        if values[-1] != "2":
+            said = f"{name} '': "
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert result.stderr.startswith(f"mtrain: {said}")
+
+
 def test_every_option_of_every_command_has_help_from_the_docstring():
     commands = [typer.main.get_command(command_line.app)]
     for command in commands:
@@ -156,31 +185,33 @@ def test_help_imports_neither_torch_nor_hydra():
         (["--zzzzz"], "No such option: --zzzzz. See `mtrain --help`."),
         (["config", "show"], "Missing argument GROUP/NAME. See `mtrain config show --help`."),
         (["train", "--resume"], "requires an argument. See `mtrain train --help`."),
-        (["checkpoint", "verify", "x", "--tokens", "0"], "--tokens=0: must be at least 1. See"),
+        (["checkpoint", "verify", "x", "--tokens", "0"], "--tokens 0: must be at least 1. See"),
         (
             ["checkpoint", "verify", "x", "--tokens", "few"],
-            "--tokens=few: expected a whole number. See",
+            "--tokens few: expected a whole number. See",
         ),
         (
             ["checkpoint", "verify", "x", "--tolerance", "none"],
-            "--tolerance=none: expected a number. See",
+            "--tolerance none: expected a number. See",
         ),
         (
             ["checkpoint", "verify", "x", "--tolerance", "nan"],
-            "--tolerance=nan: expected a number. See",
+            "--tolerance nan: expected a number. See",
         ),
         (
             ["checkpoint", "verify", "x", "--tolerance", "2e3"],
-            "--tolerance=2e3: must be at most 1,000. See",
+            "--tolerance 2e3: must be at most 1,000. See",
         ),
-        (["checkpoint", "verify", ""], "HF_FOLDER_OR_RUN : expected a path. See"),
+        (["checkpoint", "verify", ""], "HF_FOLDER_OR_RUN : is empty; give a value. See"),
+        (["report", "a", ""], "RUN : is empty; give a value. See"),
+        (["train", "--resume", "A", "--resume=B"], "--resume B: --resume is given twice; give one"),
         (
             ["checkpoint", "export", "x", "y", "--dtype", "float16"],
-            "--dtype=float16: expected one of bfloat16, float32. See",
+            "--dtype float16: expected one of bfloat16, float32. See",
         ),
         (
             ["data", "show", "x", "--document", "first"],
-            "--document=first: expected a whole number. See",
+            "--document first: expected a whole number. See",
         ),
         (["train", "tiny"], "tiny: expected key=value (did you mean model=tiny?)"),
         (["train", "seq=512q"], "seq=512q: expected a number of tokens"),

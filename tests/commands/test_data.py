@@ -98,9 +98,9 @@ def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> 
     assert f"SOURCE={tmp_path / 'none'}: no such file. Give a .txt" in _mistake(
         "prepare", tmp_path / "none", out
     )
-    assert "--text-key=text: " in _mistake("prepare", corpus, out)
+    assert "--text-key text: " in _mistake("prepare", corpus, out)
     assert "Its keys: body" in _mistake("prepare", corpus, tmp_path / "out2")
-    assert "--tokenizer=gpt5: no such file. Give bytes, bpe, or the path" in _mistake(
+    assert "--tokenizer gpt5: no such file. Give bytes, bpe, or the path" in _mistake(
         "prepare", corpus, out, "--tokenizer", "gpt5"
     )
     assert "--vocab-size 5: only for --tokenizer bpe" in _mistake(
@@ -187,7 +187,7 @@ def test_masks_and_positions_are_kept_and_shown(tmp_path: Path) -> None:
         ([*COLUMNS, "--tokenizer", "bpe"], "--tokenizer bpe: learns from text, but SOURCE holds"),
         ([*COLUMNS, "--min-chars", "3"], "--min-chars 3: counts characters, but SOURCE holds"),
         (["--tokens-key", "id"], "q.jsonl line 1 has no such key. Its keys: ids, mask, at"),
-        ([*COLUMNS, "--mask-key", "m"], "--mask-key=m: "),
+        ([*COLUMNS, "--mask-key", "m"], "--mask-key m: "),
     ],
 )
 def test_wrong_settings_of_columns_are_one_line(

@@ -62,8 +62,8 @@ def test_the_seed_determines_the_documents(text: Path, tmp_path: Path) -> None:
         ("out --length 1k --pairs 64", "--pairs 64: 1,024 tokens of bytes have no room for them"),
         ("out --chains 2", "--chains 2: must be a share from 0 to 1, such as 0.25 or 25%"),
         ("out --chains many", "--chains many: must be a share from 0 to 1"),
-        ("out --haystack none.txt", "--haystack=none.txt: no such file"),
-        ("out --tokenizer none.json", "--tokenizer=none.json: no such file"),
+        ("out --haystack none.txt", "--haystack none.txt: no such file"),
+        ("out --tokenizer none.json", "--tokenizer none.json: no such file"),
         ("full", "OUT=full: already holds needles.jsonl; delete it or give another folder"),
     ],
 )

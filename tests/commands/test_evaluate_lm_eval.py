@@ -42,7 +42,7 @@ def test_without_the_package_one_line_says_how_to_install_it(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("lm-eval", "run", "--tasks", ""), "give at least one task"),
+        (("lm-eval", "run", "--tasks", ""), "--tasks '': is empty; give NAME,..."),
         (("lm-eval", "run", "--tasks", "a", "--include-path", "no"), "no: no such folder"),
         (
             ("lm-eval", "run", "--tasks", "a", "--include-path", "run/resolved.yaml"),

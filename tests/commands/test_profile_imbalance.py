@@ -465,9 +465,9 @@ def test_a_limit_on_expert_steps_needs_no_second_worker():
             ["--fail-above worker=much"],
             "--fail-above worker=much: expected DEGREE=X with a number",
         ),
-        (["--fail-above="], "--fail-above '': names no degree; allowed: worker, step, total, "),
+        (["--fail-above="], "--fail-above '': is empty; give DEGREE=X,..."),
         (["--fail-above ,"], "--fail-above ',': names no degree; allowed: worker, step, total, "),
-        (["--steps 0"], "--steps=0: must be at least 1"),
+        (["--steps 0"], "--steps 0: must be at least 1"),
         (
             ["--exchange all_gather,ring topology.chunks=2"],
             "topology.chunks=2: works only with all_gather",

@@ -96,7 +96,7 @@ def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
             ["--sizes", "4k,many"],
             "--sizes 4k,many: many is not a number; give items such as 4k,1m,128m",
         ),
-        (["--repeats", "1"], "--repeats=1: must be at least 3"),
+        (["--repeats", "1"], "--repeats 1: must be at least 3"),
         (
             ["topology.workers=1"],
             "topology.workers=1: there are no links to measure; give at least 2",

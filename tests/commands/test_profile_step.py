@@ -367,9 +367,9 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--steps 0"], "--steps=0: must be at least 1"),
-        (["--warmup 0"], "--warmup=0: must be at least 1"),
-        (["--warmup x"], "--warmup=x: expected a whole number"),
+        (["--steps 0"], "--steps 0: must be at least 1"),
+        (["--warmup 0"], "--warmup 0: must be at least 1"),
+        (["--warmup x"], "--warmup x: expected a whole number"),
         (
             ["train.steps=2"],
             "--warmup 2 --steps 1: need 3 training steps, more than train.steps=2; give fewer, or "

@@ -113,7 +113,7 @@ def test_json_matches_the_table(tmp_path):
             "add --per-node, one of 1, 2, 3, 4, 6, 12",
         ),
         (["--cluster h200"], "--cluster h200: no such cluster (did you mean h200_1x8?)"),
-        (["--per-node 0"], "--per-node=0: must be at least 1"),
+        (["--per-node 0"], "--per-node 0: must be at least 1"),
         (
             ["--layers 0,4"],
             "--layers 0,4: layer 4 of vertical_slash was not recorded; allowed: 0, 3, 5",

@@ -175,8 +175,8 @@ def _here(tmp_path, monkeypatch):
             "sdpa, triton, flash4",
         ),
         (["--cluster h200"], "--cluster h200: no such cluster"),
-        (["--nodes 0"], "--nodes=0: must be at least 1"),
-        (["--columns -1"], "--columns=-1: must be at least 0"),
+        (["--nodes 0"], "--nodes 0: must be at least 1"),
+        (["--columns -1"], "--columns -1: must be at least 0"),
         (["--workers 9"], "--workers 9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--workers 65"], "--workers 65: h200_1x8 has 8 GPUs; allowed: 1 to 8 on its one node"),
         (
@@ -224,12 +224,15 @@ def _here(tmp_path, monkeypatch):
             "--index nothing: no such index; allowed: dense, local, clustered, uniform, drifting, "
             "fixed, fixed-512k-4xh200, ",
         ),
-        (["--density 0"], "--density 0: must be above 0 and at most 1"),
+        (["--density 0"], "--density 0: must be a share above 0 and at most 1"),
         (
             ["--density 120%"],
-            "--density 120%: must be above 0 and at most 1, such as 0.05 or 5%",
+            "--density 120%: must be a share above 0 and at most 1, such as 0.05 or 5%",
         ),
-        (["--density few"], "--density few: must be above 0 and at most 1, such as 0.05 or 5%"),
+        (
+            ["--density few"],
+            "--density few: must be a share above 0 and at most 1, such as 0.05 or 5%",
+        ),
         (
             ["sweep density=5,20%"],
             "mtrain: density=5: must be above 0 and at most 1, such as 0.05 or 5%",

@@ -73,6 +73,8 @@ def test_an_invalid_config_dir_is_refused(tmp_path):
     assert complaints(compose, [], tmp_path / "no") == (
         f"--config-dir {tmp_path}/no: no such folder",
     )
+    (line,) = complaints(compose, [], Path(__file__))
+    assert line == f"--config-dir {__file__}: is a file; give a folder"
     assert "holds no group" in complaints(compose, [], tmp_path)[0]
     (tmp_path / "config.yaml").write_text("a: [")
     assert complaints(compose, [], tmp_path)[0].startswith(

@@ -32,6 +32,11 @@ def test_nothing_is_suggested_when_no_name_is_close():
     assert did_you_mean("zzzzzz", all_keys()) == ""
 
 
+@pytest.mark.parametrize(("word", "name"), [("h200_4x8", "h200_1x8"), ("h300_4x8", "h100_4x8")])
+def test_the_nearest_cluster_has_gpus_of_the_same_kind(word, name):
+    assert nearest(word, ["b200_4x8", "h200_1x8", "h100_4x8", "local"]) == name
+
+
 def test_every_key_is_nearest_to_itself():
     assert [name for name in all_keys() if nearest(name, all_keys()) != name] == []
 

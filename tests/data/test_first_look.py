@@ -97,6 +97,18 @@ def test_a_plan_shows_the_first_document_on_one_line_and_escaped():
     assert not Path("cache").exists(), "a corpus that is long enough is not tokenized whole"
 
 
+def test_a_plan_counts_what_a_folder_leaves_out_and_the_documents_of_the_standard_library():
+    Path("docs").mkdir()
+    Path("docs/a.txt").write_text(LONG["text"])
+    Path("docs/b.pdf").touch()
+    (line, _), _ = look_at_data(compose([*CPU, "data=text", "data.path=docs"]))
+    left_out = "left out: 1 .pdf (not a text format)"
+    assert line.endswith(f"; {left_out}")
+    assert left_out in open_dataset(compose([*CPU, "data=text", "data.path=docs"])).describe()
+    (line, _), _ = look_at_data(compose(list(CPU)))
+    assert re.search(r": \d+ documents, ", line)
+
+
 def test_only_as_many_tokens_are_made_as_the_run_needs(monkeypatch):
     made = []
 

@@ -161,7 +161,7 @@ def test_a_key_of_records_is_refused_for_plain_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         refuse_unread_key(plain, "body")
     assert raised.value.problems == (
-        f"--text-key body: --text={tmp_path} has no .jsonl, .json or .parquet file, and other "
+        f"--text-key body: --text {tmp_path} has no .jsonl, .json or .parquet file, and other "
         "files have no keys; leave it out",
     )
     (tmp_path / "more/B.JSONL").write_text("{}")

@@ -113,7 +113,8 @@ def test_a_remark_says_if_workers_share_cores(tmp_path, environment, shared):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_settings_name_the_choices_of_the_run_or_else_of_its_cases(tmp_path, training):
-    recorded_once(tmp_path, PLAY)
+    cases = [{**facts_of(ring(4)), "pattern": pattern} for pattern in ("dense", "moba")]
+    write(tmp_path, [rows_of(PLAY)], cases)
     save(compose(["topology.layout=zigzag"]), tmp_path / "resolved.yaml")
     if training:
         chosen = {"topology.layout": "zigzag", "topology.exchange": "hop", "train.memory": "x"}
@@ -123,6 +124,7 @@ def test_settings_name_the_choices_of_the_run_or_else_of_its_cases(tmp_path, tra
     assert settings["topology.exchange"] == f"{'hop' if training else 'ring'} (auto)"
     assert settings["topology.layout"] == ("zigzag" if training else facts["layout"])
     assert settings["train.memory"] == "manual"
+    assert settings["sparsity.pattern"] == ("dense" if training else "dense, moba")
 
 
 def test_shipped_profiles_are_found_by_name():

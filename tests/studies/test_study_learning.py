@@ -74,14 +74,14 @@ def test_a_dry_run_counts_a_damaged_cell_as_not_finished(tmp_path):
         ("--seeds=-1", "--seeds -1: expected whole numbers; allowed: 0, 1"),
         ("--seeds 0,0.5", "--seeds 0,0.5: expected whole numbers; allowed: 0, 1"),
         (f"--seeds {'9' * 20}", f"--seeds {'9' * 20}: expected whole numbers; allowed: 0, 1"),
-        ("--only=", "--only '': names no cell; allowed: base, dense, vertical_slash-0.6, "),
+        ("--only=", "--only '': is empty; give NAME,..."),
         ("--only ,", "--only ',': names no cell; allowed: base, dense, vertical_slash-0.6, "),
-        ("--seeds=", "--seeds '': expected whole numbers; allowed: 0, 1"),
+        ("--seeds=", "--seeds '': is empty; give N,..."),
         ("--budget-minutes -1", "--budget-minutes -1: must be from 0 to 1,000,000"),
         ("--packages nowhere", "--packages nowhere: no such folder"),
         (f"--packages {__file__}", f"--packages {__file__}: is a file; give a folder"),
-        ("--packages=", "--packages '': expected a path"),
-        ("--out=", "--out '': expected a path"),
+        ("--packages=", "--packages '': is empty; give DIR"),
+        ("--out=", "--out '': is empty; give DIR"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, arguments, said):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -86,7 +87,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
     )
     assert re.fullmatch(
         r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has "
-        r"no GPU, and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
+        r"no GPU, and 64 CPU workers would need about [\d,]+ GiB while a checkpoint is written, "
+        r"but this machine has 24 GiB",
         plan.machine,
     )
     assert (
@@ -118,8 +120,8 @@ def test_a_plan_that_does_not_fit_this_machine_says_what_would_help():
         text(dry_run(compose(["model=qwen3b", "seq=256k"])), 1000).splitlines()[-1].split()
     )
     assert last == (
-        "Does not fit this machine: 2 workers need about 241 GiB, but this machine has 24 GiB; "
-        "here, only a smaller model would fit. "
+        "Does not fit this machine: 2 workers need about 241 GiB while a checkpoint is written, "
+        "but this machine has 24 GiB; here, only a smaller model would fit. "
         "To plan for 8 GPUs instead, add topology.device=cuda topology.workers=8."
     )
     words = [
@@ -286,9 +288,29 @@ def test_a_plan_says_which_share_of_the_keys_a_group_cast_moves(words, share):
     plan = make_plan(compose([*words, *planned, "topology.workers=4"]))
     (_, reason), (_, moved) = module.exchange_rows(plan)
     assert reason.startswith("group_cast: as configured; with 1 stage, ")
-    assert moved.startswith(f"a worker receives {share:.1%} of the keys of the other workers")
+    inside = ", or fewer if a sequence holds several documents"
+    assert moved == f"a worker receives {share:.1%} of the keys of the other workers{inside}"
     gathers = make_plan(compose([*planned, "topology.exchange=all_gather", "topology.workers=4"]))
     assert len(module.exchange_rows(gathers)) == 1
+
+
+@pytest.mark.parametrize(
+    ("moved", "share"), [(0.0, "none"), (0.0004, "less than 0.1%"), (0.125, "12.5%")]
+)
+def test_a_small_share_of_keys_is_not_shown_as_zero(monkeypatch, moved, share):
+    traffic = types.SimpleNamespace(share_moved=lambda _: moved)
+    monkeypatch.setattr(module, "count_traffic", lambda *_, **__: traffic)
+    words = ["topology.exchange=group_cast", "topology.workers=2", "data.document_mask=false"]
+    (_, _), (_, row) = module.exchange_rows(make_plan(compose(words)))
+    assert row == f"a worker receives {share} of the keys of the other workers"
+
+
+@pytest.mark.parametrize(("seq", "notes"), [("8k", 1), ("16k", 0)])
+def test_a_chunk_as_long_as_the_sequence_is_a_note(seq, notes):
+    rows = module.mask_rows(compose([f"seq={seq}", "mask=chunked"]))
+    found = [line for label, line in rows if label == "note"]
+    why = "mask.chunk=8192 is not below seq=8192, so mask=chunked is a causal mask; "
+    assert found == [f"{why}give a smaller chunk"] * notes
 
 
 @pytest.mark.parametrize(("every", "line"), [(2, "2 of 4 layers see"), (4, "1 of 4 layers sees")])
@@ -423,15 +445,15 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
     [
         (
             ["model=qwen3b", "seq=512k", "topology.workers=2"],
-            r"total +185\.89 GiB  does not fit: \d+% of 24 GiB \(2 workers, saving\)",
+            r"total +185\.89 GiB  does not fit *\n",
         ),
         (
             ["topology.workers=2"],
-            r"total +\d\d\.\d MiB  fits: less than 1% of 24 GiB \(2 workers, saving\)",
+            r"total +\d\d\.\d MiB  fits: 2 workers need \d\d\.\d MiB of 24 GiB *\n",
         ),
         (
             ["topology.workers=1", "train.checkpoint_at_end=false", "train.checkpoint_every=0"],
-            r"total +\S+ MiB  fits: less than 1% of",
+            r"total +\S+ MiB  fits: 1 worker needs \d\d\.\d MiB of 24 GiB *\n",
         ),
     ],
 )

@@ -484,6 +484,26 @@ def test_a_run_without_checkpoint_suggests_no_command(tmp_path):
     assert "checkpoint export" not in log
 
 
+@pytest.mark.parametrize(
+    ("verify", "tokens", "resumed", "restarts", "read"),
+    [
+        ("auto", 2**28 - 1, False, 0, True),
+        ("auto", 2**28, False, 0, False),
+        ("auto", 2**28, True, 0, True),
+        ("auto", 1, True, 1, False),
+        ("sampled", 1, True, 0, False),
+        ("full", 2**28, False, 1, True),
+    ],
+)
+def test_auto_reads_small_data_at_each_start_and_large_data_when_resuming(
+    verify, tokens, resumed, restarts, read
+):
+    trainer = mock.Mock(config=compose([f"data.verify={verify}"]))
+    trainer.dataset.num_tokens, trainer.environment.restarts = tokens, restarts
+    Trainer.check_data(trainer, resumed=resumed)
+    assert trainer.dataset.verify.called is read
+
+
 def group_timeouts(rank: int, world: int) -> list[float]:
     trainer = make(rank, world, world, ("topology.timeout_s=45",))
     group = trainer.batch_maker.exchange.group
