@@ -396,12 +396,10 @@ def _require_causal_intervals(config: Config) -> None:
         given = f"data.mask_key={key}"
     elif mask.full_every:
         given = f"mask.full_every={mask.full_every}"
-    elif mask.keeps_causal_intervals:
-        return
-    elif mask.kind == "sliding_window":
-        given = f"mask.global_tokens={mask.global_tokens}"
+    elif (reason := mask.for_dense_only()) is not None:
+        given = reason
     else:
-        given = f"mask.kind={mask.kind}"
+        return
     raise ConfigError(
         f"{given}: `mtrain profile sparsity` needs a mask in which each query sees one interval of "
         "keys up to itself, the same in every layer; allowed: mask=causal, and mask=sliding_window "

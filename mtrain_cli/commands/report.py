@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands import entry_points
 from mtrain_cli.commands.completion import complete_measured
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
+from mtrain_cli.config import plugins
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
@@ -82,7 +82,7 @@ def report(
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
     paths = [report_source.find(name) for name in runs or ()]
-    others = entry_points.load(entry_points.REPORTS, lambda _, open_folder: open_folder)
+    others = plugins.load(plugins.REPORTS, lambda _, open_folder: open_folder)
     for name, path in zip(runs or (), paths, strict=True):
         found = next(filter(None, (open_folder(path) for open_folder in others)), None)
         if found is not None:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.attention.named_masks import CAUSAL
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.problem import ConfigError, Problem, cli_option
 from mtrain_cli.inference.limits import require_whole_cache
 from mtrain_cli.inference.model_source import ModelSource
@@ -137,7 +138,7 @@ class Plan:
     vocabulary: int
     beyond: bool = False
     task: str = ""
-    mask: MaskConfig = CAUSAL
+    mask: MaskSettings = CAUSAL
 
     def __post_init__(self) -> None:
         self.lengths: list[int] = []
