@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.harness_requests import Continuing, Plan, request_names
 from mtrain_cli.inference.model_source import ModelSource
@@ -85,7 +85,7 @@ def test_a_plan_counts_requests_and_refuses_what_does_not_fit():
 
 
 def test_a_plan_refuses_texts_under_a_mask_that_hides_the_cache():
-    plan = Plan(positions=100, vocabulary=20, task="sums", mask=MaskConfig.sliding(16))
+    plan = Plan(positions=100, vocabulary=20, task="sums", mask=SlidingWindow(16))
     assert plan.texts([[1] * 8], Continuing(8)) == [""]
     assert plan.scores([([1] * 50, [2])]) == [(0.0, False)]
     with pytest.raises(ConfigError, match=r"--tasks sums: mask .*window ends after 16 tokens"):
