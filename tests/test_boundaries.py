@@ -24,6 +24,8 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_cli/launch/agent.py": "torch's elastic agent",
     "mtrain_cli/launch/rendezvous.py": "torch's rendezvous",
     "mtrain_cli/launch/safe_pickle.py": "pickle",
+    "mtrain_cli/parallel/gather_schedules.py": "config.exchanges names the functions",
+    "mtrain_cli/parallel/ring_schedules.py": "config.exchanges names the functions",
     "mtrain_cli/training/checkpoint_files.py": "torch's DCP and file objects",
     "mtrain_studies/study.py": "Typer, and the entry points of pyproject.toml",
 }

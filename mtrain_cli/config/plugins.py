@@ -122,7 +122,7 @@ class Plugins(Mapping[str, T]):
 
         def add(name: str, value: T) -> None:
             if name in everything:
-                raise ValueError("another package has this name")
+                raise ValueError("this name is taken")
             self._check(name, value, everything)
             everything[name] = value
 

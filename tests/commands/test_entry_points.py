@@ -37,7 +37,7 @@ def mtrain_with(folder: Path, *words: str, first: str = "") -> subprocess.Comple
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
