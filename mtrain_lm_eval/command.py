@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from mtrain_cli.commands.evaluate import Common, Model, Words, app, run_evaluation
+from mtrain_cli.commands.evaluate import Common, Model, Words, run_evaluation
 from mtrain_cli.commands.options import MOST_SAMPLES, bounded, option, parse_names, with_options
 from mtrain_cli.config.schema import ConfigError
 
 _MOST_SHOTS = 1024
 
 
-@app.command("lm-eval")
 @with_options(Common, "length")
 def lm_eval(
     common: Common,
@@ -43,7 +42,7 @@ def lm_eval(
         num_fewshot: Solved examples before each question, for tasks that do not prescribe 0.
         samples: Samples of each task; by default all.
     """
-    from mtrain_cli.evaluation.request import LM_EVAL, HarnessOptions
+    from mtrain_cli.evaluation.request import HarnessOptions
 
     names = parse_names("--tasks", tasks)
     if not names:
@@ -53,4 +52,4 @@ def lm_eval(
         raise ConfigError(f"--include-path {include_path}: {reason}; give a folder of YAML files")
     folder = None if include_path is None else str(include_path.expanduser().absolute())
     options = HarnessOptions(tuple(names), folder, num_fewshot)
-    run_evaluation(LM_EVAL, common, model, overrides, samples or 0, lm_eval=options)
+    run_evaluation("lm-eval", common, model, overrides, samples or 0, lm_eval=options)

@@ -13,8 +13,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.harness_requests import Answers, Continuing, Pair, Score
 from mtrain_cli.inference.text import TextCodec
+from mtrain_lm_eval.requests import Answers, Continuing, Pair, Score
 
 
 class HarnessModel(TemplateLM):

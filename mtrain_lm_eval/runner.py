@@ -24,17 +24,6 @@ from mtrain_cli.data.tokenizers import documents_identity
 from mtrain_cli.evaluation.continuations import pack_size, packs, score_together
 from mtrain_cli.evaluation.cost import format_flop, forward_flop
 from mtrain_cli.evaluation.evaluation_progress import EvaluationProgress
-from mtrain_cli.evaluation.harness_requests import (
-    Continuing,
-    Pair,
-    Plan,
-    Score,
-    request_hash,
-    request_names,
-    request_seed,
-)
-from mtrain_cli.evaluation.harness_results import measured
-from mtrain_cli.evaluation.harness_tasks import HarnessTasks
 from mtrain_cli.evaluation.request import EvaluationRequest
 from mtrain_cli.evaluation.results import Result, ResultsFolder, append_row, kept_rows, key_of
 from mtrain_cli.evaluation.runner import (
@@ -53,6 +42,17 @@ from mtrain_cli.inference.text import TextCodec, open_codec
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.printable import one_line
+from mtrain_lm_eval.requests import (
+    Continuing,
+    Pair,
+    Plan,
+    Score,
+    request_hash,
+    request_names,
+    request_seed,
+)
+from mtrain_lm_eval.results import measured
+from mtrain_lm_eval.tasks import HarnessTasks
 
 ANSWERS = "answers.jsonl"
 _MARGIN = 8  # tokens before an ending string that are decoded again

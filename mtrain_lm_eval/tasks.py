@@ -18,8 +18,8 @@ import numpy as np
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
-from mtrain_cli.evaluation.harness_requests import Answers, Plan
 from mtrain_cli.inference.text import TextCodec
+from mtrain_lm_eval.requests import Answers, Plan
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -75,7 +75,7 @@ class HarnessTasks:
         Raises:
             ConfigError: a request is too long, or needs what mtrain does not support.
         """
-        from mtrain_cli.evaluation.harness_model import HarnessModel
+        from mtrain_lm_eval.model import HarnessModel
 
         model = HarnessModel(codec, plan.positions, plan)
         for plan.task, task in self.loaded["tasks"].items():
@@ -91,7 +91,7 @@ class HarnessTasks:
         """Evaluate all tasks, and return what `lm_eval.evaluator.evaluate` does, with samples."""
         from lm_eval.evaluator import evaluate
 
-        from mtrain_cli.evaluation.harness_model import HarnessModel
+        from mtrain_lm_eval.model import HarnessModel
 
         for name, task in self.loaded["tasks"].items():
             # evaluate() builds the requests, with a progress bar for each task.

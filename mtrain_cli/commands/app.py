@@ -27,7 +27,6 @@ from mtrain_cli.commands import (
     data_ruler,
     doctor,
     evaluate,
-    evaluate_lm_eval,
     generate,
     mask,
     profile,
@@ -315,7 +314,6 @@ app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(mask.app, name="mask")
 assert data_needles.app is data_ruler.app is data.app
-assert evaluate_lm_eval.app is evaluate.app
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
@@ -339,6 +337,7 @@ def _add(place: str, command: Any) -> None:
         alone.add_typer(command, name=name)
     else:
         alone.command(name)(command)
+        take_help_from_docstrings(alone)
     typer.main.get_group(alone)  # raises an error if Typer can make no command of it
     owner.registered_groups += alone.registered_groups
     owner.registered_commands += alone.registered_commands

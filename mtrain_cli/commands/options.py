@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
@@ -105,6 +105,8 @@ def described_parameters(declared: Callable[..., Any]) -> list[inspect.Parameter
     """Return the parameters of a command or of a dataclass, with the help in its docstring."""
     parameters = inspect.signature(declared, eval_str=True).parameters.copy()
     for name, help in docstrings.entries(declared).items():
+        if get_origin(parameters[name].annotation) is not Annotated:  # a command of another package
+            continue
         kind, declaration = get_args(parameters[name].annotation)
         described = copy.copy(declaration)
         described.help = help

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands.test_evaluate import evaluate, refused
 from evaluation.evaluated_runs import small_run
-from evaluation.harness_fakes import write_tasks
+from harness.harness_fakes import write_tasks
 from inference.small_models import write_hf, write_run
 from typer.testing import CliRunner
 

@@ -18,9 +18,9 @@ from lm_eval.api.instance import Instance
 from mtrain_cli import api
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import NO_BEGIN, open_tokenizer
-from mtrain_cli.evaluation.harness_model import HarnessModel
-from mtrain_cli.evaluation.harness_requests import Plan
 from mtrain_cli.inference.text import TextCodec
+from mtrain_lm_eval.model import HarnessModel
+from mtrain_lm_eval.requests import Plan
 
 LONG = "The grass is green. The sky is blue. " * 400  # more tokens than the model has positions
 

@@ -9,9 +9,9 @@ import pytest
 from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.harness_requests import Continuing, Plan, request_names
 from mtrain_cli.inference.model_source import ModelSource
 from mtrain_cli.inference.sampling import Sampling
+from mtrain_lm_eval.requests import Continuing, Plan, request_names
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain_cli.evaluation.harness_results import measured
 from mtrain_cli.evaluation.results import PERCENT, Result
+from mtrain_lm_eval.results import measured
 
 KNOWN = Result("", "", 0, "dense", "", 7, 0, None, None, "")
 

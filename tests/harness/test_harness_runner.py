@@ -11,17 +11,17 @@ from pathlib import Path
 import gloo
 import pytest
 from evaluation.evaluated_runs import configs_of, request_of, small_run
-from evaluation.harness_fakes import GREEDY, SAMPLED, FakeTasks
+from harness.harness_fakes import GREEDY, SAMPLED, FakeTasks
 from inference.small_models import engine, source
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.harness_requests import Pair, Plan, Score
-from mtrain_cli.evaluation.harness_runner import EngineAnswers, HarnessRunner, _equal, plan_flop
 from mtrain_cli.evaluation.request import LM_EVAL, Weights
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.evaluation.runner import OTHERS_DONE, StoppedError
 from mtrain_cli.inference.text import open_codec
 from mtrain_cli.launch.environment import Environment, resolve_environment
+from mtrain_lm_eval.requests import Pair, Plan, Score
+from mtrain_lm_eval.runner import EngineAnswers, HarnessRunner, _equal, plan_flop
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from evaluation.harness_fakes import write_tasks
+from harness.harness_fakes import write_tasks
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import ByteTokenizer
-from mtrain_cli.evaluation.harness_requests import Plan
-from mtrain_cli.evaluation.harness_tasks import HarnessTasks, _load_each
 from mtrain_cli.inference.text import TextCodec
+from mtrain_lm_eval.requests import Plan
+from mtrain_lm_eval.tasks import HarnessTasks, _load_each
 
 BYTES = TextCodec(ByteTokenizer(), frozenset([257]), first=257)
 
