@@ -348,10 +348,6 @@ def _names(owner: typer.Typer) -> list[str | None]:
     return [*(group.name for group in groups), *(command.name for command in commands)]
 
 
-if "_MTRAIN_COMPLETE" in os.environ:
-    plugins.on_broken = lambda _: None  # a warning would stand in the middle of the command line
-else:
-    plugins.on_broken = lambda line: warn([line])
 plugins.load(plugins.COMMANDS, _add)
 warn(
     [

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import re
 import sys
 import time
@@ -18,6 +19,7 @@ import typer
 
 from mtrain_cli import docstrings
 from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.config import plugins
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.printable import one_line
 
@@ -308,6 +310,14 @@ def warn(lines: Sequence[str]) -> None:
 
     for line in () if job_rank() else lines:
         print(f"mtrain: warning: {one_line(line)}", file=sys.stderr)
+
+
+def _warn_of_broken(line: str) -> None:
+    if "_MTRAIN_COMPLETE" not in os.environ:  # it would stand in the middle of the command line
+        warn([line])
+
+
+plugins.on_broken = _warn_of_broken  # before a command loads an entry point
 
 
 def print_summary(run: RunDir, as_json: bool) -> None:

@@ -141,7 +141,6 @@ def _shipped_note(paths: Sequence[Path]) -> str:
 
 
 def _document(source: ReportSource) -> dict[str, Any]:
-    from mtrain_cli.records.attention_files import without_lists
     from mtrain_cli.reporting.evaluation_names import distinguished
 
     named = zip(source.results, distinguished(source.results), strict=True)
@@ -158,8 +157,9 @@ def _document(source: ReportSource) -> dict[str, Any]:
         ],
         "study": [table.to_json() for table in source.study],
         **{
-            name: [without_lists(row) for row in getattr(source.attention, name)]
-            for name in ("top_keys", "overlap", "rope")
+            name: rows
+            for kind, records in source.others
+            for name, rows in kind.rows(records).items()
         },
     }
     return {

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.profiling.attention_request import AttentionRequest
-from mtrain_cli.profiling.rope_analysis import RopeAnalysis, RotaryFrequencies, analyze_rope
-from mtrain_cli.records.attention_files import AttentionFiles, HeadMap, RopeRow, TopKeyRow
-from mtrain_cli.sparsity.attention_map import attention_map
+from mtrain_cli.config.schema import Config
+from mtrain_cli.console import Console
+from mtrain_cli.profiling.pattern_quality import LayerAttention, Place
 from mtrain_cli.sparsity.pattern import MaskedPositions
-from mtrain_cli.sparsity.top_keys import TopKeys, top_keys
+from mtrain_studies.attention.attention_map import attention_map
+from mtrain_studies.attention.choices import Choices, require_memory
+from mtrain_studies.attention.files import AttentionFiles, HeadMap, RopeRow, TopKeyRow
+from mtrain_studies.attention.request import AttentionRequest
+from mtrain_studies.attention.rope_analysis import RopeAnalysis, RotaryFrequencies, analyze_rope
+from mtrain_studies.attention.tables import show_attention
+from mtrain_studies.attention.top_keys import TopKeys, top_keys
 
 _BINS = 256  # most bins of a curve over distances
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a measurement is from: step of training or of the checkpoint, sample, and layer."""
-
-    step: int
-    sample: int
-    layer: int
 
 
 class AttentionAnalyzer:
@@ -38,6 +34,43 @@ class AttentionAnalyzer:
     def __init__(self, request: AttentionRequest) -> None:
         self.request = request
         self.files = AttentionFiles()
+        self._choices = Choices()
+        self._device = torch.device("cpu")
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether maps show gradients."""
+        return bool(self.request.maps)
+
+    def require_memory(self, config: Config, inputs: int, rows: int) -> None:
+        require_memory(config, inputs, rows, self.request.top_k)
+
+    def on_layer(self, layer: LayerAttention) -> None:
+        largest = self.scores(
+            layer.q,
+            layer.k,
+            layer.positions,
+            layer.masked,
+            layer.rows,
+            layer.place,
+            RotaryFrequencies(layer.per_position, layer.factor),
+        )
+        if self.request.compares:
+            self._choices.keep(layer.place, largest, layer.indices)
+            self._device = layer.q.device
+
+    def finish(self) -> None:
+        """Compare the checkpoints, and put the results into order."""
+        self.files.overlap += self._choices.overlap(self.request.top_k, self._device)
+        self.files.sort()
+
+    def write(self, folder: Path) -> None:
+        """Write the results into the folder of a measurement."""
+        self.files.write(folder)
+
+    def show(self, console: Console) -> None:
+        """Print the results."""
+        show_attention(console, self.files)
 
     @torch.no_grad()
     def scores(
@@ -75,7 +108,7 @@ class AttentionAnalyzer:
         self.files.top_keys += _top_key_rows(found, rows, self.request.top_k, place)
         return found
 
-    def watch_gradient(
+    def on_output(
         self,
         q: torch.Tensor,
         k: torch.Tensor,

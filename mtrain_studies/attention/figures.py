@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.records.attention_files import MAPS, AttentionFiles, HeadMap, RopeRow
-from mtrain_cli.reporting import attention_findings, attention_tables, plots
-from mtrain_cli.reporting.attention_findings import mean, overlap_label
+from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace, axis, layout
 from mtrain_cli.reporting.tables import fold
+from mtrain_studies.attention import findings as attention_findings
+from mtrain_studies.attention import tables as attention_tables
+from mtrain_studies.attention.files import MAPS, AttentionFiles, HeadMap, RopeRow
+from mtrain_studies.attention.findings import mean, overlap_label
 
 _MAP_NUMBERS = 250_000  # most cells in all maps of a page together
 _HEATS = 24  # most heat maps, or curves of heads, of one kind

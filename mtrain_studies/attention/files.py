@@ -140,7 +140,7 @@ class AttentionFiles:
         """Write the files that have content."""
         import pandas
 
-        for name in _TABLES:
+        for name in TABLES:
             if rows := getattr(self, name):
                 table = pandas.DataFrame([vars(row) for row in rows])
                 table.to_parquet(folder / f"{name}.parquet")
@@ -161,12 +161,12 @@ def read_attention_files(folder: Path) -> AttentionFiles:
         ConfigError: a file is damaged or holds something else.
     """
     tables: dict[str, Any] = {
-        name: _rows(folder / f"{name}.parquet", kind) for name, kind in _TABLES.items()
+        name: _rows(folder / f"{name}.parquet", kind) for name, kind in TABLES.items()
     }
     return AttentionFiles(**tables, maps=_maps(folder / MAPS))
 
 
-_TABLES: dict[str, type[Any]] = {"top_keys": TopKeyRow, "overlap": OverlapRow, "rope": RopeRow}
+TABLES: dict[str, type[Any]] = {"top_keys": TopKeyRow, "overlap": OverlapRow, "rope": RopeRow}
 
 
 def _rows(file: Path, kind: type[Row]) -> list[Row]:

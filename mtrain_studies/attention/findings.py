@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.records.attention_files import (
+from mtrain_studies.attention.files import (
     KEYS,
     AttentionFiles,
     HeadMap,

@@ -19,19 +19,22 @@ class AttentionRequest:
     maps: (layer, head) of each map.
     cells: largest number of cells along a side of a map.
     rope: whether to compare scores with the prediction of rotary embedding.
+    compares: whether to compare the choices of several checkpoints.
     """
 
     top_k: tuple[int, ...] = ()
     maps: tuple[tuple[int, int], ...] = ()
     cells: int = CELLS
     rope: bool = False
+    compares: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.top_k or self.maps or self.rope)
 
     def with_counts(self, seq: int) -> AttentionRequest:
         """Return the request with default numbers of keys, below ``seq``, if it has none."""
-        return self if self.top_k else replace(self, top_k=tuple(k for k in COUNTS if k < seq))
+        counts = self.top_k or tuple(k for k in COUNTS if k < seq)
+        return replace(self, top_k=counts, compares=True)
 
     def flop(self, config: Config, rows: int) -> float:
         """Return about how many FLOP the analysis of one sequence takes, with causal attention.

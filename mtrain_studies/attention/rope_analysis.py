@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from mtrain_cli.model.rope import rotate, rotation
-from mtrain_cli.sparsity.score_variance import (
+from mtrain_studies.attention.score_variance import (
     ScoreSums,
     SeenPairs,
     VarianceShares,

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mtrain_cli.console import Console
-from mtrain_cli.records.attention_files import AttentionFiles
-from mtrain_cli.reporting import attention_findings
-from mtrain_cli.reporting.attention_findings import (
+from mtrain_cli.reporting.terminal_width import TextTable, new_table, print_table, say
+from mtrain_studies.attention import findings as attention_findings
+from mtrain_studies.attention.files import AttentionFiles
+from mtrain_studies.attention.findings import (
     STRIPS,
     mean,
     near_share,
     overlap_label,
     rank_correlation,
 )
-from mtrain_cli.reporting.terminal_width import TextTable, new_table, print_table, say
 
 
 def tables(files: AttentionFiles) -> list[TextTable]:

@@ -15,7 +15,7 @@ from harness.harness_fakes import GREEDY, SAMPLED, FakeTasks
 from inference.small_models import engine, source
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.evaluation.request import LM_EVAL, Weights
+from mtrain_cli.evaluation.request import Weights
 from mtrain_cli.evaluation.results import read_results
 from mtrain_cli.evaluation.runner import OTHERS_DONE, StoppedError
 from mtrain_cli.inference.text import open_codec
@@ -31,7 +31,7 @@ def run(tmp_path) -> Path:
 
 def runner(run: Path, tasks: FakeTasks, environment: Environment | None = None, **changes):
     stop = changes.pop("stop", lambda: False)
-    request = request_of(run, LM_EVAL, lengths=(0,), samples=0, **changes)
+    request = request_of(run, "lm-eval", lengths=(0,), samples=0, **changes)
     configs = configs_of(run, request.attentions)
     environment = environment or resolve_environment(configs[0])
     return HarnessRunner(request, configs, environment, stop, tasks)  # type: ignore[arg-type]

@@ -8,12 +8,12 @@ import torch
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model.rope import rotate, rotation
-from mtrain_cli.profiling.attention_analysis import AttentionAnalyzer, Place, _rope_rows
-from mtrain_cli.profiling.attention_request import AttentionRequest
-from mtrain_cli.profiling.pattern_quality import Measurement, worker_alone
-from mtrain_cli.profiling.rope_analysis import RopeAnalysis
+from mtrain_cli.profiling.pattern_quality import Measurement, Place, worker_alone
 from mtrain_cli.sparsity.fixed import FixedPattern
-from mtrain_cli.sparsity.score_variance import VarianceShares
+from mtrain_studies.attention.analysis import AttentionAnalyzer, _rope_rows
+from mtrain_studies.attention.request import AttentionRequest
+from mtrain_studies.attention.rope_analysis import RopeAnalysis
+from mtrain_studies.attention.score_variance import VarianceShares
 
 SEQ, LAYERS, HEADS = 128, 2, 4
 SMALL = (

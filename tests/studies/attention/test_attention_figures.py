@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from reporting.test_attention_findings import files
+from studies.attention.test_attention_findings import files
 
-from mtrain_cli.records.attention_files import AttentionFiles
-from mtrain_cli.reporting import attention_findings
-from mtrain_cli.reporting.attention_figures import attention_figures
 from mtrain_cli.reporting.elements import figure
 from mtrain_cli.reporting.plots import Figure
+from mtrain_studies.attention import findings as attention_findings
+from mtrain_studies.attention.figures import attention_figures
+from mtrain_studies.attention.files import AttentionFiles
 
 
 def drawn(*named) -> dict[str, Figure]:

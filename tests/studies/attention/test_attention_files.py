@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.records.attention_files import (
+from mtrain_studies.attention.files import (
     KEYS,
     AttentionFiles,
     HeadMap,

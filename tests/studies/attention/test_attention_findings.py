@@ -6,7 +6,8 @@ import itertools
 
 import numpy as np
 
-from mtrain_cli.records.attention_files import (
+from mtrain_studies.attention import findings as subject
+from mtrain_studies.attention.files import (
     COLUMNS,
     KEYS,
     AttentionFiles,
@@ -15,7 +16,6 @@ from mtrain_cli.records.attention_files import (
     RopeRow,
     TopKeyRow,
 )
-from mtrain_cli.reporting import attention_findings as subject
 
 
 def top_keys() -> list[TopKeyRow]:

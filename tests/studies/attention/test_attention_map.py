@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.sparsity import attention_map as subject
-from mtrain_cli.sparsity.attention_map import attention_map
+from mtrain_studies.attention import attention_map as subject
+from mtrain_studies.attention.attention_map import attention_map
 
 TOKENS, DIM = 90, 8
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 
-from reporting.test_attention_findings import files
+from studies.attention.test_attention_findings import files
 
 from mtrain_cli.console import Console
-from mtrain_cli.records.attention_files import AttentionFiles
-from mtrain_cli.reporting import attention_findings
-from mtrain_cli.reporting.attention_tables import show_attention, tables
+from mtrain_studies.attention import findings as attention_findings
+from mtrain_studies.attention.files import AttentionFiles
+from mtrain_studies.attention.tables import show_attention, tables
 
 
 def test_tables_have_a_row_per_layer_and_one_for_all():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtrain_cli.attention.index import VerticalSlash
-from mtrain_cli.sparsity.overlap import key_overlap, line_overlap
+from mtrain_studies.attention.overlap import key_overlap, line_overlap
 
 BLOCK, BLOCKS = 4, 6
 UNUSED = BLOCK * BLOCKS

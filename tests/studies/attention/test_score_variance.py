@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.sparsity import score_variance as subject
-from mtrain_cli.sparsity.score_variance import ScoreSums, SeenPairs, score_sums, variance_shares
+from mtrain_studies.attention import score_variance as subject
+from mtrain_studies.attention.score_variance import (
+    ScoreSums,
+    SeenPairs,
+    score_sums,
+    variance_shares,
+)
 
 TOKENS, HEADS, DIM = 60, 4, 8
 
