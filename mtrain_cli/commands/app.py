@@ -352,7 +352,9 @@ plugins.load(plugins.COMMANDS, _add)
 warn(
     [
         f"{name}: this installation lacks the command, or is older than the code; reinstall mtrain"
-        for name in ORDER
-        if name not in _names(app)
+        for name in (
+            *(name for name in ORDER if name not in _names(app)),
+            *(["eval lm-eval"] if "lm-eval" not in _names(evaluate.app) else []),
+        )
     ]
 )

@@ -79,13 +79,30 @@ def test_a_package_that_cannot_be_used_costs_a_line(tmp_path):
 
 
 def test_an_installation_without_the_studies_says_so(tmp_path):
-    none = "from importlib import metadata; metadata.entry_points = lambda: metadata.EntryPoints()"
+    none = (
+        "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints()"
+    )
     found = mtrain_with(tmp_path, "--version", first=none)
     assert (found.returncode, found.stdout[:7]) == (0, "mtrain ")
     assert found.stderr == (
         "mtrain: warning: study: this installation lacks the command, or is older than the code; "
         "reinstall mtrain\n"
+        "mtrain: warning: eval lm-eval: this installation lacks the command, or is older than the "
+        "code; reinstall mtrain\n"
     )
+
+
+def test_an_installation_without_the_studies_measures_patterns(tmp_path):
+    none = (
+        "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints()"
+    )
+    words = ("seq=256", "sparsity.block=16", "topology.device=cpu", "--rows", "8", "--steps", "1")
+    out = tmp_path / "heads.parquet"
+    found = mtrain_with(tmp_path, "profile", "sparsity", *words, "--out", str(out), first=none)
+    assert found.returncode == 0, found.stderr
+    assert out.is_file()
+    refused = mtrain_with(tmp_path, "profile", "sparsity", "--maps", "0:0", first=none)
+    assert "No such option: --maps" in refused.stderr
 
 
 def own_folder(folder: Path) -> FolderReport | None:
