@@ -177,19 +177,15 @@ def _split(
 
 def _command_for(key: str, options: dict[str, dict[str, Path]]) -> str:
     """Return the command that shows a key."""
-    from mtrain_cli.config.mask_settings import MASKS
-    from mtrain_cli.config.pattern_settings import PATTERNS, pattern_keys
+    from mtrain_cli.config.keys import VARIANTS
 
     group, _, name = key.partition(".")
     if group not in options:
         return "`mtrain config list`"
-    if group == "sparsity":
-        # The default pattern has few keys, so name the first pattern that has this one.
-        owners = [p for p in PATTERNS if name in pattern_keys(p) and p in options[group]]
-        group = f"{group}/{owners[0]}" if owners else group
-    if group == "mask":
-        owners = [kind for kind in MASKS if name in MASKS[kind] and kind in options[group]]
-        group = f"{group}/{owners[0]}" if owners else group
+    if variants := VARIANTS.get(group):
+        # The default pattern or mask has few keys, so name the first that has this one.
+        having = (kind for kind in options[group] if name in variants.own_keys(kind))
+        group = f"{group}/{first}" if (first := next(having, "")) else group
     return f"`mtrain config show {group}`"
 
 

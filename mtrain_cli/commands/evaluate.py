@@ -30,7 +30,6 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
-    from mtrain_cli.evaluation.harness_tasks import HarnessTasks
     from mtrain_cli.evaluation.request import EvaluationRequest, RulerOptions, Weights
     from mtrain_cli.inference.model_source import ModelSource
     from mtrain_cli.launch.environment import Environment
@@ -257,12 +256,13 @@ def run_evaluation(
     from mtrain_cli.commands.data_ruler import token_lengths
     from mtrain_cli.commands.evaluate_checks import check_work, require_positions
     from mtrain_cli.config.unused_settings import unused_by_model
+    from mtrain_cli.evaluation.other_kinds import find
     from mtrain_cli.inference.limits import longer_than_trained
 
     words = list(overrides or ())
     warn_of_unused_settings(words)
-    # lm-eval and files of samples have lengths of their own.
-    has_length = kind != "lm-eval" and not _has_only_files(options.get("ruler"))
+    # Other evaluations and files of samples have lengths of their own.
+    has_length = find(kind) is None and not _has_only_files(options.get("ruler"))
     lengths = token_lengths(common.length) if has_length else [0]
     sources = _sources(model, words, common.attention)
     first = next(iter(sources.values()))
@@ -477,21 +477,15 @@ def _evaluate(
     configs: tuple[Config, ...],
     environment: Environment,
     words: list[str],
-    tasks: HarnessTasks | None,
+    tasks: Any,
 ) -> int:
     """Evaluate on one worker or on several. Return the exit code."""
-    from mtrain_cli.evaluation.harness_runner import HarnessRunner
-    from mtrain_cli.evaluation.runner import STOPPED, Runner
-    from mtrain_cli.evaluation.worker import TARGET, evaluate
+    from mtrain_cli.evaluation.runner import STOPPED
+    from mtrain_cli.evaluation.worker import TARGET, evaluate, make_runner
 
     if environment.dims.workers == 1:
-        runner: Runner | HarnessRunner
-        if tasks is None:
-            runner = Runner(request, configs, environment)
-        else:
-            runner = HarnessRunner(request, configs, environment, tasks=tasks)
         try:
-            evaluate(runner, environment)
+            evaluate(make_runner(request, configs, environment, tasks=tasks), environment)
         except KeyboardInterrupt:
             typer.echo(STOPPED, err=True)
             raise

@@ -82,14 +82,15 @@ def what_if(
             simulate`; by default H200s.
     """
     from mtrain_cli.config.cluster import load_cluster
-    from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
+    from mtrain_cli.config.exchanges import exchange_names
+    from mtrain_cli.config.schema import LAYOUTS
     from mtrain_cli.console import Console
     from mtrain_cli.records.index_file import load_indices
     from mtrain_cli.reporting.terminal_width import print_table, say
     from mtrain_cli.simulation.what_if import replay, setups_of
 
     layouts = parse_names("--layout", layout, LAYOUTS)
-    exchanges = parse_names("--exchange", exchange, EXCHANGES)
+    exchanges = parse_names("--exchange", exchange, exchange_names())
     counts = _parse_workers(workers)
     wanted = parse_items("--layers", layers, parse_whole_number, "0,5") if layers else []
     recorded = load_indices(_index_file(run))

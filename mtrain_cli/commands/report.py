@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands import entry_points
 from mtrain_cli.commands.completion import complete_measured
 from mtrain_cli.commands.options import Json, argument, flag, option, writing
+from mtrain_cli.config import plugins
 from mtrain_cli.config.documents import json_text
 from mtrain_cli.config.schema import ConfigError
 
@@ -82,7 +82,7 @@ def report(
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
     paths = [report_source.find(name) for name in runs or ()]
-    others = entry_points.load(entry_points.REPORTS, lambda _, open_folder: open_folder)
+    others = plugins.load(plugins.REPORTS, lambda _, open_folder: open_folder)
     for name, path in zip(runs or (), paths, strict=True):
         found = next(filter(None, (open_folder(path) for open_folder in others)), None)
         if found is not None:
@@ -141,7 +141,6 @@ def _shipped_note(paths: Sequence[Path]) -> str:
 
 
 def _document(source: ReportSource) -> dict[str, Any]:
-    from mtrain_cli.records.attention_files import without_lists
     from mtrain_cli.reporting.evaluation_names import distinguished
 
     named = zip(source.results, distinguished(source.results), strict=True)
@@ -158,8 +157,9 @@ def _document(source: ReportSource) -> dict[str, Any]:
         ],
         "study": [table.to_json() for table in source.study],
         **{
-            name: [without_lists(row) for row in getattr(source.attention, name)]
-            for name in ("top_keys", "overlap", "rope")
+            name: rows
+            for kind, records in source.others
+            for name, rows in kind.rows(records).items()
         },
     }
     return {

@@ -359,7 +359,7 @@ def _with_degrees(
 
 
 def _conflicts(leaves: Mapping[str, Any]) -> Iterator[str]:
-    yield from validate.pattern_keys(leaves)
+    yield from validate.variant_keys(leaves)
     yield from validate.problems(keys.build(leaves))
 
 

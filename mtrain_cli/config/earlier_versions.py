@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from mtrain_cli.config.expert_settings import DENSE_KEYS
-from mtrain_cli.config.mask_settings import MaskConfig
 
 # Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
 LATER: dict[str, Any] = {
@@ -21,6 +19,7 @@ LATER: dict[str, Any] = {
     "data.verify": "auto",
     "train.eval_every": 0,
     "train.eval_tasks": [],
+    "train.callbacks": [],
     "eval.length": "auto",
     "eval.samples": 10,
     "eval.form": "sentences",
@@ -65,7 +64,6 @@ LATER: dict[str, Any] = {
     "train.expert_capacity": 0.0,
     **DENSE_KEYS,
     "mask.kind": "causal",
-    **{f"mask.{item.name}": None for item in fields(MaskConfig) if item.name != "kind"},
 }
 
 # {old name: current name} in resolved.yaml.
@@ -98,7 +96,7 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     bos = {} if either else {"data.bos": False}
     dense = {"sparsity.dense_layers": None, **sparse}
     found = {**LATER, **gate, **layers, **bos, **dense, **renamed(flat)}
-    if found["mask.kind"] == "chunked" and found["mask.back"] is not None:
+    if found["mask.kind"] == "chunked" and found.get("mask.back") is not None:
         # Before `block_window` existed, this mask was called chunked, with the key `back`.
         block = {"mask.block": found["mask.chunk"], "mask.chunk": None}
         found |= {"mask.kind": "block_window", **block}

@@ -22,8 +22,9 @@ from mtrain_cli.config import (
 )
 from mtrain_cli.config.cluster import file_of
 from mtrain_cli.config.foreign_words import hub_hint
-from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
-from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
+from mtrain_cli.config.mask_settings import mask_problems
+from mtrain_cli.config.pattern_settings import BLOCKS
+from mtrain_cli.config.plugins import callback_names
 from mtrain_cli.config.problem import IfHas, Problem, Setting
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
@@ -38,7 +39,8 @@ from mtrain_cli.config.schema import (
     TrainConfig,
 )
 from mtrain_cli.config.sizes import with_count
-from mtrain_cli.config.suggest import adapter_hint
+from mtrain_cli.config.suggest import adapter_hint, no_such
+from mtrain_cli.config.variants import Variant
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl, .json or .parquet file, or a folder of them"
@@ -58,6 +60,7 @@ def problems(config: Config) -> list[str]:
     bounds = ((keys.all_keys()[name].range, value) for name, value in values.items())
     if any(bound is not None and bound.is_beyond(value) for bound, value in bounds):
         return ranges  # the checks below contain loops whose length is one of these numbers
+    mask, pattern = config.mask, config.sparsity
     return [
         *ranges,
         *_model(config.model),
@@ -67,8 +70,8 @@ def problems(config: Config) -> list[str]:
         *pipeline_parallel.problems(config),
         *_blocks(config),
         *_balanced_chunk(config),
-        *(config.sparsity.problems(config.seq) if _is_complete(config.sparsity) else ()),
-        *config.mask.problems(config.seq, config.sparsity.pattern),
+        *(pattern.problems(config.seq) if _is_complete(pattern) else ()),
+        *(mask_problems(mask, config.seq, pattern.pattern) if _is_complete(mask) else ()),
         *_mixed_layers(config),
         *dense_layers.problems(config),
         *_batch(config.train, config.topology),
@@ -78,6 +81,7 @@ def problems(config: Config) -> list[str]:
         *_train(config.train, config.topology),
         *_offload(config.train, config.model.num_layers),
         *eval_tasks.problems(config),
+        *_callbacks(config.train),
         *_run(config),
     ]
 
@@ -259,57 +263,68 @@ def _smaller(seq: int, workers: int, blocks: int) -> Problem:
     return Problem("give fewer workers", longer, f" or blocks of at most {block}")
 
 
-def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each null key that the pattern needs, and each set key that it does not use.
+def variant_keys(leaves: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each null key that the pattern or mask needs, and each set key of others.
 
     Args:
         leaves: value of every key, by dotted name.
     """
-    pattern = leaves["sparsity.pattern"]
-    own = settings_keys(pattern)
+    for section, variants in keys.VARIANTS.items():
+        yield from _keys_of_kind(leaves, section, variants)
+
+
+def _keys_of_kind(
+    leaves: Mapping[str, Any], section: str, variants: keys.Variants
+) -> Iterator[str]:
+    selector = f"{section}.{variants.selector}"
+    chosen = leaves[selector]
+    own = variants.own_keys(chosen)
     given = {
-        name: leaves[f"sparsity.{name}"]
-        for key in keys.all_keys()
-        if key.startswith("sparsity.") and (name := key.partition(".")[2]) != "pattern"
+        key: leaves[name]
+        for name in keys.all_keys()
+        if name.startswith(f"{section}.") and name != selector and (key := name.split(".")[1])
     }
-    absent = [f"sparsity.{name}" for name in own if given[name] is None]
+    absent = [f"{section}.{key}" for key in own if given[key] is None]
     if len(absent) > 1:
-        # The user set sparsity.pattern without its group. One line for this cause is enough.
+        # The user set the selector without its group. One line for this cause is enough.
         yield (
-            f"sparsity.pattern={pattern}: needs {', '.join(absent)}; "
-            f"give sparsity={pattern}, which sets them, instead of sparsity.pattern"
+            f"{selector}={chosen}: needs {', '.join(absent)}; give {section}={chosen}, which sets "
+            f"them, instead of {selector}"
         )
         return
-    foreign = {
-        name: value for name, value in given.items() if name not in own and value is not None
-    }
+    foreign = {key: value for key, value in given.items() if key not in own and value is not None}
     if "block" in foreign and "dense_steps" in foreign:
         yield (
-            f"sparsity.pattern={pattern}: other keys still belong to another pattern; "
-            f"give sparsity={pattern} instead of sparsity.pattern"
+            f"{selector}={chosen}: other keys still belong to another pattern; "
+            f"give {section}={chosen} instead of {selector}"
         )
         return
     for name in absent:
+        yield f"{name}=null: {selector}={chosen} needs a value; {section}={chosen} gives a default"
+    for key, value in foreign.items():
+        users = (f"{section}={kind}" for kind in variants.kinds if key in variants.own_keys(kind))
         yield (
-            f"{name}=null: sparsity.pattern={pattern} needs a value; "
-            f"sparsity={pattern} gives a default"
-        )
-    for name, value in foreign.items():
-        users = (f"sparsity={user}" for user in PATTERNS if name in settings_keys(user))
-        yield (
-            f"sparsity.{name}={keys.show(value)}: is not a key of sparsity.pattern={pattern}; "
+            f"{section}.{key}={keys.show(value)}: is not a key of {selector}={chosen}; "
             f"allowed with {', '.join(users)}"
         )
 
 
-def _is_complete(settings: PatternSettings) -> bool:
-    """Return whether all keys of the pattern have a value. `pattern_keys` reports null keys."""
+def _is_complete(settings: Variant) -> bool:
+    """Return whether all keys of a kind have a value. `variant_keys` reports null keys."""
     return None not in (getattr(settings, name) for name in settings.own_keys())
+
+
+def _callbacks(train: TrainConfig) -> Iterator[str]:
+    for name in train.callbacks:
+        if name not in (names := callback_names()):
+            given = f"train.callbacks={keys.show(train.callbacks)}: {name}"
+            none = "no such callback: no installed package has one"
+            yield f"{given}: {no_such('callback', name, names) if names else none}"
 
 
 def _mixed_layers(config: Config) -> Iterator[str]:
     mask, layers = config.mask, config.model.num_layers
-    every, first = mask.full_every or 0, mask.full_first or 0
+    every, first = mask.full_every, mask.full_first
     if layers < 1 or not mask.is_mixed:
         return
     if first and all(map(mask.is_full, range(layers))):

@@ -23,9 +23,7 @@ _PACKED = {"cpu": 2048, "cuda": 16384}  # most tokens of a sequence that holds s
 def pack_size(config: Config, device: str) -> int:
     """Return the most tokens of a sequence that holds several texts; 0 if each text is alone."""
     mask = config.mask
-    far = mask.global_tokens or mask.full_every or mask.full_first
-    nearby = mask.kind == "sliding_window" and not far
-    alike = mask.kind == "causal" or nearby  # wherever a text begins
+    alike = mask.keeps_causal_intervals and not (mask.counts_from_start or mask.is_mixed)
     return _PACKED[device] if alike and config.sparsity.pattern == "dense" else 0
 
 

@@ -86,10 +86,7 @@ class Scorer:
 
     def _config_for(self, tokens: int) -> Config:
         """Return the configuration for a prompt of ``tokens``, which are at most a whole prefix."""
-        mask = self.config.mask
-        if mask.prefix is not None:
-            mask = replace(mask, prefix=min(mask.prefix, tokens))
-        return replace(self.config, seq=tokens, mask=mask)
+        return replace(self.config, seq=tokens, mask=self.config.mask.of_prompt(tokens))
 
     def _batch(
         self,

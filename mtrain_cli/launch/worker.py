@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from mtrain_cli.config import keys, resolved_file
+from mtrain_cli.config import keys, plugins, resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_state
 from mtrain_cli.launch.environment import (
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="module:function (see launch.local.launch)")
     arguments = parser.parse_args()
     guarded_streams.guard_streams(output_required=False)
+    plugins.on_broken = lambda _: None  # the command has printed the line
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     remember(SAVE, SAVE_AND_STOP)
@@ -115,6 +116,7 @@ def run_in_job(
         ConfigError: the ranks cannot reach each other.
     """
     guarded_streams.guard_streams(output_required=False)
+    plugins.on_broken = lambda _: None  # the command has printed the line
     remember(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, SAVE, SAVE_AND_STOP)
     job = current_job()
     assert job is not None

@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mtrain_cli.attention.named_masks import CAUSAL
 from mtrain_cli.config.documents import reason
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.config.suggest import adapter_hint
 from mtrain_cli.launch.failures import RunError, read_failure, write_failure
@@ -301,7 +302,7 @@ def write_folder(
     rope_factor: float,
     seq: int,
     dtype: torch.dtype,
-    mask: MaskConfig = CAUSAL,
+    mask: MaskSettings = CAUSAL,
     tokenizer: TokenizerFiles | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:

@@ -147,8 +147,7 @@ class ExchangeNeeds:
 
 
 _LABEL = re.compile(
-    r"(?:ulysses over (?P<heads>\d+))?(?:, then )?"
-    rf"(?P<name>{'|'.join(EXCHANGE_TRAITS)})?(?: \((?P<more>.*)\))?"
+    r"(?:ulysses over (?P<heads>\d+))?(?:, then )?(?P<name>\w+)?(?: \((?P<more>.*)\))?"
 )
 
 
@@ -162,6 +161,8 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
     """
     match = _LABEL.fullmatch(label)
     if match is None or (match["name"] is None and match["heads"] is None):
+        return None
+    if match["name"] is not None and match["name"] not in EXCHANGE_TRAITS:
         return None
     details = match["more"].split(", ") if match["more"] else []
     ahead, parts, stages = (

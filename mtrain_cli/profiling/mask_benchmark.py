@@ -16,8 +16,9 @@ import torch
 from mtrain_cli.attention.kernel_registry import choose
 from mtrain_cli.attention.mask import IntArray, KeySlice, SequenceMask, SliceKind
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import CAUSAL, BlockCausal, Full, SlidingWindow, Video
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.sizes import with_count
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
 from mtrain_cli.profiling.peers import FlexAttention, Predicate
@@ -26,7 +27,7 @@ from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 FLEX = "flex"
 _ANSWERS = 8
 _LONGEST_MEAN = 8192  # of the documents' lengths
-_FULL = MaskConfig(kind="full")
+_FULL = Full()
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _sizes_of_documents(seq: int) -> str:
 
 def _window(seq: int) -> TimedMask:
     window = max(1, min(1024, seq // 4))
-    mask = MaskConfig(kind="sliding_window", window=window, global_tokens=0)
+    mask = SlidingWindow(window)
     return TimedMask(
         _rule(mask, seq),
         lambda _: lambda b, h, q, k: (q >= k) & (q - k < window),  # noqa: ARG005
@@ -135,7 +136,7 @@ def _documents_block_causal(seq: int) -> TimedMask:
         ids = torch.from_numpy(documents(seq)).to(device)
         return lambda b, h, q, k: (ids[q] == ids[k]) & (k // block <= q // block)  # noqa: ARG005
 
-    mask = MaskConfig(kind="block_causal", block=block)
+    mask = BlockCausal(block=block)
     sizes = f"{_sizes_of_documents(seq)}, in blocks of {block:,}"
     return TimedMask(_rule(mask, seq, documents(seq)), predicate, sizes)
 
@@ -147,9 +148,7 @@ def _video(seq: int) -> TimedMask:
     height = _divisor(seq // width, side)
     frames = seq // width // height
     along, down = min(9, frames), -(-height // 2)
-    mask = MaskConfig(
-        kind="video", frames=frames, height=height, width=width, window=(along, down, width)
-    )
+    mask = Video(frames=frames, height=height, width=width, window=(along, down, width))
 
     def near(q: torch.Tensor, k: torch.Tensor, size: int, window: int) -> torch.Tensor:
         first = (q - window // 2).clamp(0, size - window)
@@ -200,7 +199,7 @@ MASKS: dict[str, Callable[[int], TimedMask]] = {
 }
 
 
-def _rule(mask: MaskConfig, seq: int, documents: IntArray | None = None) -> SequenceMask:
+def _rule(mask: MaskSettings, seq: int, documents: IntArray | None = None) -> SequenceMask:
     return MaskRule(document_mask=True, mask=mask)(documents, seq, seq)
 
 

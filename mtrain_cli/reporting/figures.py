@@ -8,9 +8,9 @@ from typing import Any
 
 from mtrain_cli.parallel.recording import ATTENTION
 from mtrain_cli.records.analysis import BINS, CaseAnalysis, PassAnalysis
+from mtrain_cli.records.other_records import by_kind
 from mtrain_cli.records.record_sums import EXPOSED, LATE
 from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.attention_figures import attention_figures
 from mtrain_cli.reporting.evaluation_figures import evaluation_figures
 from mtrain_cli.reporting.expert_figures import expert_figures
 from mtrain_cli.reporting.pipeline_page import pipeline_figure
@@ -38,7 +38,8 @@ def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
     drawn += evaluation_figures([(source.name, source.results) for source in sources])
     drawn += step_figures([(s.name, s.step) for s in sources if s.step is not None])
     drawn += sparsity_figures([source for source in sources if source.sparsity])
-    drawn += attention_figures([(s.name, s.attention) for s in sources if s.attention])
+    for kind, named in by_kind([(source.name, source.others) for source in sources]):
+        drawn += kind.figures(named)
     drawn += [
         pipeline_figure(sources),
         breakdown_figure(cases),

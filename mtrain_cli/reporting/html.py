@@ -16,7 +16,6 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.evaluation.results import Result
 from mtrain_cli.reporting import (
-    attention_tables,
     elements,
     expert_step_tables,
     expert_tables,
@@ -308,7 +307,8 @@ def _attention(source: ReportSource) -> str:
             elements.table(table.heads, table.rows, range(table.words)),
             elements.sentence(table.note),
         )
-        for table in attention_tables.tables(source.attention)
+        for kind, records in source.others
+        for table in kind.tables(records)
     )
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.evaluation.results import Part, Result
 from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, PassAnalysis
-from mtrain_cli.records.attention_files import without_lists
 from mtrain_cli.records.study_rows import sheet_rows
 from mtrain_cli.reporting.comparison import comparison
 from mtrain_cli.reporting.evaluation_names import distinguished
@@ -86,13 +85,7 @@ def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
         ],
         "positions": [row for source in sources for row in _positions(source)],
         "evaluations": [row for source in sources for row in _results(source)],
-        "top_keys": [
-            row for source in sources for row in _numbers(source, source.attention.top_keys)
-        ],
-        "overlap": [
-            row for source in sources for row in _numbers(source, source.attention.overlap)
-        ],
-        "rope": [row for source in sources for row in _numbers(source, source.attention.rope)],
+        **_others(sources),
         "study": [
             {"run": source.name, **row} for source in sources for row in sheet_rows(source.study)
         ],
@@ -201,10 +194,14 @@ def _with_error(scored: Result | Part) -> Row:
     return {"score": scored.score, "error": scored.error}
 
 
-def _numbers(source: ReportSource, rows: Sequence[Any]) -> Iterator[Row]:
-    """Yield the rows of a table on attention, without lists."""
-    for row in rows:
-        yield {"run": source.name, **without_lists(row)}
+def _others(sources: Sequence[ReportSource]) -> dict[str, list[Row]]:
+    """Return the rows of records of other packages, by the name of their sheet."""
+    sheets: dict[str, list[Row]] = {}
+    for source in sources:
+        for kind, records in source.others:
+            for name, rows in kind.rows(records).items():
+                sheets.setdefault(name, []).extend({"run": source.name, **row} for row in rows)
+    return sheets
 
 
 def _compare(sources: Sequence[ReportSource]) -> list[Row]:

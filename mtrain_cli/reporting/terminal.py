@@ -11,7 +11,6 @@ from rich.padding import Padding
 
 from mtrain_cli.console import Console
 from mtrain_cli.reporting import comparison, tables, training_tables
-from mtrain_cli.reporting.attention_tables import show_attention
 from mtrain_cli.reporting.evaluation_tables import show_evaluations
 from mtrain_cli.reporting.expert_tables import show_experts
 from mtrain_cli.reporting.pipeline_page import SPARE_OF_PIPELINES, pipeline_table
@@ -84,7 +83,8 @@ def _show_source(console: Console, source: ReportSource) -> None:
         show_evaluations(console, source.results)
     if source.study:
         show_study(console, source.study)
-    show_attention(console, source.attention)
+    for kind, records in source.others:
+        kind.show(console, records)
 
 
 def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:

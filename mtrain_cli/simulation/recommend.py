@@ -25,6 +25,7 @@ from typing import Any
 
 from mtrain_cli.config.cluster import Cluster, Constant
 from mtrain_cli.config.exchanges import HEAD_SHARING, flat_name
+from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.program import Recompute
@@ -434,7 +435,7 @@ def _needed(space: _Space) -> Iterator[str]:
     seq = asked // 2
     while seq >= SHORTEST_SEQ:
         shorter = replace(space.scenario, config=replace(config, seq=seq))
-        allowed = not any(config.mask.problems(seq, config.sparsity.pattern))
+        allowed = not any(mask_problems(config.mask, seq, config.sparsity.pattern))
         if allowed and (plan := fitting(scenario=shorter)) is not None:
             yield f"seq={format_size(seq)} instead of {format_size(asked)}: {_with_memory(plan)}"
             break

@@ -12,7 +12,7 @@ import torch
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask_rule import FullLayers, MaskRule
 from mtrain_cli.config.cluster import Cluster, uneven_nodes
-from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings
+from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings, VerticalSlashSettings
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
@@ -37,7 +37,7 @@ from mtrain_cli.training.run_plan import RunPlan, plan_for
 DENSE, FIXED, CLUSTERED = "dense", "fixed", "clustered"
 DENSITY, COLUMNS = 0.05, 2048  # of a synthetic index, where neither pattern nor user gives them
 _KEPT = 8  # number of layers whose indices are cached, because cases of one command share them
-_LEAST_COLUMNS = 8  # the smallest number of columns that vertical_slash allows
+_LEAST_COLUMNS = 8  # the smallest number of columns of a configuration with slashes and columns
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ class PairSource:
             columns = f"sparsity.columns={self.columns}"
             return ["sparsity=fixed", f"sparsity.density={self.density:g}", columns]
         fewest = [f"sparsity.min_columns={self.columns}"] if self.columns < 64 else []
-        return ["sparsity=vertical_slash", f"sparsity.max_columns={self.columns}", *fewest]
+        pattern = f"sparsity={VerticalSlashSettings.name}"
+        return [pattern, f"sparsity.max_columns={self.columns}", *fewest]
 
     def problem(self, config: Config) -> AttentionWorkload:
         """Return the workload of one micro-batch, for all heads of the model.

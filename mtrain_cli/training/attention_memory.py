@@ -15,7 +15,8 @@ from mtrain_cli.attention.block_lists import mask_list_bytes
 from mtrain_cli.attention.mask import KeySpans
 from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.mask_words import BLOCK, most_partial_blocks, word_bytes
-from mtrain_cli.config.mask_settings import CAUSAL, MaskConfig
+from mtrain_cli.attention.named_masks import CAUSAL
+from mtrain_cli.config.mask_settings import MaskSettings
 from mtrain_cli.config.pattern_settings import DenseSettings
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.data.open_dataset import most_intervals
@@ -186,7 +187,7 @@ def _casts(
     options: ScheduleOptions,
     layout: Layout,
     block: int | None,
-    mask: MaskConfig,
+    mask: MaskSettings,
     documents: bool,
 ) -> tuple[tuple[Fraction, Fraction], ...]:
     """Return the largest shares of rows that group casts move under a mask; () without them.
@@ -240,7 +241,7 @@ def _peak_of_backward(
 
 
 @cache
-def _mask_tables(mask: MaskConfig, layout: Layout, heads: int, keys: int, sequences: int) -> int:
+def _mask_tables(mask: MaskSettings, layout: Layout, heads: int, keys: int, sequences: int) -> int:
     """Return the bytes of the tables of one mask (`AttentionMemory.mask_tables`).
 
     Args:

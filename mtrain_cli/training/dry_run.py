@@ -362,9 +362,8 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str,
 
 
 def _few_labels(config: Config, share: float) -> str:
-    sizes = {"block_causal": "block", "block_window": "block", "prefix_lm": "prefix"}
-    key = sizes.get(config.mask.kind)
-    remedy = "another mask" if key is None else f"a smaller mask.{key}"
+    key = config.mask.size_that_hides_labels
+    remedy = f"a smaller mask.{key}" if key else "another mask"
     return f"only {share:.2%} of the labels count, so a step trains on few tokens; give {remedy}"
 
 

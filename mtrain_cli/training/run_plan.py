@@ -12,6 +12,7 @@ import torch
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey_with_all_packages
 from mtrain_cli.config.cluster import Cluster, load_cluster, uneven_nodes
+from mtrain_cli.config.mask_settings import mask_problems
 from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.launch.environment import (
     Environment,
@@ -275,7 +276,7 @@ class RunPlan:
         Raises:
             ConfigError: the mask does not fit the sequence, or as in `make_plan`.
         """
-        if wrong := list(config.mask.problems(config.seq, config.sparsity.pattern)):
+        if wrong := list(mask_problems(config.mask, config.seq, config.sparsity.pattern)):
             raise ConfigError(*wrong)
         workers, device = config.topology.workers, self.environment.device
         workers = workers if isinstance(workers, int) else self.dims.workers

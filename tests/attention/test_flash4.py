@@ -15,7 +15,7 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 
 SCALE = 0.3
 
@@ -80,8 +80,8 @@ def spans_of(name: str) -> list[KeySpans]:
     second = np.arange(30, 60)
     zigzag = np.r_[0:15, 45:60]
 
-    def named(**keys) -> list[KeySpans]:
-        mask = MaskRule(False, MaskConfig(**keys))(None, 60, 60)
+    def named(kind: str, **keys) -> list[KeySpans]:
+        mask = MaskRule(False, MASKS[kind](**keys))(None, 60, 60)
         return [mask.spans(everywhere, everywhere)] * 2
 
     return {
@@ -97,14 +97,14 @@ def spans_of(name: str) -> list[KeySpans]:
             causal.spans(everywhere, everywhere),
             documents.spans(everywhere, everywhere),
         ],
-        "window": named(kind="sliding_window", window=9, global_tokens=0),
-        "prefix": named(kind="prefix_lm", prefix=20),
-        "blocks": named(kind="block_causal", block=6),
-        "full": named(kind="full"),
-        "global tokens": named(kind="sliding_window", window=9, global_tokens=5),
-        "dilated": named(kind="dilated", block=4, stride=3, count=3),
-        "few rectangles that share queries": named(kind="dilated", block=20, stride=2, count=2),
-        "video": named(kind="video", frames=3, height=4, width=5, window=(2, 2, 3)),
+        "window": named("sliding_window", window=9, global_tokens=0),
+        "prefix": named("prefix_lm", prefix=20),
+        "blocks": named("block_causal", block=6),
+        "full": named("full"),
+        "global tokens": named("sliding_window", window=9, global_tokens=5),
+        "dilated": named("dilated", block=4, stride=3, count=3),
+        "few rectangles that share queries": named("dilated", block=20, stride=2, count=2),
+        "video": named("video", frames=3, height=4, width=5, window=(2, 2, 3)),
         "striped": [causal.spans(np.r_[0:4, 8:12, 16:20, 24:28, 32:36, 40:44], everywhere)] * 2,
     }[name]
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.profile_sparsity import _patterns
 from mtrain_cli.profiling.pattern_quality import HeadRecord
-from mtrain_cli.records.attention_files import read_attention_files
 from mtrain_cli.reporting.tables import sparsity_table
+from mtrain_studies.attention.files import read_attention_files
 
 SHAPE = (
     "seq=256 topology.block_size=16 model.hidden_size=32 model.num_layers=2 model.head_dim=8 "

@@ -22,7 +22,7 @@ def test_auto_takes_the_same_exchange_if_others_with_its_traits_come_first(name,
 
 
 def test_only_hierarchical_exchanges_have_a_flat_partner(monkeypatch):
-    monkeypatch.setitem(EXCHANGE_TRAITS, "mirrored_ring", EXCHANGE_TRAITS["ring"])
+    monkeypatch.setitem(EXCHANGE_TRAITS._all, "mirrored_ring", EXCHANGE_TRAITS["ring"])
     assert flat_name("mirrored_ring") == "mirrored_ring"
     assert flat_name("hierarchical_ring") == "ring"
     assert flat_name("hierarchical_all_gather") == "all_gather"

@@ -10,9 +10,9 @@ from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS, survey
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import NAMED
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.parallel.layout import make_layout
 
 pytestmark = [
@@ -98,11 +98,11 @@ def test_a_rank_computes_what_the_oracle_computes(
 
 
 MASKS = {
-    "window": MaskConfig(kind="sliding_window", window=300, global_tokens=0),
-    "global tokens": MaskConfig(kind="sliding_window", window=300, global_tokens=40),
-    "blocks": MaskConfig(kind="block_causal", block=150),
-    "video": MaskConfig(kind="video", frames=19, height=10, width=10, window=(3, 3, 5)),
-    "dilated": MaskConfig(kind="dilated", block=100, stride=3, count=4),
+    "window": NAMED["sliding_window"](window=300, global_tokens=0),
+    "global tokens": NAMED["sliding_window"](window=300, global_tokens=40),
+    "blocks": NAMED["block_causal"](block=150),
+    "video": NAMED["video"](frames=19, height=10, width=10, window=(3, 3, 5)),
+    "dilated": NAMED["dilated"](block=100, stride=3, count=4),
 }
 
 
@@ -125,7 +125,7 @@ def test_masks_equal_the_oracle(name, kind, layout_name, heads, kv_heads, head_d
 
 def test_triton_repeats_the_bits_under_a_mask():
     kernel = make_kernel("triton", 16, 2, 128, 9)
-    sequence = MaskRule(document_mask=False, mask=MASKS["video"])(None, SEQ, SEQ)
+    sequence = MaskRule(document_mask=False, mask=NAMED["video"])(None, SEQ, SEQ)
     tiles = Tiles.make([sequence.spans(np.arange(SEQ), np.arange(SEQ))], "cuda")
     torch.manual_seed(0)
     q, k, v, dout = (

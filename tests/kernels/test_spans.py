@@ -15,7 +15,7 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonKernel, make_span_plans
-from mtrain_cli.config.mask_settings import MASKS, MaskConfig
+from mtrain_cli.config.mask_settings import MASKS
 
 LENGTH, PADDED = 60, 70  # neither is a multiple of the block
 DOCUMENTS = np.repeat([0, 1, 2], [7, 30, 23])
@@ -70,7 +70,7 @@ def test_every_named_mask_is_here():
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("striped", [False, True])
 def test_named_masks_equal_the_oracle(kind, documents, striped):
-    mask = MaskRule(True, MaskConfig(kind=kind, **KEYS[kind]))(documents, LENGTH, PADDED)
+    mask = MaskRule(True, MASKS[kind](**KEYS[kind]))(documents, LENGTH, PADDED)
     everywhere = np.arange(PADDED)
     own = everywhere[everywhere // 8 % 2 == 1] if striped else everywhere
     tiles = Tiles.make([mask.spans(own, own if striped else everywhere)])

@@ -15,9 +15,9 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import NAMED
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.config.mask_settings import MaskConfig
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import _Attend
 from mtrain_cli.parallel.dispatch import Balancer
@@ -111,7 +111,7 @@ def masks(name: str, padded: int) -> list[SequenceMask]:
     if kind == "data":
         rule, ids = MaskRule(True), document_ids(length)
         return [rule(i, length, padded, data_slices(n)) for n, i in enumerate(ids)]
-    rule = MaskRule(documents, MaskConfig(kind=kind, **keys))
+    rule = MaskRule(documents, NAMED[kind](**keys))
     return [rule(ids, length, padded) for ids in document_ids(length)]
 
 

@@ -14,8 +14,9 @@ from attention.mask_definitions import question
 from mtrain_cli.attention import definition
 from mtrain_cli.attention.definition import per_query_head
 from mtrain_cli.attention.mask_rule import MaskRule
+from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.config.mask_settings import MaskConfig
+from mtrain_cli.config.mask_settings import MASKS, MaskSettings
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -150,7 +151,7 @@ def test_a_plan_has_the_layout_of_its_batch():
     group = ContextGroup(1, (0, 1))
     balancer: Any = Shuffled()
     exchange = make_exchange("group_cast", balancer.layout(()), group)
-    mask = MaskRule(True, MaskConfig.sliding(1, full_every=2))
+    mask = MaskRule(True, SlidingWindow(1, full_every=2))
     cpu, tokens = torch.device("cpu"), np.arange(SEQ, dtype=np.int32)
     make = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask, layers=2, balancer=balancer)
     rule = MaskRule(document_mask=True)
@@ -171,7 +172,7 @@ def test_a_plan_has_the_layout_of_its_batch():
     assert len(set(layouts)) == 3
 
 
-def maker(mask: MaskConfig, *, document_mask: bool = True) -> BatchMaker:
+def maker(mask: MaskSettings, *, document_mask: bool = True) -> BatchMaker:
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
     rule = MaskRule(document_mask=document_mask, mask=mask)
     return BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=rule)
@@ -180,11 +181,11 @@ def maker(mask: MaskConfig, *, document_mask: bool = True) -> BatchMaker:
 @pytest.mark.parametrize(
     ("mask", "counted"),
     [
-        (MaskConfig(kind="causal"), range(SEQ)),
-        (MaskConfig.sliding(5), range(SEQ)),
-        (MaskConfig(kind="prefix_lm", prefix=20), range(19, SEQ)),
-        (MaskConfig(kind="block_causal", block=16), range(15, SEQ, 16)),
-        (MaskConfig(kind="full"), range(SEQ - 1, SEQ)),
+        (MASKS["causal"](), range(SEQ)),
+        (SlidingWindow(5), range(SEQ)),
+        (MASKS["prefix_lm"](prefix=20), range(19, SEQ)),
+        (MASKS["block_causal"](block=16), range(15, SEQ, 16)),
+        (MASKS["full"](), range(SEQ - 1, SEQ)),
     ],
 )
 def test_a_label_that_the_mask_shows_is_ignored(mask, counted):
@@ -195,14 +196,14 @@ def test_a_label_that_the_mask_shows_is_ignored(mask, counted):
     assert host.valid == len(counted)
     # A document ends the reach of its queries.
     halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
-    host = maker(MaskConfig(kind="full")).on_host([Sample(tokens, tokens, halves)])
+    host = maker(MASKS["full"]()).on_host([Sample(tokens, tokens, halves)])
     assert np.flatnonzero(host.numbers[2, 0].numpy() >= 0).tolist() == [SEQ // 2 - 1, SEQ - 1]
 
 
 def test_contexts_start_at_documents_whatever_the_window():
     tokens = np.arange(SEQ, dtype=np.int32)
     halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
-    for mask in (MaskConfig(kind="causal"), MaskConfig.sliding(3), MaskConfig(kind="full")):
+    for mask in (MASKS["causal"](), SlidingWindow(3), MASKS["full"]()):
         for document_mask, middle in ((True, SEQ // 2), (False, 0)):
             make = maker(mask, document_mask=document_mask)
             earlier = make.on_host([Sample(tokens, tokens, halves)]).earlier
@@ -214,13 +215,13 @@ def test_evaluation_counts_the_context_in_the_document():
     """Even under a window, which shows fewer tokens."""
     tokens = np.arange(SEQ, dtype=np.int32)
     halves = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
-    host = maker(MaskConfig.sliding(3)).on_host([Sample(tokens, tokens, halves)])
+    host = maker(SlidingWindow(3)).on_host([Sample(tokens, tokens, halves)])
     buckets = _bucket_of_tokens(host, np.array([0, 8, SEQ]))
     assert buckets.tolist() == ([0] * 8 + [1] * (SEQ // 2 - 8)) * 2
 
 
 def test_batches_of_one_document_share_the_plan_of_any_mask():
-    make = maker(MaskConfig(kind="prefix_lm", prefix=20))
+    make = maker(MASKS["prefix_lm"](prefix=20))
     tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
     first, second = (make([Sample(tokens, tokens, one)]) for _ in range(2))
     assert first.attend.plan is second.attend.plan
@@ -245,6 +246,6 @@ def test_slices_and_positions_of_a_sample_replace_those_of_the_sequence():
 def test_a_label_that_slices_show_is_ignored():
     tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
     slices = np.array([[0, 20, 0, 20, 0], [20, SEQ, 0, SEQ, 1]])
-    host = maker(MaskConfig(kind="causal")).on_host([Sample(tokens, tokens, one, slices)])
+    host = maker(MASKS["causal"]()).on_host([Sample(tokens, tokens, one, slices)])
     labels = host.numbers[2, 0].numpy()
     assert np.flatnonzero(labels >= 0).tolist() == list(range(19, SEQ))
