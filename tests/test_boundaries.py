@@ -21,8 +21,6 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_cli/evaluation/harness_model.py": "lm-eval's interface of models",
     "mtrain_cli/evaluation/ruler.py": "the Python interface of docs/evaluation.md",
     "mtrain_cli/evaluation/samples.py": "the Python interface of docs/evaluation.md",
-    "mtrain_cli/launch/agent.py": "torch's elastic agent",
-    "mtrain_cli/launch/rendezvous.py": "torch's rendezvous",
     "mtrain_cli/launch/safe_pickle.py": "pickle",
     "mtrain_cli/training/checkpoint_files.py": "torch's DCP and file objects",
     "mtrain_studies/study.py": "Typer, and the entry points of pyproject.toml",

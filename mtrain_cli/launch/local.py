@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
@@ -30,10 +29,8 @@ from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP
 from mtrain_cli.launch.study_folder import study_command
+from mtrain_cli.launch.supervisor import Supervisor, worker_command
 from mtrain_cli.launch.temporary_folders import private_folder
-
-if TYPE_CHECKING:
-    from mtrain_cli.launch.agent import WorkerAgent
 
 TRAIN = "mtrain_cli.commands.train_worker:train"
 # These targets measure, generate or evaluate, and write no checkpoints.
@@ -204,8 +201,6 @@ class _Workers:
         Raises:
             ConfigError: a worker found a user's mistake.
         """
-        from mtrain_cli.launch.agent import WorkerAgent, worker_command
-
         arguments = [str(self.run_dir.path), *(["--resume"] if resume else [])]
         arguments += ["--launcher-pid", str(os.getpid()), "--target", self.target]
         arguments += ["--restarts", str(environment.restarts)]
@@ -214,21 +209,18 @@ class _Workers:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         with private_folder() as folder:
             command = worker_command("mtrain_cli.launch.worker", *arguments, "--store", str(folder))
-            try:
-                agent = WorkerAgent(
-                    environment.dims.workers, command, folder, variables, self.timeout_s
-                )
-            except (RuntimeError, OSError) as error:
-                return _report_start_failure(error), None
-            return _wait(agent, self.run_dir, folder, requests)
+            supervisor = Supervisor(
+                environment.dims.workers, command, folder, variables, self.timeout_s
+            )
+            return _wait(supervisor, self.run_dir, folder, requests)
 
 
 def _wait(
-    agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _SignalRequests
+    supervisor: Supervisor, run_dir: RunDir, folder: Path, requests: _SignalRequests
 ) -> tuple[int, Failure | None]:
-    """Run the agent until the workers end, and print the cause of a failure.
+    """Run the supervisor until the workers end, and print the cause of a failure.
 
-    The agent runs in another thread, so that this thread can handle signals.
+    It runs in another thread, so that this thread can handle signals.
 
     Returns:
         The exit code and the failure, as `_Workers.run` does.
@@ -237,7 +229,7 @@ def _wait(
 
     def run() -> None:
         try:
-            agent.run_to_end()
+            supervisor.run_to_end()
         except Exception as error:  # the other thread reports it
             problem.append(error)
 
@@ -246,7 +238,7 @@ def _wait(
     while thread.is_alive() and not requests.kill:
         thread.join(0.1)
     if requests.kill:
-        agent.kill_workers()
+        supervisor.kill_workers()
         thread.join(2.0)
         _restore_terminal()
     if requests.kill:
@@ -256,22 +248,24 @@ def _wait(
             hint = f"killed; finished cells and checkpoints are kept; {_resume_hint(run_dir)}"
         _print_line(hint if requests.saves else "killed")
         return KILLED_CODE, None
-    if agent.failures:
-        return 1, _report_failure(agent, run_dir)
+    if supervisor.failures:
+        return 1, _report_failure(supervisor, run_dir)
     if problem:
-        return _report_start_failure(problem[0]), None
+        reason = (str(problem[0]).strip() or type(problem[0]).__name__).splitlines()[0]
+        _print_line(f"error: cannot start the workers on this machine: {reason}")
+        return 1, None
     if stop_request.was_stopped(folder):  # perhaps by a signal that only a worker received
         return requests.stop_code, None
     return 0, None
 
 
-def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
+def _report_failure(supervisor: Supervisor, run_dir: RunDir) -> Failure:
     """Print and return the failure that caused the other failures.
 
     Raises:
         ConfigError: the cause is a user's mistake. The run has been discarded.
     """
-    failure = failures.find_cause(agent.failures)
+    failure = failures.find_cause(supervisor.failures)
     _restore_terminal()
     if failure.kind == "config":
         run_dir.discard()
@@ -279,7 +273,7 @@ def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
             run_state.set_phase(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
     log = run_dir.logs / f"rank-{failure.rank}.log"
-    _print_line(failures.format_report(failure, log, agent.where))
+    _print_line(failures.format_report(failure, log, supervisor.where))
     return failure
 
 
@@ -294,12 +288,6 @@ def _resume_hint(run_dir: RunDir) -> str:
     if step is None:
         return ""
     return f"resume from the checkpoint of step {step}: {run_dir.resume_command}"
-
-
-def _report_start_failure(error: Exception) -> int:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    _print_line(f"error: cannot start the workers on this machine: {reason}")
-    return 1
 
 
 class _SignalRequests:

@@ -42,7 +42,7 @@ from mtrain_cli.launch.stop_request import (
     mark_stopped,
     remember,
 )
-from mtrain_cli.launch.temporary_folders import private_folder
+from mtrain_cli.launch.temporary_folders import is_private, private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -67,7 +67,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     remember(SAVE, SAVE_AND_STOP)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (SAVE, SAVE_AND_STOP))  # see `WorkerAgent`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (SAVE, SAVE_AND_STOP))  # see `Supervisor`
     if arguments.launcher_pid is not None:
         _die_with_parent(arguments.launcher_pid)
     run_dir = RunDir(arguments.run_dir)
@@ -80,8 +80,6 @@ def main() -> None:
         environment = dataclasses.replace(
             resolve_environment(config), launcher="mtrain", restarts=arguments.restarts
         )
-        from mtrain_cli.launch.rendezvous import open_store
-
         store = open_store(arguments.store, environment.dims.workers, STORE_TIMEOUT)
         if _run_target(config, run_dir, environment, arguments.resume, arguments.target, store):
             mark_stopped(error_file)
@@ -92,6 +90,25 @@ def main() -> None:
             traceback.print_exception(error, file=log)
         exit_now(2 if failure.kind == "config" else 1)
     exit_now(0)
+
+
+def open_store(folder: Path, workers: int, timeout: timedelta) -> Store:
+    """Open the store in which the workers of one machine meet, a file. Every worker calls this.
+
+    Args:
+        folder: the launcher's private folder.
+        timeout: how long a worker waits for an entry of the store.
+
+    Raises:
+        OSError: other users can open the folder.
+    """
+    from torch.distributed import FileStore
+
+    if not is_private(folder):
+        raise PermissionError(f"{folder}: other users can open the folder")
+    store = FileStore(str(folder / "store"), workers)
+    store.set_timeout(timeout)
+    return store
 
 
 def run_in_job(
