@@ -18,7 +18,7 @@ from types import FrameType
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, guarded_streams, restart, run_state, stop_request
+from mtrain_cli.launch import failures, guarded_streams, restart, run_status, stop_request
 from mtrain_cli.launch.environment import (
     Environment,
     cpu_cores,
@@ -111,7 +111,7 @@ def launch(
             code, failure = workers.run(requests, environment, resume, devices)
             if failure is None or not saves:
                 return code
-            run_state.set_phase(run_dir, "failed", restart.failure_summary(failure))
+            run_status.set_phase(run_dir, "failed", restart.failure_summary(failure))
             decision: restart.RestartDecision | str = ""
             if not requests.requested:
                 decision = restarts.after(failure, environment)
@@ -136,7 +136,7 @@ def _heartbeat(run_dir: RunDir) -> Iterator[None]:
 
     def beat() -> None:
         run_dir.beat()
-        while not ended.wait(run_state.HEARTBEAT_S):
+        while not ended.wait(run_status.HEARTBEAT_S):
             run_dir.beat()
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
@@ -162,14 +162,14 @@ def _wait_for_restart(
     _print_line(line)
     with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:
         log.write(f"lost a worker after step {entry.reached}: {entry.reason}\n{line}\n")
-    run_state.set_phase(run_dir, "restarting", entry.reason)
+    run_status.set_phase(run_dir, "restarting", entry.reason)
     deadline = time.monotonic() + decision.wait_s
     while not requests.requested and time.monotonic() < deadline:
         time.sleep(0.1)
     requests.waiting = False
     if not requests.requested:
         return None
-    run_state.set_phase(run_dir, "stopped", "on request, before a restart")
+    run_status.set_phase(run_dir, "stopped", "on request, before a restart")
     _print_line(_resume_hint(run_dir) or NO_CHECKPOINT)
     return requests.stop_code
 
@@ -242,7 +242,7 @@ def _wait(
         thread.join(2.0)
         _restore_terminal()
     if requests.kill:
-        run_state.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
+        run_status.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
         hint = f"killed, nothing was saved; {_resume_hint(run_dir) or NO_CHECKPOINT}"
         if study_command(run_dir.path):
             hint = f"killed; finished cells and checkpoints are kept; {_resume_hint(run_dir)}"
@@ -270,7 +270,7 @@ def _report_failure(supervisor: Supervisor, run_dir: RunDir) -> Failure:
     if failure.kind == "config":
         run_dir.discard()
         if run_dir.state.exists():
-            run_state.set_phase(run_dir, "failed", failure.message.splitlines()[0])
+            run_status.set_phase(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
     log = run_dir.logs / f"rank-{failure.rank}.log"
     _print_line(failures.format_report(failure, log, supervisor.where))

@@ -6,22 +6,27 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
+import mtrain_cli
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.atomic_files import replacing
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
-from mtrain_cli.launch.run_facts import environment_facts
 from mtrain_cli.launch.run_lock import LOCK, RunLock
 from mtrain_cli.launch.study_folder import study_command
 
@@ -48,14 +53,14 @@ class RunDir:
 
     resolved: the complete configuration. A folder with this file is a run.
     overrides: the overrides of the command line, one per line.
-    environment: command, machine, versions and revision at the start of the run (`run_facts`).
+    environment: command, machine, versions and revision at the start of the run.
     metrics: a JSON object for each step.
     log: what the run printed to the terminal.
     logs: folder of the workers' output, ``rank-N.log``.
     checkpoints: folder of the checkpoints ``step-N``.
     stop_request: if this file exists, the workers save and stop after the current step.
     save_requests: the workers save and go on for each byte that this file grows.
-    state: the current state of the run (`run_state`).
+    state: the current state of the run (`run_status`).
     restarts: a JSON object for each restart (`restart`).
     """
 
@@ -354,7 +359,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
                 run.release()
                 raise _occupied_error(path, name if picks_folder else None)
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
-            run.environment.write_text(json.dumps(environment_facts(), indent=2) + "\n")
+            run.environment.write_text(json.dumps(_environment_facts(), indent=2) + "\n")
             # This is the last file, because a folder with this file is a run.
             chosen = path.name if picks_folder else name
             config = config.changed(run={"name": chosen, "dir": str(run.path)})
@@ -366,6 +371,49 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     if run.path.parent == RUNS.absolute():
         _point_latest(run.path.parent, run.path.name)
     return run
+
+
+def _environment_facts() -> dict[str, object]:
+    """Return the facts that somebody needs to repeat the run, by name."""
+    versions = {"mtrain": mtrain_cli.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", "flash-attn-4"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    job = current_job()
+    return {
+        "command": ["mtrain", *sys.argv[1:]],
+        "job": job.name if job else None,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_cores": os.cpu_count(),
+        "gpus": _output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
+        "versions": versions,
+        "git_revision": _git_revision(),
+    }
+
+
+def _git_revision() -> str | None:
+    """Return the commit of the git checkout that mtrain runs from, None if it is not a checkout.
+
+    If files have changes that are not committed, the result ends in ``+changes``.
+    """
+    checkout = Path(mtrain_cli.__file__).resolve().parent.parent
+    if not (checkout / ".git").exists():
+        return None
+    git = ("git", "-C", str(checkout))
+    revision = _output_of(*git, "rev-parse", "HEAD")
+    changes = _output_of(*git, "status", "--porcelain", "--untracked-files=no")
+    return revision + "+changes" * bool(changes) if revision else None
+
+
+def _output_of(*command: str) -> str:
+    """Return what a command prints, empty if the command is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _occupied_error(path: Path, name: str | None = None) -> ConfigError:

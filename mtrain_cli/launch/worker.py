@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mtrain_cli.config import keys, resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_state
+from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_status
 from mtrain_cli.launch.environment import (
     Environment,
     gpu_index,
@@ -140,7 +140,7 @@ def run_in_job(
             os.environ.setdefault(name, value)
 
     def failed(failure: failures.Failure) -> str:
-        run_state.set_phase(run_dir, "failed", restart.failure_summary(failure))
+        run_status.set_phase(run_dir, "failed", restart.failure_summary(failure))
         return _resume_hint(run_dir, job)
 
     duties = RankZeroDuties(run_dir.discard, failed, run_dir.beat)

@@ -24,7 +24,7 @@ import mtrain_cli
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import local, run_dir, run_lock, run_state, stop_request, supervisor
+from mtrain_cli.launch import local, run_dir, run_lock, run_status, stop_request, supervisor
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.local import launch
@@ -246,18 +246,18 @@ def test_a_run_without_workers_still_renews_its_lock(run, monkeypatch):
     def lasts_long(*_: object) -> None:
         os.utime(lock, (1, 1))
         wait_for(lambda: lock.stat().st_mtime > 1, 20)
-        seen.append(run_state.check_liveness(run, time.time()).alive)
+        seen.append(run_status.check_liveness(run, time.time()).alive)
 
     def probed(_: object, _failure: Failure, environment: Environment) -> RestartDecision:
         lasts_long()
         return RestartDecision(environment, True, 0.01, Restart(0.0, "why", 1, 3, 2, 2))
 
     outcomes = iter([(1, Failure(1, -9, "died", "was killed", "", 0.0)), (0, None)])
-    monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(run_status, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(local._Workers, "run", lambda *_: next(outcomes))
     monkeypatch.setattr(local.restart.RestartPolicy, "after", probed)
-    monkeypatch.setattr(local.run_state, "set_phase", lasts_long)  # before the wait
+    monkeypatch.setattr(local.run_status, "set_phase", lasts_long)  # before the wait
     assert launched(run, "succeed") == 0
     assert seen == [True] * 3, "after the failure, while GPUs are asked, before the restart"
 
