@@ -159,11 +159,7 @@ def _parse_cases(
     head_dim: int,
     block: int | None,
 ) -> list[KernelCase]:
-    """Return a case for each shape of heads, length and density.
-
-    Raises:
-        ConfigError: an option is wrong.
-    """
+    """Return a case for each shape of heads, length and density."""
     from mtrain_cli.config.sizes import parse_share, parse_size
     from mtrain_cli.profiling.kernel_benchmark import KernelCase
 
@@ -214,12 +210,7 @@ def _parse_heads(heads: str, pair: str) -> tuple[int, int]:
 
 
 def _parse_workers(workers: str, seq: str, cases: list[KernelCase]) -> list[int]:
-    """Return the numbers of workers whose calls are timed.
-
-    Raises:
-        ConfigError: a number is out of range, or no length gives that number of workers whole
-            blocks.
-    """
+    """Return the numbers of workers whose calls are timed."""
     counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
     for count in counts:
         if not 2 <= count <= MOST_WORKERS:

@@ -56,10 +56,7 @@ def time_masks(
 
 
 def _lines(width: int | None, device: str, *, compared: bool) -> tuple[Lines, str]:
-    """Return the table and its legend. A narrow table omits the heads and FLOP/s.
-
-    compared: whether to show the ratio to FlexAttention.
-    """
+    """Return the table and its legend. A narrow table omits the heads and FLOP/s."""
 
     def ratio(time: MaskTime) -> str:
         if not time.forward_ratio:

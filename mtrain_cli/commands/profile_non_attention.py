@@ -75,11 +75,7 @@ def non_attention(
 
 
 def _single_worker(words: list[str], length: int) -> Config:
-    """Compose a configuration of one worker with ``length`` tokens and only the timed layers.
-
-    Raises:
-        ConfigError: a setting asks for several workers or sequences.
-    """
+    """Compose a configuration of one worker with ``length`` tokens and the timed layers."""
     from mtrain_cli.composition.compose import compose
 
     for word in words:

@@ -127,11 +127,7 @@ def launch(
 
 @contextlib.contextmanager
 def _heartbeat(run_dir: RunDir) -> Iterator[None]:
-    """Renew the time stamp of the run's lock every few seconds, on another thread.
-
-    The calling thread cannot do this while it waits for workers, for a GPU that does not respond,
-    or for a restart.
-    """
+    """Renew the time stamp of the run's lock on another thread: this one waits for workers."""
     ended = threading.Event()
 
     def beat() -> None:
@@ -151,11 +147,7 @@ def _heartbeat(run_dir: RunDir) -> Iterator[None]:
 def _wait_for_restart(
     run_dir: RunDir, decision: restart.RestartDecision, requests: _SignalRequests
 ) -> int | None:
-    """Announce the restart and wait until it is due.
-
-    Returns:
-        The exit code if the user asks to stop during the wait, else None.
-    """
+    """Announce the restart and wait for it. Return the exit code if the user stops the wait."""
     entry = decision.entry
     line = restart.describe_restart(decision, decision.environment.restarts)
     requests.waiting = True
@@ -189,18 +181,7 @@ class _Workers:
         resume: bool,
         devices: tuple[str, ...] | None,
     ) -> tuple[int, Failure | None]:
-        """Start all workers and wait until they end.
-
-        Args:
-            devices: GPUs that the workers can see, as in CUDA_VISIBLE_DEVICES. None means all.
-
-        Returns:
-            The exit code, and the failure that ended the workers, which has been printed. The
-            failure is None if no worker failed.
-
-        Raises:
-            ConfigError: a worker found a user's mistake.
-        """
+        """Start all workers and wait. Return the exit code, and the failure that was printed."""
         arguments = [str(self.run_dir.path), *(["--resume"] if resume else [])]
         arguments += ["--launcher-pid", str(os.getpid()), "--target", self.target]
         arguments += ["--restarts", str(environment.restarts)]
@@ -218,13 +199,7 @@ class _Workers:
 def _wait(
     supervisor: Supervisor, run_dir: RunDir, folder: Path, requests: _SignalRequests
 ) -> tuple[int, Failure | None]:
-    """Run the supervisor until the workers end, and print the cause of a failure.
-
-    It runs in another thread, so that this thread can handle signals.
-
-    Returns:
-        The exit code and the failure, as `_Workers.run` does.
-    """
+    """Run the supervisor on another thread, so that this one handles signals. Print a failure."""
     problem: list[Exception] = []
 
     def run() -> None:
@@ -260,11 +235,7 @@ def _wait(
 
 
 def _report_failure(supervisor: Supervisor, run_dir: RunDir) -> Failure:
-    """Print and return the failure that caused the other failures.
-
-    Raises:
-        ConfigError: the cause is a user's mistake. The run has been discarded.
-    """
+    """Print and return the cause of the failures. Raise ConfigError for a user's mistake."""
     failure = failures.find_cause(supervisor.failures)
     _restore_terminal()
     if failure.kind == "config":
@@ -278,10 +249,7 @@ def _report_failure(supervisor: Supervisor, run_dir: RunDir) -> Failure:
 
 
 def _resume_hint(run_dir: RunDir) -> str:
-    """Return a line on how to resume from the newest checkpoint, empty without a checkpoint.
-
-    A study also begins a run again that has no checkpoint.
-    """
+    """Return a line on how to resume; empty for a run without a checkpoint and study."""
     if command := study_command(run_dir.path):
         return f"continue the study: {command}"
     step = run_dir.last_step()
@@ -358,11 +326,7 @@ class _SignalRequests:
 
 
 def _print_line(line: str, over_display: bool = False) -> None:
-    """Print a line to stderr.
-
-    Args:
-        over_display: whether a live display may be at the bottom of the terminal.
-    """
+    """Print a line to stderr. over_display: whether a live display may be below it."""
     if over_display and sys.stderr.isatty():
         # The next refresh of the display clears the lines at and above the cursor. So print this
         # line and then enough empty lines for the display to clear.
@@ -380,10 +344,7 @@ def _restore_terminal() -> None:
 
 
 def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
-    """Return the environment variables to set for the workers.
-
-    A variable that the user has set keeps its value, unless `loopback_variables` sets it.
-    """
+    """Return the variables to set for the workers. Those that the user has set mostly stay."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // environment.dims.workers)),
         # Without this, c10d prints long warnings about lost sockets before mtrain prints the cause.

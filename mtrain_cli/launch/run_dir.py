@@ -175,13 +175,7 @@ class RunDir:
 def _undo_create(
     run: RunDir, is_new_folder: bool, new_parents: Sequence[Path], latest_before: str | None
 ) -> bool:
-    """Remove a run that `create` made, unless a step has run. Return True if the run was removed.
-
-    Args:
-        is_new_folder: whether `create` made the folder. Otherwise the folder existed and was empty.
-        new_parents: parent folders that `create` made, the nearest first.
-        latest_before: earlier target of the link ``latest``, None if there was no such link.
-    """
+    """Remove a run that `create` made, and return True, unless a step has run."""
     if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
         return False
     _restore_latest(run.path, latest_before)
@@ -206,16 +200,7 @@ def _undo_create(
 def _undo_rewrite(
     run: RunDir, files: Mapping[Path, bytes | None], lines: frozenset[int], commit: int
 ) -> bool:
-    """Restore the files that `RunDir.rewrite` changed, unless a step has run since.
-
-    Args:
-        files: earlier content of each file, None if the file did not exist.
-        lines: hash of each line that metrics.jsonl had before the change.
-        commit: result of `RunDir.last_commit` before the change.
-
-    Returns:
-        Always False: the run still exists.
-    """
+    """Restore the files that `RunDir.rewrite` changed, unless a step has run. Return False."""
     # The number of lines of metrics.jsonl does not tell whether a step has run: a run that resumes
     # cuts the lines after its checkpoint. But if the last line is a new one, a step has run.
     last_line = {hash(line) for line in _whole_lines(run.metrics)[-1:]}
@@ -394,10 +379,7 @@ def _environment_facts() -> dict[str, object]:
 
 
 def _git_revision() -> str | None:
-    """Return the commit of the git checkout that mtrain runs from, None if it is not a checkout.
-
-    If files have changes that are not committed, the result ends in ``+changes``.
-    """
+    """Return the commit of mtrain's git checkout, with ``+changes`` if files have changed."""
     checkout = Path(mtrain_cli.__file__).resolve().parent.parent
     if not (checkout / ".git").exists():
         return None
@@ -417,10 +399,7 @@ def _output_of(*command: str) -> str:
 
 
 def _occupied_error(path: Path, name: str | None = None) -> ConfigError:
-    """Return the error for a folder that already has a run or a measurement.
-
-    name: the run's name if the folder is named after it; None if `run.dir` sets the folder.
-    """
+    """Return the error for a folder with a run. name: that of `run.name`, if it is the folder's."""
     if (path / PLAN).is_file():
         return ConfigError(
             f"run.dir={path}: already holds a measurement. Choose another run.name or run.dir."
@@ -435,14 +414,7 @@ def _occupied_error(path: Path, name: str | None = None) -> ConfigError:
 
 
 def _make_folder(wanted: Path, must_be_new: bool) -> tuple[Path, bool]:
-    """Make the folder ``wanted``, unless it exists.
-
-    Args:
-        must_be_new: if ``wanted`` exists, make ``wanted-2``, ``wanted-3`` and so on instead.
-
-    Returns:
-        The path, and whether the folder is new.
-    """
+    """Make a folder; ``wanted-2`` and so on if it must be new. Return it, and whether it is new."""
     for attempt in range(1, 1000):
         path = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")
         try:
@@ -488,10 +460,7 @@ def _whole_lines(file: Path) -> list[bytes]:
 
 
 def _restore_file(file: Path, content: bytes | None) -> None:
-    """Restore the content of a file atomically, or remove the file if ``content`` is None.
-
-    Errors are ignored, so that the user sees the original mistake.
-    """
+    """Restore a file, or remove it. Ignore errors, so that the user sees the original mistake."""
     with contextlib.suppress(OSError):
         if content is None:
             file.unlink(missing_ok=True)

@@ -233,10 +233,7 @@ def check_liveness(run: RunDir, now: float) -> Liveness:
 
 
 def _is_held(lock: Path) -> bool:
-    """Return whether a process holds the lock.
-
-    This function holds the lock for a few microseconds. `RunLock` therefore tries several times.
-    """
+    """Return whether a process holds the lock. Hold it for some microseconds if none does."""
     descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

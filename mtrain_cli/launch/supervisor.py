@@ -150,11 +150,7 @@ class Supervisor:
         )
 
     def _find_overdue(self) -> list[Failure]:
-        """Return a failure for each worker that has waited too long for another worker.
-
-        NCCL's watchdog ends most such waits, but not all. A call within OVERDUE_CHECK_S seconds of
-        the previous check returns no failures.
-        """
+        """Return a failure for each worker that waits too long. NCCL's watchdog misses some."""
         if time.monotonic() - self._last_check < OVERDUE_CHECK_S:
             return []
         self._last_check = time.monotonic()
@@ -169,10 +165,7 @@ class Supervisor:
         return self._overdue
 
     def _determine_failures(self) -> None:
-        """Set ``failures`` and ``where``, then stop the workers that still run.
-
-        If every failure so far may be a consequence, first wait up to CAUSE_GRACE_S for the cause.
-        """
+        """Set ``failures`` and ``where``, then stop the workers that still run."""
         deadline = time.monotonic() + CAUSE_GRACE_S
         failed = self._failures_so_far() or self._overdue
         while all(failure.is_consequence for failure in failed) and time.monotonic() < deadline:
@@ -194,13 +187,7 @@ class Supervisor:
     def _find_silent(
         self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]
     ) -> list[Failure]:
-        """Return a failure for workers that reported no failure but kept the others waiting.
-
-        Args:
-            failed: the failures so far.
-            running: process id of each worker that still runs, by rank.
-            records: activity of each worker, by rank.
-        """
+        """Return a failure for workers that reported no failure but kept the others waiting."""
         stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
         not_waiting = progress_record.ranks_not_waiting(running, records)
         # NCCL's watchdog aborts a process that waited too long, and the process leaves no failure.

@@ -196,13 +196,8 @@ def _run_target(
     target: str,
     store: Store,
 ) -> bool:
-    """Join the process group, call the target, and leave the group.
-
-    After an error, do not leave the group: leaving waits for the peers, which may be gone.
-
-    Returns:
-        Whether a stop request ended the target early.
-    """
+    """Join the process group, call the target, and leave. Return whether a request ended it."""
+    # After an error, do not leave the group: leaving waits for peers that may be gone.
     import torch.distributed as dist
 
     job = current_job()
@@ -234,10 +229,7 @@ def _run_target(
 
 @contextlib.contextmanager
 def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
-    """Replace the error of a wait that timed out with a `PeerLostError` of one line.
-
-    The traceback of the original error goes to the log of this worker.
-    """
+    """Replace the error of a wait that timed out with a `PeerLostError` of one line."""
     try:
         yield
     except RuntimeError as error:
@@ -252,11 +244,7 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
 
 
 def _rank_zero_config(run_dir: RunDir) -> Config:
-    """Return the resolved configuration that rank 0 reads from its disk.
-
-    Rank 0 sends the configuration through the job's store, because other machines may not have the
-    same disk.
-    """
+    """Return the configuration on rank 0's disk. Other machines may not have the same disk."""
     text = decide_on_rank_zero(run_dir.resolved.read_text)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     with private_folder() as folder:
@@ -266,14 +254,8 @@ def _rank_zero_config(run_dir: RunDir) -> Config:
 
 
 def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None:
-    """Check that this rank and rank 0 have the same configuration.
-
-    With different settings, ranks could wait for each other forever in different collectives. Keys
-    under ``run.`` may differ, because ranks use their values from rank 0.
-
-    Raises:
-        ConfigError: other keys differ. The message has a line for each.
-    """
+    """Raise ConfigError, with a line for each key, if this rank's keys differ from rank 0's."""
+    # Ranks would wait for each other in different collectives. Keys of run. may differ.
     if mine is None:
         return
     theirs = keys.values(agreed)
@@ -288,10 +270,7 @@ def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None
 
 
 def _die_with_parent(launcher: int) -> None:
-    """Let the operating system kill this process when its parent ends (only on Linux).
-
-    If the parent has already ended, exit.
-    """
+    """Let Linux kill this process when its parent ends. Exit if it has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
@@ -299,10 +278,7 @@ def _die_with_parent(launcher: int) -> None:
 
 
 def _open_log(run_dir: RunDir, rank: int) -> TextIO:
-    """Open the log of this worker, for tracebacks and what libraries write to standard error.
-
-    Ranks other than 0 redirect all their output to the log. Only rank 0 writes to the terminal.
-    """
+    """Open this worker's log, which has tracebacks and, except on rank 0, all its output."""
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     log = (run_dir.logs / f"rank-{rank}.log").open("a", buffering=1)
     if rank != 0:

@@ -113,11 +113,7 @@ def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
 
 @dataclass(frozen=True)
 class _Operation:
-    """One kind of message on one class of links.
-
-    start: a function that takes a size in bytes and prepares a message. It returns a function that
-        starts the message, and the number of bytes per rank.
-    """
+    """A kind of message. start: prepares a size; returns what starts it, and bytes per rank."""
 
     link: str
     what: str
@@ -172,11 +168,7 @@ def _ones(device: torch.device, size: int, *shape: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Messages:
-    """Messages in a ring or tensor group, sent with the same calls as in training.
-
-    group, other: communicators for KV and for gradients.
-    to, source: the neighbors in the ring. A tensor group has none.
-    """
+    """Messages with the calls of training: KV in ``group``, gradients in ``other``."""
 
     device: torch.device
     ranks: int
@@ -225,10 +217,7 @@ class _Messages:
 
 
 def _stage_hop(group: PipelineGroup, device: torch.device, size: int) -> tuple[Start, int]:
-    """Prepare a message from each stage to the next, sent with the calls of `pipeline_group`.
-
-    All stages send at once. The last one only receives.
-    """
+    """Prepare a message from each stage to the next. The last stage only receives."""
     leaving, arriving = (_ones(device, size) for _ in range(2))
     stage = group.stage
     messages = [
@@ -252,12 +241,7 @@ def _measured(
     load: _Load,
     progress: MeasurementProgress,
 ) -> list[link_fit.LinkTime] | None:
-    """Time one operation at all sizes. Return None if a stop was requested.
-
-    Each round times every size once: a warm-up, rounds of messages alone, rounds during a
-    computation. All ranks must call this function. Ranks that do not take part in the operation
-    only wait.
-    """
+    """Time one operation at all sizes, on all ranks. Return None if a stop was requested."""
     prepared = [operation.start(size) for size in plan.sizes]
     clock = _on_gpu if bench.device.type == "cuda" else _on_cpu
     alone: list[list[float]] = [[] for _ in prepared]
@@ -311,10 +295,7 @@ def _finish(works: Sequence[dist.Work]) -> None:
 
 
 def _on_gpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
-    """Return the time per message in microseconds, and the factor by which the load slows down.
-
-    load: matrix products to run at the same time. If it is None, the factor is None.
-    """
+    """Return microseconds per message, and the slowdown of the load; None without a load."""
     computing, side = torch.cuda.current_stream(), torch.cuda.Stream()
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # Let the device sleep while the host queues everything, so that the host's time does not count.
@@ -369,13 +350,7 @@ def _on_cpu(start: Start, count: int, load: _Load | None) -> tuple[float, float 
 
 
 class _Load:
-    """Matrix products with attention's shapes, to run at the same time as messages.
-
-    A product is short, so that many products run during one message.
-
-    times: number of products to queue.
-    alone: time of one product without messages, in milliseconds.
-    """
+    """Matrix products with attention's shapes, so short that many run during one message."""
 
     def __init__(self, device: torch.device) -> None:
         gpu = device.type == "cuda"
@@ -391,11 +366,8 @@ class _Load:
         torch.bmm(torch.bmm(self.q, self.k.transpose(1, 2)), self.k)
 
     def prepare(self, us: float) -> None:
-        """Choose the number of products: together they outlast messages of ``us`` microseconds.
-
-        Every call measures a product without messages again, because device clocks and host load
-        change.
-        """
+        """Choose the number of products: together they outlast messages of ``us`` microseconds."""
+        # Device clocks and host load change, so measure a product anew.
         self.alone = self._alone()
         self.times = int(min(1000, 1.5 * us / 1e3 / self.alone + 4))
 
@@ -436,11 +408,7 @@ def _machine(device: torch.device) -> link_fit.MeasuredMachine:
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:
-    """Return the time in which the host launches a small operation, in microseconds.
-
-    Returns:
-        The 10th, 50th and 90th percentiles, in this order.
-    """
+    """Return percentiles 10, 50 and 90 of a small launch, in microseconds."""
     x, count = torch.ones(64, device=device), 200
 
     def many() -> None:

@@ -103,12 +103,7 @@ def profile_worker_calls(
 
 
 def _calls(worker: _Worker) -> Iterator[KernelTime]:
-    """Yield the times of the calls of one worker.
-
-    - ring: a call with the keys of the worker's own shard, then a call with another shard's keys
-    - all-gather: a call with the keys of all shards
-    - single columns: a call if the case has columns
-    """
+    """Yield the times of a worker's ring and all-gather calls, and of its single columns."""
     for exchange in (RING, GATHER):
         schedule = worker.schedule(exchange)
         work, masked = (worker.work(schedule, index) for index in (worker.index, None))
