@@ -125,7 +125,8 @@ class RestartPolicy:
             How to restart, or a line that says why the run does not restart. The line is empty if
             the user would not expect a restart.
         """
-        step, reached = self._run.last_step(), last_step_done(self._run)
+        step = self._run.last_step()
+        reached = max((done for done, _ in latest_steps(self._run)), default=0)
         refusal = self._refusal(failure, step, reached)
         if refusal is not None:
             return refusal
@@ -282,11 +283,6 @@ def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
     """
     rows = _parse_lines(_read_text(run.metrics, _TAIL_BYTES), _LoggedStep)
     return [(row.step, row.loss) for row in rows]
-
-
-def last_step_done(run: RunDir) -> int:
-    """Return the last step in metrics.jsonl, or 0 without one."""
-    return max((step for step, _ in latest_steps(run)), default=0)
 
 
 def failure_summary(failure: Failure) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,8 @@ FLEX = "flex"
 _ANSWERS = 8
 _LONGEST_MEAN = 8192  # of the documents' lengths
 _FULL = MaskConfig(kind="full")
+# Whether a query sees a key, inside its document: a function of both positions.
+Seen = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -77,30 +80,19 @@ def make_mask(name: str, seq: int) -> TimedMask:
     return MASKS[name](seq)
 
 
-def _full(seq: int) -> TimedMask:
-    return TimedMask(_rule(_FULL, seq), lambda _: lambda b, h, q, k: k >= 0)  # noqa: ARG005
+def _everywhere(seq: int, mask: MaskConfig, seen: Seen) -> TimedMask:
+    return TimedMask(_rule(mask, seq), lambda _: lambda b, h, q, k: seen(q, k))  # noqa: ARG005
 
 
-def _causal(seq: int) -> TimedMask:
-    return TimedMask(_rule(CAUSAL, seq), lambda _: lambda b, h, q, k: q >= k)  # noqa: ARG005
+def _all_pairs(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q >= 0) & (k >= 0)
 
 
 def _window(seq: int) -> TimedMask:
     window = max(1, min(1024, seq // 4))
     mask = MaskConfig(kind="sliding_window", window=window, global_tokens=0)
-    return TimedMask(
-        _rule(mask, seq),
-        lambda _: lambda b, h, q, k: (q >= k) & (q - k < window),  # noqa: ARG005
-        f"{window:,} tokens",
-    )
-
-
-def _documents_full(seq: int) -> TimedMask:
-    return _in_documents(seq, _FULL, lambda q, k: (q >= 0) & (k >= 0))
-
-
-def _documents(seq: int) -> TimedMask:
-    return _in_documents(seq, CAUSAL, lambda q, k: q >= k)
+    timed = _everywhere(seq, mask, lambda q, k: (q >= k) & (q - k < window))
+    return replace(timed, sizes=f"{window:,} tokens")
 
 
 def _documents_block_causal(seq: int) -> TimedMask:
@@ -110,7 +102,7 @@ def _documents_block_causal(seq: int) -> TimedMask:
     return replace(timed, sizes=f"{timed.sizes}, in blocks of {block:,}")
 
 
-def _in_documents(seq: int, mask: MaskConfig, seen: Callable[[Any, Any], Any]) -> TimedMask:
+def _in_documents(seq: int, mask: MaskConfig, seen: Seen) -> TimedMask:
     """Return a mask inside `documents`. seen: its predicate of query and key position."""
     ids = documents(seq)
     lengths = np.bincount(ids)
@@ -172,10 +164,10 @@ def _shared_question(seq: int) -> TimedMask:
 
 
 MASKS: dict[str, Callable[[int], TimedMask]] = {
-    "full": _full,
-    "causal": _causal,
-    "documents_full": _documents_full,
-    "documents": _documents,
+    "full": partial(_everywhere, mask=_FULL, seen=_all_pairs),
+    "causal": partial(_everywhere, mask=CAUSAL, seen=operator.ge),
+    "documents_full": partial(_in_documents, mask=_FULL, seen=_all_pairs),
+    "documents": partial(_in_documents, mask=CAUSAL, seen=operator.ge),
     "window": _window,
     "documents_block_causal": _documents_block_causal,
     "video": _video,
