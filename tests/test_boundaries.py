@@ -20,8 +20,6 @@ CALLED_FROM_OUTSIDE = {
     "mtrain_cli/evaluation/depth_grid.py": "the Python interface of docs/evaluation.md",
     "mtrain_cli/evaluation/ruler.py": "the Python interface of docs/evaluation.md",
     "mtrain_cli/evaluation/samples.py": "the Python interface of docs/evaluation.md",
-    "mtrain_cli/launch/agent.py": "torch's elastic agent",
-    "mtrain_cli/launch/rendezvous.py": "torch's rendezvous",
     "mtrain_cli/launch/safe_pickle.py": "pickle",
     "mtrain_cli/parallel/gather_schedules.py": "config.exchanges names the functions",
     "mtrain_cli/parallel/ring_schedules.py": "config.exchanges names the functions",

@@ -221,12 +221,7 @@ def _require_experts(
 
 
 def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> None:
-    """Check the limits of --fail-above.
-
-    Raises:
-        RunError: a degree is above its limit. A limit that compares nothing has a line, too.
-        ConfigError: no degree is above its limit, but a limit compares nothing.
-    """
+    """Raise RunError for degrees above their limits, ConfigError for a limit of nothing."""
     from mtrain_cli.launch.failures import RunError
 
     problems = [

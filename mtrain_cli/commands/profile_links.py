@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,7 +120,7 @@ def _measure(
     code = launch(run, environment, resume=False, target=link_benchmark.TARGET, config=config)
     if code or not (run.path / link_benchmark.FILE).is_file():
         raise typer.Exit(code)
-    document = link_benchmark.read_links(run.path)
+    document = json.loads((run.path / link_benchmark.FILE).read_text())
     if not document["complete"]:
         raise typer.Exit(1)
     return document

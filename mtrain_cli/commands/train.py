@@ -355,7 +355,7 @@ def _launch(
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.job import job_rank
     from mtrain_cli.launch.local import WARNED, launch
-    from mtrain_cli.launch.run_state import nothing_left
+    from mtrain_cli.launch.run_status import nothing_left
     from mtrain_cli.launch.study_folder import study_command
 
     steps = config.train.steps

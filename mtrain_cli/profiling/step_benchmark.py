@@ -120,12 +120,7 @@ class _Rehearsal(Callback):
     def _compute(
         self, case: MeasurementCase, micro_batches: MicroBatches, *, recorded: bool
     ) -> tuple[list[Estimated], OwnLoads | None, float]:
-        """Run both passes of a case once.
-
-        Returns:
-            Masks and indices of each micro-batch, the loads of the experts, and this worker's time
-            in seconds.
-        """
+        """Run both passes of a case. Return masks and indices, loads of experts, and seconds."""
         trainer, bench = self.trainer, self.bench
         recorder = bench.collector.recorder
         trainer.record_messages(recorder if recorded else None, case.exchange)

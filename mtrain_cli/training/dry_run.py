@@ -341,9 +341,8 @@ def mask_rows(config: Config, read: FirstMasks | None = None) -> list[tuple[str,
     inside = ", inside each document" if config.data.document_mask else ""
     share = _of_causal(mask.pairs, config.seq)
     rows = [("mask", f"{config.mask.describe()}{inside}; {share}")]
-    if (config.mask.chunk or 0) >= config.seq:
-        chunk = f"mask.chunk={config.mask.chunk} is not below seq={config.seq}"
-        rows.append(("note", f"{chunk}, so mask=chunked is a causal mask; give a smaller chunk"))
+    if remark := config.mask.remark(config.seq):
+        rows.append(("note", remark))
     # Token ids may hold one document per sequence, such as a video.
     if config.mask.counts_from_start and config.data.document_mask and config.data.kind != "tokens":
         rows.append(("warning", _PACKED))

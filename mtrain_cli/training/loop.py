@@ -16,7 +16,7 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.restart import read_restarts
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import StateReporter
+from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.launch.study_folder import study_command
 from mtrain_cli.records.metrics import MetricsWriter, read_readable_metrics

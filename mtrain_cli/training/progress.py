@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.console import Console
-from mtrain_cli.launch.run_state import StateReporter
+from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.printable import one_line
 from mtrain_cli.records.metrics import (
     WARM_UP_STEPS,

@@ -24,7 +24,7 @@ from mtrain_cli.data.token_documents import TokenFields
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import PeerLostError, RunError, read_failure
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import read_state
+from mtrain_cli.launch.run_status import read_state
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.step_result import NonFiniteError, StepReport, check_finite

@@ -1,31 +1,24 @@
-"""Start, watch and stop the workers of one machine through torch's elastic agent.
+"""Start, watch and stop the workers of one machine.
 
-torch's agent knows failure times only in whole seconds, and it counts the workers that it stopped
-itself as failed. `WorkerAgent` therefore collects the failures before it stops any worker. If every
-failure so far may be the consequence of another failure, the agent waits briefly for the cause.
+A failed worker makes its peers fail, too. `Supervisor` therefore collects the failures before it
+stops any worker. If every failure so far may be the consequence of another failure, it waits
+briefly for the cause.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
-
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from subprocess import Popen, TimeoutExpired
 
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.progress_record import WorkerActivity
-from mtrain_cli.launch.rendezvous import SingleMachineRendezvous
 from mtrain_cli.launch.stop_request import SAVE, SAVE_AND_STOP, STACK_DUMP
 
 POLL_S = 0.1
@@ -40,41 +33,7 @@ OVERDUE_S, OVERDUE_CHECK_S = 30.0, 5.0
 STACK_DUMP_S = 0.3
 
 
-class WorkerFiles(LogsSpecs):
-    """The environment variables and the failure file of each worker.
-
-    Workers redirect their own output to the run's logs. The agent therefore redirects nothing.
-    """
-
-    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
-        super().__init__(log_dir=str(folder))
-        self._folder = folder
-        self._variables = variables
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._folder)
-
-    def failure_file(self, rank: int) -> Path:
-        """Return the file to which the worker writes its failure."""
-        return self._folder / f"failure-{rank}.json"
-
-    def activity_file(self, rank: int) -> Path:
-        """Return the file to which the worker writes its activity."""
-        return progress_record.launcher_record_path(self.failure_file(rank), rank)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        for rank, variables in envs.items():
-            variables.update(self._variables, TORCHELASTIC_ERROR_FILE=str(self.failure_file(rank)))
-        terminal = dict.fromkeys(envs, "")
-        return LogsDest(
-            stdouts=terminal,
-            stderrs=terminal,
-            error_files={rank: str(self.failure_file(rank)) for rank in envs},
-        )
-
-
-class WorkerAgent(LocalElasticAgent):
+class Supervisor:
     """Runs one command for each rank of this machine, without restarts.
 
     failures: the workers that failed, after `run_to_end`.
@@ -89,7 +48,7 @@ class WorkerAgent(LocalElasticAgent):
         variables: dict[str, str],
         timeout_s: float,
     ) -> None:
-        """Prepare the agent.
+        """Prepare to start workers.
 
         Args:
             workers: number of workers to start.
@@ -98,22 +57,11 @@ class WorkerAgent(LocalElasticAgent):
             variables: environment variables to add for the workers.
             timeout_s: seconds after which a worker stops waiting for another worker.
         """
-        _silence_agent_logs()
-        spec = WorkerSpec(
-            role="worker",
-            local_world_size=workers,
-            entrypoint=command[0],
-            args=tuple(command[1:]),
-            rdzv_handler=SingleMachineRendezvous(uuid.uuid4().hex),
-            max_restarts=0,
-            monitor_interval=POLL_S,
-            local_addr="127.0.0.1",
-        )
-        self._files = WorkerFiles(folder, variables)
-        super().__init__(spec, self._files, exit_barrier_timeout=10)
+        self._workers, self._command, self._folder = workers, command, folder
+        self._variables, self._timeout_s = variables, timeout_s
+        self._processes: list[Popen] = []  # by rank
         self.failures: list[Failure] = []
         self.where: list[str] = []
-        self._timeout_s = timeout_s
         self._last_check = time.monotonic()
         self._overdue: list[Failure] = []
 
@@ -121,53 +69,88 @@ class WorkerAgent(LocalElasticAgent):
         """Start the workers and wait until all have ended. If one fails, stop the others.
 
         Raises:
-            Exception: the rendezvous failed or a process did not start.
+            OSError: a process did not start.
         """
+        try:
+            self._start()
+            while not self.failures:
+                # Look first, so that no worker can fail in between.
+                running = any(process.poll() is None for process in self._processes)
+                if self._failures_so_far() or self._find_overdue():
+                    self._determine_failures()
+                elif not running:
+                    return
+                time.sleep(POLL_S)
+        finally:
+            self.kill_workers()
+
+    def _start(self) -> None:
         # Workers inherit the mask. A request that comes while they start waits for their handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (SAVE, SAVE_AND_STOP))
         try:
-            self.run()
+            for rank in range(self._workers):
+                variables = os.environ | self._variables | self._rank_variables(rank)
+                process = Popen(self._command, env=variables, start_new_session=True)
+                self._processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            self.kill_workers()
-            self.get_worker_group().spec.rdzv_handler.shutdown()
+
+    def _rank_variables(self, rank: int) -> dict[str, str]:
+        """Return the environment variables that torchrun would set, and the failure file."""
+        ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._workers))
+        return {
+            **ranks,
+            **sizes,
+            # Nothing listens there: the workers meet in a file.
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCHELASTIC_ERROR_FILE": str(self._failure_file(rank)),
+        }
+
+    def _failure_file(self, rank: int) -> Path:
+        """Return the file to which the worker writes its failure."""
+        return self._folder / f"failure-{rank}.json"
 
     def kill_workers(self) -> None:
         """Kill all workers and the processes that they started."""
-        for worker in self.get_worker_group().workers:
-            # A worker leads a process group. Its child processes may outlive it in that group.
-            with contextlib.suppress(ProcessLookupError, TypeError):
-                os.killpg(worker.id, signal.SIGKILL)
+        self._signal_groups(signal.SIGKILL)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self.failures and (self._failures_so_far() or self._find_overdue()):
-            self._determine_failures()
-        return super()._monitor_workers(worker_group)
+    def _signal_groups(self, signum: int) -> None:
+        for process in self._processes:
+            # A worker leads a process group. Its child processes may outlive it in that group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+
+    def _stop(self) -> None:
+        """Ask the workers that still run to end. Kill them after STOP_GRACE_S."""
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            self._signal_groups(signum)
+            deadline = time.monotonic() + STOP_GRACE_S
+            for process in self._processes:
+                # A process that hangs in the operating system does not even react to SIGKILL.
+                with contextlib.suppress(TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
 
     def _failures_so_far(self) -> list[Failure]:
         records = (
-            failures.read_record(rank, process.poll(), self._files.failure_file(rank))
-            for rank, process in self._processes().items()
+            failures.read_record(rank, process.poll(), self._failure_file(rank))
+            for rank, process in enumerate(self._processes)
         )
         return [failure for failure in records if failure is not None]
 
-    def _processes(self) -> dict[int, subprocess.Popen]:
-        """Return the process of each worker, by rank."""
-        assert self._pcontext is not None
-        handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
-        return {rank: handler.proc for rank, handler in handlers.items()}
-
     def _activities(self) -> dict[int, WorkerActivity]:
         """Return the activity that each worker recorded last, by rank."""
-        files = {rank: self._files.activity_file(rank) for rank in self._processes()}
-        return progress_record.read_activities(files)
+        return progress_record.read_activities(
+            {
+                rank: progress_record.launcher_record_path(self._failure_file(rank), rank)
+                for rank in range(self._workers)
+            }
+        )
 
     def _find_overdue(self) -> list[Failure]:
-        """Return a failure for each worker that has waited too long for another worker.
-
-        NCCL's watchdog ends most such waits, but not all. A call within OVERDUE_CHECK_S seconds of
-        the previous check returns no failures.
-        """
+        """Return a failure for each worker that waits too long. NCCL's watchdog misses some."""
         if time.monotonic() - self._last_check < OVERDUE_CHECK_S:
             return []
         self._last_check = time.monotonic()
@@ -182,10 +165,7 @@ class WorkerAgent(LocalElasticAgent):
         return self._overdue
 
     def _determine_failures(self) -> None:
-        """Set ``failures`` and ``where``, then stop the workers that still run.
-
-        If every failure so far may be a consequence, first wait up to CAUSE_GRACE_S for the cause.
-        """
+        """Set ``failures`` and ``where``, then stop the workers that still run."""
         deadline = time.monotonic() + CAUSE_GRACE_S
         failed = self._failures_so_far() or self._overdue
         while all(failure.is_consequence for failure in failed) and time.monotonic() < deadline:
@@ -195,26 +175,19 @@ class WorkerAgent(LocalElasticAgent):
         reported = {failure.rank for failure in failed}
         running = {
             rank: process.pid
-            for rank, process in self._processes().items()
+            for rank, process in enumerate(self._processes)
             if rank not in reported and process.poll() is None
         }
         failed += self._find_silent(failed, running, records)
         cause = failures.find_cause(failed)
         self.where = progress_record.activity_lines(records, [cause.rank], time.time())
         self.failures = failed
-        assert self._pcontext is not None
-        self._pcontext.close(signal.SIGTERM, STOP_GRACE_S)
+        self._stop()
 
     def _find_silent(
         self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]
     ) -> list[Failure]:
-        """Return a failure for workers that reported no failure but kept the others waiting.
-
-        Args:
-            failed: the failures so far.
-            running: process id of each worker that still runs, by rank.
-            records: activity of each worker, by rank.
-        """
+        """Return a failure for workers that reported no failure but kept the others waiting."""
         stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
         not_waiting = progress_record.ranks_not_waiting(running, records)
         # NCCL's watchdog aborts a process that waited too long, and the process leaves no failure.
@@ -244,13 +217,6 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return state in ("T", "t")
-
-
-def _silence_agent_logs() -> None:
-    """Turn off the log of torch's elastic agent. The launcher reports failures itself."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 def worker_command(module: str, *arguments: str) -> list[str]:
