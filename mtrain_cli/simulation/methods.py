@@ -24,9 +24,9 @@ from mtrain_cli.config.exchanges import ULYSSES, exchange_name
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.validate import problems
 from mtrain_cli.parallel.layout import Joined
+from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import BYTES, largest_states
-from mtrain_cli.training.tensor_traffic import forward_messages, message_bytes
 
 Planner = Callable[[Config], RunPlan]
 _RING = exchange_name(gathers=False, hierarchical=False)
@@ -257,7 +257,7 @@ def _tensor_alone(plan: RunPlan, limit: str) -> MethodCost:
     # Each message brings the rows of the other workers, which every worker now keeps, too: the
     # input of the layer, and without checkpointing also the one of the MLP.
     more = layers * message * (1 if recomputes else 2)
-    messages = 2 * forward_messages(config.model) + 2 * recomputes * layers
+    messages = 2 * tensor_messages(config)[0] + 2 * recomputes * layers
     return replace(
         base,
         activations=base.activations + more,

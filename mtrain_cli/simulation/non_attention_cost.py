@@ -8,6 +8,7 @@ fused kernels, as with ``torch.compile``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from mtrain_cli.config.cluster import Constant, Gpu
 from mtrain_cli.model.tiling import layers_with_products
@@ -21,9 +22,9 @@ from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.training.flops import (
     layer_kinds,
     layer_matmul,
-    layer_recomputed,
-    matrix_elements,
+    layer_shapes,
     own_tiles,
+    recomputed_matmul,
 )
 from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.model_part import ModelPart
@@ -313,9 +314,7 @@ def _with_mlp(plan: RunPlan) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
     tiles = -(-own // own_rows)
     by_hand = tiles > 1 or plan.dims.tp > 1
     without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
-    again = layer_recomputed(
-        model, experts=False, recomputed=whole, tiled=by_hand, without_products=without
-    )
+    again = recomputed_matmul(model, recomputed=whole, tiled=by_hand, keep_mlp=train.keep_mlp)
     once_more = 6 * stream + rotated if whole else 4 * stream
     # With several tiles the weight gradients accumulate in float32.
     width = model.num_heads * model.head_dim
@@ -329,8 +328,8 @@ def _with_mlp(plan: RunPlan) -> tuple[ComputeCost, ComputeCost, ComputeCost]:
             launches + (tiles - 1) * _TILE_LAUNCHES[0],
         ),
         ComputeCost(
-            2.0 * again * tokens,
-            eager * e * (once_more + 3 * wide * without) if again else 0.0,
+            2.0 * again[False] / layer_kinds(model)[False] * tokens,
+            eager * e * (once_more + 3 * wide * without) if again[False] else 0.0,
             launches if whole else 0.0,
         ),
         ComputeCost(
@@ -356,9 +355,11 @@ def _with_experts(
     stream = own * model.hidden_size
     rotated = tokens * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
-    dense = matrix_elements(model, experts=True)  # attention and the shared MLP
+    # Attention and the shared MLP.
     products = sum(
-        size * (own if name.startswith("shared ") else tokens) for name, size in dense.items()
+        prod(shape) * (own if name.startswith("shared ") else tokens)
+        for name, shape in layer_shapes(model, experts=True).items()
+        if len(shape) == 2 and name != "router"
     )
     forward, second, backward = experts.work()
     kernels = LAUNCHES.value + EXPERT_LAUNCHES.value * experts.units

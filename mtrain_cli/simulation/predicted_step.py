@@ -25,7 +25,7 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.expert_exchange import RowExchange, RowWait, dealt_over
+from mtrain_cli.simulation.expert_exchange import RowExchange, dealt_over
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
 from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
@@ -33,6 +33,7 @@ from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
+from mtrain_cli.step.interpreters import PassTime
 from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
     causal_pairs,
@@ -257,7 +258,7 @@ class _StepEstimate:
         self.exchange = RowExchange.of(plan, loads or ExpertLoads(), cluster, costs, slowest)
         kinds = layer_kinds(plan.config.model, part.every_layer)
         self.with_experts = kinds.get(True, 0) / self.layers
-        self.row_waits: dict[str, RowWait] = {}
+        self.row_waits: dict[str, PassTime] = {}
         self.rows = ExpertRows()
         if self.messages is None:
             del self.us[TENSOR]
@@ -384,7 +385,7 @@ class _StepEstimate:
                 found[self.exchange.outer] += rows
         return found[0], found[1]
 
-    def _behind_rows(self, rows: RowWait) -> tuple[float, tuple[float, float]]:
+    def _behind_rows(self, rows: PassTime) -> tuple[float, tuple[float, float]]:
         """Return what a forward pass hides gathers of weights behind, if rows travel.
 
         The host waits for the numbers of rows before it starts the experts of a layer. So the

@@ -1,17 +1,13 @@
 """Price expert-parallel degrees in seconds; `topology.expert_parallel=auto` takes the cheapest.
 
 The price of a degree is the time of a step in one layer with experts: its computation, what waits
-for rows or weights, copies of rows and weights, and the wait for numbers of rows. Rows follow the
-programs and clocks that the simulator plays (`expert_clock`), for equal loads. Only counts and
-constants enter, no measurements, so all ranks choose the same degree.
+for rows or weights, copies of rows and weights, and the wait for numbers of rows. Loads are equal.
+Only counts and constants enter, no measurements, so all ranks choose the same degree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import Config
@@ -19,11 +15,11 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.tiling import expert_chunks, expert_parts
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.rates import Rates
-from mtrain_cli.training.expert_clock import GroupClocks, MessageCost
+from mtrain_cli.step.interpreters import MessageCost, time
+from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
+from mtrain_cli.step.program import Post
 from mtrain_cli.training.expert_rows import (
-    FORWARD_CHUNK,
     HOST_WAIT_US,
-    backward_chunk,
     copied_rows,
     message_bytes,
     summed_gradients,
@@ -146,29 +142,24 @@ def _rows(run: _Run, degree: int) -> tuple[float, float]:
     kind = run.config.train.activation_checkpoint
     pairs = run.tokens * model.moe.top_k
     chunks, parts = run.chunks_and_parts(degree)
-    units = chunks * parts
     inside = run.per_node % degree == 0
     latency = rates.inner_latency if inside else rates.outer_latency
     bandwidth = rates.inner if inside else rates.outer
     share = rates.inner_share if inside else rates.outer_share
-    leave = pairs * (degree - 1) / degree / units
+    leave = pairs * (degree - 1) / degree
+    sizes = message_bytes(model.hidden_size, run.e)
 
-    def message(size: int) -> MessageCost:
-        us = 1e6 * (latency + leave * size / bandwidth)
-        return MessageCost(us, us, leave * size)
+    def cost(post: Post) -> MessageCost | None:
+        if post.message not in sizes:
+            return None
+        size = leave * post.rows * sizes[post.message]
+        us = 1e6 * (latency + size / bandwidth)
+        return MessageCost(us, us, size)
 
-    messages = {
-        word: message(size) for word, size in message_bytes(model.hidden_size, run.e).items()
-    }
+    layer = Layer(experts=True, checkpointed=kind != "none", units=chunks * parts)
     product = 2e6 * pairs * model.hidden_size * model.moe.expert_size / rates.flops  # us
-    found = []
-    passes: tuple[tuple[Sequence[str], int], ...] = (
-        (FORWARD_CHUNK, 3),
-        (backward_chunk(kind), 6 if kind == "none" else 8),
-    )
-    for program, products in passes:
-        computing = np.full(degree, products * product)
-        found.append(GroupClocks(program, units, messages, computing))
+    products = {EXPERTS_IN: 2 * product, EXPERTS_OUT: product}
+    found = [time(program, products, cost) for program in (layer.forward(), layer.backward())]
     copies = sum(copied_rows(degree, kind)) * pairs * model.hidden_size * run.e
     copies += summed_gradients(_weights_of(run, degree), run.e, chunks, parts)
     waits = HOST_WAIT_US + sum(each.exposed + share * each.hidden for each in found)

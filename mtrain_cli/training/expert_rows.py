@@ -1,30 +1,12 @@
-"""The rows that travel to experts: their order among the products of a layer, and their bytes.
-
-With expert parallelism, each pair of a token and an expert has a row, which travels to the worker
-of the expert, and back. A row is a hidden state or a gradient of one. In the forward pass the score
-of the pair travels with it, and in the backward pass the gradient of the score.
-
-The programs list what `model.expert_parallel` does with a part of the experts, in its order. Tests
-compare both. `IN` and `OUT` are products with the experts' weights: gate and up together, and down.
-"""
+"""The rows that travel to experts: how many, their bytes, and their copies (`step.layer`)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from mtrain_cli.model.tiling import ONE_ADDITION, scored_row
+from mtrain_cli.step.program import Message
 
-# Messages of hidden states to the experts and back, with and without scores. NEXT lets the other
-# parts go on, WAIT waits for the oldest message.
-ROWS, SCORED, ROWS_BACK, SCORED_BACK = "rows", "scored rows", "rows back", "scored rows back"
-NEXT, WAIT = "next", "wait"
-IN, OUT = "gate and up", "down"
-FORWARD_CHUNK = (SCORED, NEXT, WAIT, IN, OUT, ROWS_BACK, NEXT, WAIT)
-_GRADIENTS = (OUT, IN, SCORED_BACK, OUT, IN, NEXT, WAIT)
-KEPT_BACKWARD_CHUNK = (ROWS, NEXT, WAIT, *_GRADIENTS)
-# With activation checkpointing, the rows travel again, and gate and up are computed again. Scores
-# are kept.
-BACKWARD_CHUNK = (ROWS, ROWS, NEXT, WAIT, IN, WAIT, *_GRADIENTS)
 # Time per layer and micro-batch that a degree above 1 takes beyond products, rows, copies and
 # messages, in microseconds. In the forward pass of each layer the host waits for the numbers of
 # rows, so it cannot queue work ahead. Two H100s of one host, 8 layers of Qwen3-30B-A3B, degree 2
@@ -33,30 +15,14 @@ BACKWARD_CHUNK = (ROWS, ROWS, NEXT, WAIT, IN, WAIT, *_GRADIENTS)
 HOST_WAIT_US = 4000.0
 
 
-def backward_chunk(checkpoint: str) -> tuple[str, ...]:
-    """Return the program of a chunk's backward pass.
-
-    checkpoint: value of ``train.activation_checkpoint``.
-    """
-    return KEPT_BACKWARD_CHUNK if checkpoint == "none" else BACKWARD_CHUNK
-
-
-def message_bytes(hidden: int, dtype_bytes: int) -> dict[str, int]:
+def message_bytes(hidden: int, dtype_bytes: int) -> dict[Message, int]:
     """Return the bytes of a pair in each kind of message.
 
     hidden: size of a hidden state.
     """
     row, scored = hidden * dtype_bytes, scored_row(hidden, dtype_bytes) * dtype_bytes
-    return {ROWS: row, ROWS_BACK: row, SCORED: scored, SCORED_BACK: scored}
-
-
-def pair_bytes(hidden: int, dtype_bytes: int, checkpoint: str) -> int:
-    """Return the bytes that a pair receives in both passes, if its expert is on another worker.
-
-    checkpoint: value of ``train.activation_checkpoint``.
-    """
-    size = message_bytes(hidden, dtype_bytes)
-    return sum(size.get(word, 0) for word in FORWARD_CHUNK + backward_chunk(checkpoint))
+    sizes = {Message.ROWS: row, Message.ROWS_BACK: row}
+    return sizes | {Message.SCORED: scored, Message.SCORED_BACK: scored}
 
 
 def travelling(pairs_PE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

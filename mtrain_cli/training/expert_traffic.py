@@ -13,7 +13,9 @@ from mtrain_cli.config.sizes import with_count
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.training.expert_rows import pair_bytes
+from mtrain_cli.step.interpreters import traffic
+from mtrain_cli.step.layer import Layer
+from mtrain_cli.training.expert_rows import message_bytes
 from mtrain_cli.training.state_memory import BYTES
 
 _ROW = 16  # bytes: grouped products on a GPU need widths that are a multiple of this
@@ -52,8 +54,10 @@ def expert_traffic(
     workers = dims.dp * dims.cp * dims.tp
     micro_batches = train.global_batch // (train.micro_batch * dims.dp)
     tokens = train.micro_batch * layout.tokens_per_worker / dims.tp
-    row = pair_bytes(model.hidden_size, dtype_bytes, train.activation_checkpoint)
-    rows = micro_batches * tokens * moe.top_k * (degree - 1) / degree * row
+    layer = Layer(experts=True, checkpointed=train.activation_checkpoint != "none")
+    row = message_bytes(model.hidden_size, dtype_bytes)
+    pair = traffic(layer.forward(), row) + traffic(layer.backward(), row)
+    rows = micro_batches * tokens * moe.top_k * (degree - 1) / degree * pair
     whole = 3 * moe.experts * moe.expert_size * model.hidden_size / degree
     copies = dims.tp if degree == 1 else 1
     others = 1 - degree * copies / workers

@@ -43,8 +43,8 @@ from mtrain_cli.training.flops import (
     training_flops,
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate
+from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
 from mtrain_cli.training.state_memory import BYTES, largest_states
-from mtrain_cli.training.tensor_traffic import backward_messages, forward_messages, message_bytes
 
 if TYPE_CHECKING:
     from mtrain_cli.training.run_plan import RunPlan
@@ -302,7 +302,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
         seconds += shard * sharing / HOST_MEMORY + e * states.shard / HOST_LINK
     else:
         seconds += shard / GPU_MEMORY
-    messages = forward_messages(config.model) + backward_messages(config)
+    messages = sum(tensor_messages(config))
     share = layers / config.model.num_layers
     seconds += n * share * messages * message_bytes(config, plan.layout, e) / NODE_LINK
     tokens, rows = own_tiles(config, plan.layout, e)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.rates import Rates
+from mtrain_cli.step.interpreters import work
+from mtrain_cli.step.program import Compute, Message, Post
 from mtrain_cli.training import expert_price
 from mtrain_cli.training.expert_price import expert_degree, price, row_seconds
-from mtrain_cli.training.expert_rows import ROWS, ROWS_BACK, SCORED, SCORED_BACK
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
 WEIGHTS = 3 * EXPERTS * WIDTH * HIDDEN
@@ -114,20 +114,26 @@ def test_each_part_of_each_chunk_has_its_messages(monkeypatch, chunks, units, su
     """A worker has 16K tokens, and messages of 4K tokens or more."""
     passes = []
 
-    def clocks(_, units, messages, computing):
-        passes.append((units, {word: cost.us for word, cost in messages.items()}, computing))
+    def clocks(program, products, cost):
+        posts = {op.message: cost(op) for op in program if isinstance(op, Post)}
+        us = {message: found.us for message, found in posts.items() if found is not None}
+        part = next(op.rows for op in program if isinstance(op, Compute) and "experts" in op.part)
+        passes.append((1 / part, us, sum(work(program, products).values())))
         return SimpleNamespace(exposed=3e6, hidden=8e6, span=5e6)
 
-    monkeypatch.setattr(expert_price, "GroupClocks", clocks)
+    monkeypatch.setattr(expert_price, "time", clocks)
     given = run("32k", 2, f"topology.expert_chunks={chunks}", "train.tile_mib=0")
     rows, scored = seconds_of_messages(16_384 // units if units == 4 else 16_384 / 3, 1e-3, 1e9)
-    us = {ROWS: rows, ROWS_BACK: rows, SCORED: scored, SCORED_BACK: scored}
     found = row_seconds(*given)
     product = 2e6 * 16_384 * TOP_K * HIDDEN * WIDTH / 1e12
-    for (parts, messages, computing), products in zip(passes, (3, 8), strict=True):
-        assert parts == units
-        assert messages == pytest.approx({word: 1e6 * each for word, each in us.items()})
-        assert computing == pytest.approx(np.full(2, products * product))
+    to_experts = {Message.SCORED: 1e6 * scored, Message.ROWS_BACK: 1e6 * rows}
+    back = {Message.ROWS: 1e6 * rows, Message.SCORED_BACK: 1e6 * scored}
+    for (parts, us, computing), messages, products in zip(
+        passes, (to_experts, back), (3, 8), strict=True
+    ):
+        assert parts == pytest.approx(units)
+        assert us == pytest.approx(messages)
+        assert computing == pytest.approx(products * product)
     copies = (7 * 16_384 * TOP_K * HIDDEN * 2 + sums * WEIGHTS / 2) / 1e10
     assert found == pytest.approx(HOST + 2 * (3 + 0.25 * 8) + copies)
 
