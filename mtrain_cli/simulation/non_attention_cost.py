@@ -19,6 +19,7 @@ from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.expert_cost import EXPERT_LAUNCHES, GroupedProduct
 from mtrain_cli.simulation.expert_exchange import dealt_over, layer_experts
 from mtrain_cli.simulation.router_loads import ExpertLoads
+from mtrain_cli.step.program import Message
 from mtrain_cli.training.flops import (
     layer_kinds,
     layer_matmul,
@@ -93,38 +94,6 @@ class ComputeCost:
 
 
 @dataclass(frozen=True)
-class MicroBatchRound:
-    """Micro-batches of a step with the same FSDP communication.
-
-    forward, backward: whether this pass gathers weights.
-    reduced: whether gradients are reduce-scattered.
-    """
-
-    times: int
-    forward: bool
-    backward: bool
-    reduced: bool
-
-
-def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
-    """Group the micro-batches of a step by their communication, which ``train.shard`` determines.
-
-    `fsdp.begin_micro_batch` decides on the same communication in a run.
-    """
-    if shard == "full":
-        return [MicroBatchRound(micro_batches, True, True, True)]
-    each = shard == "gradients"
-    if micro_batches == 1:
-        return [MicroBatchRound(1, True, False, True)]
-    found = [
-        MicroBatchRound(1, True, False, each),
-        MicroBatchRound(micro_batches - 2, False, False, each),
-        MicroBatchRound(1, False, False, True),
-    ]
-    return [one for one in found if one.times]
-
-
-@dataclass(frozen=True)
 class HostTraffic:
     """The traffic between one rank and its host. Sizes are in bytes.
 
@@ -196,11 +165,9 @@ class NonAttentionCost:
     root_gathered, root_reduced: the same copies for the weights outside the layers.
     added: accumulation of a layer's unsharded gradients.
     optimizer: work of gradient norm, clipping and AdamW per step.
-    gather, reduce: number of bytes that a rank receives in the all-gather of a layer's weights and
-        in the reduce-scatter of its gradients.
-    dealt_gather, dealt_reduce: the same numbers for experts with expert parallelism, which are not
-        in ``gather`` and ``reduce``.
-    root_gather, root_reduce: the same numbers for the weights outside the layers.
+    received: number of bytes that a rank receives in each collective of a layer: of its weights,
+        and of its experts' with expert parallelism, which are not in the first number.
+    root_received: the same number for the weights outside the layers.
     tokens: number of tokens in a micro-batch with which the worker's layers compute, with padding.
     rows: number of these tokens in a tile of the MLP.
     """
@@ -216,12 +183,8 @@ class NonAttentionCost:
     added: ComputeCost
     optimizer: ComputeCost
     host: HostTraffic
-    gather: float
-    reduce: float
-    dealt_gather: float
-    dealt_reduce: float
-    root_gather: float
-    root_reduce: float
+    received: dict[Message, tuple[float, float]]
+    root_received: dict[Message, float]
     tokens: int
     rows: int
 
@@ -275,6 +238,7 @@ class NonAttentionCost:
         added = (8 + e) * layer if train.shard == "optimizer" and plan.micro_batches > 1 else 0
         clipped = shard * (4 + (8 if optim.clip_norm else 0))
         stepped = 0 if optim.offload else _ADAMW * shard
+        widths = {Message.GATHER: e, Message.GATHER_AGAIN: e, Message.REDUCE: r}
         share, layer_share, dealt_share = ((n - 1) / n for n in (workers, layer_workers, sharing))
         return NonAttentionCost(
             forward=forward,
@@ -288,12 +252,14 @@ class NonAttentionCost:
             added=ComputeCost(moved=added),
             optimizer=ComputeCost(moved=float(clipped + stepped), launches=50.0),
             host=HostTraffic.of(plan, states),
-            gather=e * (layer - experts) * layer_share,
-            reduce=r * (layer - experts) * layer_share,
-            dealt_gather=e * experts * dealt_share,
-            dealt_reduce=r * experts * dealt_share,
-            root_gather=e * root * share,
-            root_reduce=r * root * share,
+            received={
+                message: (width * (layer - experts) * layer_share, width * experts * dealt_share)
+                for message, width in widths.items()
+            },
+            root_received={
+                message: widths[message] * root * share
+                for message in (Message.GATHER, Message.REDUCE)
+            },
             tokens=tokens,
             rows=min(tokens, own_rows * plan.dims.tp),
         )

@@ -26,7 +26,7 @@ from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.expert_exchange import RowExchange, dealt_over
-from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
+from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
 from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.router_loads import ExpertLoads
@@ -34,6 +34,8 @@ from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.step.interpreters import PassTime
+from mtrain_cli.step.program import Message, Post
+from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.expert_traffic import summed_bytes
 from mtrain_cli.training.flops import (
     causal_pairs,
@@ -270,9 +272,9 @@ class _StepEstimate:
         self.backward = 0.0  # microseconds of one micro-batch's layers
         self.pipeline: TimedPipeline | None = None
         self.times = 1
-        for one in non_attention_cost.rounds(plan.config.train.shard, plan.micro_batches):
-            self.times = one.times
-            self._micro_batch(one)
+        for group in weight_messages(plan.config.train.shard, plan.micro_batches):
+            self.times = group.times
+            self._micro_batch([op.message for op in group.body if isinstance(op, Post)])
         self.times = 1
         self._add(non_attention.optimizer, 1, "optimizer", "optimizer")
         self.us["optimizer"] += self._transfer(1.0).us + self._optimizer_on_host()
@@ -280,22 +282,26 @@ class _StepEstimate:
             self.us[TENSOR] += self._summed_copies(kinds)
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
-    def _micro_batch(self, one: MicroBatchRound) -> None:
+    def _micro_batch(self, messages: Sequence[Message]) -> None:
+        """Add a micro-batch. messages: the collectives of each layer (`step.weights`)."""
         non_attention, layers, began = self.non_attention, self.layers, self.total
         nothing = ComputeCost()
-        gather, reduce = self._layer_transfers()
-        copied = non_attention.gathered if one.forward else nothing
+        gathers, again, reduces = (
+            self._transfers(message) if message in messages else []
+            for message in (Message.GATHER, Message.GATHER_AGAIN, Message.REDUCE)
+        )
+        copied = non_attention.gathered if gathers else nothing
         forward = self._layers([FORWARD], non_attention.forward, layers, copied=copied)
         behind = forward / layers, self._carried(FORWARD)
         if FORWARD in self.row_waits:
             behind = self._behind_rows(self.row_waits[FORWARD])
-        self._weights(*behind, gather * one.forward, layers - 1)
+        self._weights(*behind, gathers, layers - 1)
         forward_ended = self.total
-        again = self.plan.recompute is not Recompute.NOTHING
-        passes = [RECOMPUTE, BACKWARD] if again else [BACKWARD]
+        recomputes = self.plan.recompute is not Recompute.NOTHING
+        passes = [RECOMPUTE, BACKWARD] if recomputes else [BACKWARD]
         copied = (
-            (non_attention.gathered if one.backward else nothing)
-            + (non_attention.reduced if one.reduced else nothing)
+            (non_attention.gathered if again else nothing)
+            + (non_attention.reduced if reduces else nothing)
             + non_attention.added
         )
         self.backward = backward = self._layers(
@@ -304,22 +310,19 @@ class _StepEstimate:
         carried = self._carried(*passes)
         # Backward starts with the last layer, which has no earlier gradients to scatter. The first
         # layer has no further weights to gather.
-        gathers, reduces = gather * one.backward, reduce * one.reduced
         if layers > 1:
-            for transfers, times in ((gathers, 1), (gathers + reduces, layers - 2), (reduces, 1)):
+            for transfers, times in ((again, 1), (again + reduces, layers - 2), (reduces, 1)):
                 self._weights(backward / layers, carried, transfers, times)
         # These collectives overlap with nothing: the weights outside the layers, the first weights
         # of each pass, and the last gradients.
-        alone = (
-            [self._transfer(non_attention.root_gather), *gather] * one.forward
-            + gathers
-            + [*reduce, self._transfer(non_attention.root_reduce)] * one.reduced
-        )
+        root = non_attention.root_received.items()
+        alone = [self._transfer(size) for message, size in root if message in messages]
+        alone += gathers + again + reduces
         self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
         self.sent += self.times * sum(transfer.size for transfer in alone)
         backward_ended = self.total
-        outside = non_attention.root_gathered if one.forward else nothing
-        outside += non_attention.root_reduced if one.reduced else nothing
+        outside = non_attention.root_gathered if gathers else nothing
+        outside += non_attention.root_reduced if reduces else nothing
         self._add(non_attention.loss, 1, "loss", "loss", LOSS)
         self._add(outside, 1, "loss", "loss")
         for name, us in (
@@ -524,19 +527,11 @@ class _StepEstimate:
         self.us[elements] += spent.elements * times * self.slowest
         self.us["host"] += spent.host * times
 
-    def _layer_transfers(self) -> tuple[list[WeightTransfer], list[WeightTransfer]]:
-        """Return the gathers of a layer's weights, and the reduce-scatters of its gradients."""
-        sizes, degree = self.non_attention, dealt_over(self.plan)
-        found = (
-            [self._transfer(sizes.gather, self.plan.dims.tp)],
-            [self._transfer(sizes.reduce, self.plan.dims.tp)],
-        )
-        if degree > 1 and sizes.dealt_gather:
-            for transfers, size in zip(
-                found, (sizes.dealt_gather, sizes.dealt_reduce), strict=True
-            ):
-                transfers.append(self._transfer(size, degree))
-        return found
+    def _transfers(self, message: Message) -> list[WeightTransfer]:
+        """Return the collectives of a layer: of the weights, and of dealt experts."""
+        (shared, dealt), degree = self.non_attention.received[message], dealt_over(self.plan)
+        found = [self._transfer(shared, self.plan.dims.tp)]
+        return [*found, self._transfer(dealt, degree)] if degree > 1 and dealt else found
 
     def _transfer(self, size: float, degree: int = 1) -> WeightTransfer:
         """Return a collective among the workers of a stage that share the same weights.

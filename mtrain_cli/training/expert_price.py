@@ -15,9 +15,10 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.tiling import expert_chunks, expert_parts
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.rates import Rates
-from mtrain_cli.step.interpreters import MessageCost, time
+from mtrain_cli.step.interpreters import MessageCost, time, traffic
 from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
-from mtrain_cli.step.program import Post
+from mtrain_cli.step.program import Message, Post
+from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.expert_rows import (
     HOST_WAIT_US,
     copied_rows,
@@ -176,9 +177,12 @@ def _weights(run: _Run, degree: int, forward: float, backward: float) -> float:
     weights, r = _weights_of(run, degree), BYTES[train.reduce_dtype]
     sharing = run.workers // degree
     micro_batches = run.micro_batches
-    gathers = (1, 1) if train.shard == "full" else (1 / micro_batches, 0)
-    reductions = 1 if train.shard != "optimizer" else 1 / micro_batches
-    copies = weights * (2 * run.e * sum(gathers) + (run.e + r) * reductions) / rates.memory
+    messages = weight_messages(train.shard, micro_batches)
+    gathers, again, reductions = (
+        traffic(messages, {message: 1 / micro_batches})
+        for message in (Message.GATHER, Message.GATHER_AGAIN, Message.REDUCE)
+    )
+    copies = weights * (2 * run.e * (gathers + again) + (run.e + r) * reductions) / rates.memory
     if sharing == 1:
         return copies
     inside = run.workers <= run.per_node
@@ -193,8 +197,8 @@ def _weights(run: _Run, degree: int, forward: float, backward: float) -> float:
 
     return (
         copies
-        + waits(gathers[0], gathers[0] * run.e * others, forward)
-        + waits(gathers[1] + reductions, (gathers[1] * run.e + reductions * r) * others, backward)
+        + waits(gathers, gathers * run.e * others, forward)
+        + waits(again + reductions, (again * run.e + reductions * r) * others, backward)
     )
 
 

@@ -15,6 +15,8 @@ from mtrain_cli.parallel.fsdp import sharded_dimension
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.step.interpreters import traffic
 from mtrain_cli.step.layer import Layer
+from mtrain_cli.step.program import Message
+from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.expert_rows import message_bytes
 from mtrain_cli.training.state_memory import BYTES
 
@@ -61,9 +63,9 @@ def expert_traffic(
     whole = 3 * moe.experts * moe.expert_size * model.hidden_size / degree
     copies = dims.tp if degree == 1 else 1
     others = 1 - degree * copies / workers
-    gathers = 2 * micro_batches if train.shard == "full" else 1
-    reductions = 1 if train.shard == "optimizer" else micro_batches
-    bytes_each = gathers * dtype_bytes + reductions * BYTES[train.reduce_dtype]
+    e, r = dtype_bytes, BYTES[train.reduce_dtype]
+    sizes = {Message.GATHER: e, Message.GATHER_AGAIN: e, Message.REDUCE: r}
+    bytes_each = traffic(weight_messages(train.shard, micro_batches), sizes)
     summed = summed_bytes(whole, copies, workers)
     return ExpertTraffic(degree, round(rows), round(whole * others * bytes_each + summed))
 

@@ -24,6 +24,7 @@ from mtrain_cli.simulation.scenario import (
     with_step,
 )
 from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.step.program import Message
 from mtrain_cli.training.flops import causal_pairs, recomputed_pair_share, training_flops
 from mtrain_cli.training.run_plan import make_plan
 from mtrain_cli.training.state_memory import StateMemory
@@ -387,13 +388,14 @@ def test_weights_hide_behind_computation_like_in_an_event_queue(bandwidth, monke
         + priced(non_attention.backward + non_attention.gathered + non_attention.reduced, costs).us
     )
     backward += priced(non_attention.recomputed, costs).us
+    gather, reduce = Message.GATHER, Message.REDUCE
     us = [
         costs.collective(False, 8, 8, int(size))[0]
         for size in (
-            non_attention.gather,
-            non_attention.reduce,
-            non_attention.root_gather,
-            non_attention.root_reduce,
+            non_attention.received[gather][0],
+            non_attention.received[reduce][0],
+            non_attention.root_received[gather],
+            non_attention.root_received[reduce],
         )
     ]
     expected = _played(forward, backward, us[0], us[1], (us[2], us[3]), layers) - layers * (
