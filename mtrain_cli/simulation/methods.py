@@ -197,11 +197,7 @@ def cost_of(plan: RunPlan, name: str = "", limit: str = "") -> MethodCost:
     """Return what a plan costs the worker with the largest shards."""
     config, e = plan.config, plan.dtype_bytes
     states = largest_states(config, plan.dims.workers, plan.micro_batches, e)
-    pipeline, received = plan.pipeline, plan.received
-    layers = len(states.numbers)
-    of_layer = (
-        received.forward + received.backward + received.tensor_forward + received.tensor_backward
-    )
+    pipeline, layers = plan.pipeline, len(states.numbers)
     hops = 0 if pipeline is None else pipeline.received
     return MethodCost(
         name=name,
@@ -211,7 +207,7 @@ def cost_of(plan: RunPlan, name: str = "", limit: str = "") -> MethodCost:
         gradients=states.gradients(layers),
         optimizer=states.optimizer,
         activations=max(moment.activations for moment in plan.memory.moments),
-        received=plan.micro_batches * layers * of_layer + received.weights + hops,
+        received=sum(plan.received.in_step(plan.micro_batches * layers)) + hops,
         idle=0.0 if pipeline is None else pipeline.played.bubble,
         imbalance=_imbalance(plan),
     )

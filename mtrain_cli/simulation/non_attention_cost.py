@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from mtrain_cli.config.cluster import Constant, Gpu
 from mtrain_cli.model.tiling import layers_with_products
@@ -154,20 +155,28 @@ def _loss_cost(plan: RunPlan, tokens: int) -> ComputeCost:
     )
 
 
+class Collective(NamedTuple):
+    """A gather of weights or a reduction of gradients. Sizes are in bytes.
+
+    copied: what copies before and after it read and write.
+    received: what a rank receives.
+    dealt: what a rank receives of experts with expert parallelism, not in ``received``.
+    """
+
+    copied: float
+    received: float
+    dealt: float = 0.0
+
+
 @dataclass(frozen=True)
 class NonAttentionCost:
     """The work of one rank, by part of a step.
 
     forward, recomputed, backward: work of a layer per micro-batch.
     loss: work of LM head, loss, embedding and last norm per micro-batch, in both directions.
-    gathered: copies before and after the all-gather of a layer's weights.
-    reduced: copies before and after the reduce-scatter of a layer's gradients.
-    root_gathered, root_reduced: the same copies for the weights outside the layers.
     added: accumulation of a layer's unsharded gradients.
     optimizer: work of gradient norm, clipping and AdamW per step.
-    received: number of bytes that a rank receives in each collective of a layer: of its weights,
-        and of its experts' with expert parallelism, which are not in the first number.
-    root_received: the same number for the weights outside the layers.
+    of_layer, of_root: collectives of a layer, and of the weights outside the layers.
     tokens: number of tokens in a micro-batch with which the worker's layers compute, with padding.
     rows: number of these tokens in a tile of the MLP.
     """
@@ -176,15 +185,11 @@ class NonAttentionCost:
     recomputed: ComputeCost
     backward: ComputeCost
     loss: ComputeCost
-    gathered: ComputeCost
-    reduced: ComputeCost
-    root_gathered: ComputeCost
-    root_reduced: ComputeCost
     added: ComputeCost
     optimizer: ComputeCost
     host: HostTraffic
-    received: dict[Message, tuple[float, float]]
-    root_received: dict[Message, float]
+    of_layer: dict[Message, Collective]
+    of_root: dict[Message, Collective]
     tokens: int
     rows: int
 
@@ -238,27 +243,36 @@ class NonAttentionCost:
         added = (8 + e) * layer if train.shard == "optimizer" and plan.micro_batches > 1 else 0
         clipped = shard * (4 + (8 if optim.clip_norm else 0))
         stepped = 0 if optim.offload else _ADAMW * shard
-        widths = {Message.GATHER: e, Message.GATHER_AGAIN: e, Message.REDUCE: r}
         share, layer_share, dealt_share = ((n - 1) / n for n in (workers, layer_workers, sharing))
+        gather = Collective(
+            out * layer + out_of_shard * layer_shard,
+            e * (layer - experts) * layer_share,
+            e * experts * dealt_share,
+        )
         return NonAttentionCost(
             forward=forward,
             recomputed=recomputed,
             backward=backward,
             loss=_loss_cost(plan, own) if part is None or part.last else ComputeCost(),
-            gathered=ComputeCost(moved=out * layer + out_of_shard * layer_shard),
-            reduced=ComputeCost(moved=back * layer + to_shard * layer_shard),
-            root_gathered=ComputeCost(moved=out * root + out_of_shard * root / workers),
-            root_reduced=ComputeCost(moved=back * root + to_shard * root / workers),
             added=ComputeCost(moved=added),
             optimizer=ComputeCost(moved=float(clipped + stepped), launches=50.0),
             host=HostTraffic.of(plan, states),
-            received={
-                message: (width * (layer - experts) * layer_share, width * experts * dealt_share)
-                for message, width in widths.items()
+            of_layer={
+                Message.GATHER: gather,
+                Message.GATHER_AGAIN: gather,
+                Message.REDUCE: Collective(
+                    back * layer + to_shard * layer_shard,
+                    r * (layer - experts) * layer_share,
+                    r * experts * dealt_share,
+                ),
             },
-            root_received={
-                message: widths[message] * root * share
-                for message in (Message.GATHER, Message.REDUCE)
+            of_root={
+                Message.GATHER: Collective(
+                    out * root + out_of_shard * root / workers, e * root * share
+                ),
+                Message.REDUCE: Collective(
+                    back * root + to_shard * root / workers, r * root * share
+                ),
             },
             tokens=tokens,
             rows=min(tokens, own_rows * plan.dims.tp),

@@ -26,14 +26,14 @@ from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.expert_exchange import RowExchange, dealt_over
-from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
+from mtrain_cli.simulation.non_attention_cost import Collective, ComputeCost, NonAttentionCost
 from mtrain_cli.simulation.pipeline_cost import StageTime, hop_us, timed_step
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.simulation.tensor_cost import TensorMessages
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
-from mtrain_cli.step.interpreters import PassTime
+from mtrain_cli.step.interpreters import MessageCost, PassTime
 from mtrain_cli.step.program import Message, Post
 from mtrain_cli.step.weights import weight_messages
 from mtrain_cli.training.expert_traffic import summed_bytes
@@ -274,7 +274,7 @@ class _StepEstimate:
         self.times = 1
         for group in weight_messages(plan.config.train.shard, plan.micro_batches):
             self.times = group.times
-            self._micro_batch([op.message for op in group.body if isinstance(op, Post)])
+            self._micro_batch({op.message for op in group.body if isinstance(op, Post)})
         self.times = 1
         self._add(non_attention.optimizer, 1, "optimizer", "optimizer")
         self.us["optimizer"] += self._transfer(1.0).us + self._optimizer_on_host()
@@ -282,15 +282,15 @@ class _StepEstimate:
             self.us[TENSOR] += self._summed_copies(kinds)
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
-    def _micro_batch(self, messages: Sequence[Message]) -> None:
+    def _micro_batch(self, messages: set[Message]) -> None:
         """Add a micro-batch. messages: the collectives of each layer (`step.weights`)."""
         non_attention, layers, began = self.non_attention, self.layers, self.total
-        nothing = ComputeCost()
+        in_forward = {Message.GATHER} & messages
         gathers, again, reduces = (
             self._transfers(message) if message in messages else []
             for message in (Message.GATHER, Message.GATHER_AGAIN, Message.REDUCE)
         )
-        copied = non_attention.gathered if gathers else nothing
+        copied = copies(non_attention.of_layer, in_forward)
         forward = self._layers([FORWARD], non_attention.forward, layers, copied=copied)
         behind = forward / layers, self._carried(FORWARD)
         if FORWARD in self.row_waits:
@@ -299,11 +299,7 @@ class _StepEstimate:
         forward_ended = self.total
         recomputes = self.plan.recompute is not Recompute.NOTHING
         passes = [RECOMPUTE, BACKWARD] if recomputes else [BACKWARD]
-        copied = (
-            (non_attention.gathered if again else nothing)
-            + (non_attention.reduced if reduces else nothing)
-            + non_attention.added
-        )
+        copied = copies(non_attention.of_layer, messages - in_forward) + non_attention.added
         self.backward = backward = self._layers(
             passes, non_attention.backward, layers, non_attention.recomputed, copied=copied
         )
@@ -315,16 +311,14 @@ class _StepEstimate:
                 self._weights(backward / layers, carried, transfers, times)
         # These collectives overlap with nothing: the weights outside the layers, the first weights
         # of each pass, and the last gradients.
-        root = non_attention.root_received.items()
-        alone = [self._transfer(size) for message, size in root if message in messages]
+        root = non_attention.of_root.items()
+        alone = [self._transfer(found.received) for message, found in root if message in messages]
         alone += gathers + again + reduces
         self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
         self.sent += self.times * sum(transfer.size for transfer in alone)
         backward_ended = self.total
-        outside = non_attention.root_gathered if gathers else nothing
-        outside += non_attention.root_reduced if reduces else nothing
         self._add(non_attention.loss, 1, "loss", "loss", LOSS)
-        self._add(outside, 1, "loss", "loss")
+        self._add(copies(non_attention.of_root, messages), 1, "loss", "loss")
         for name, us in (
             ("forward", forward_ended - began),
             ("backward", backward_ended - forward_ended),
@@ -430,30 +424,31 @@ class _StepEstimate:
 
     def _tensor_waits(self, computing: float, layers: int, *, forward: bool) -> None:
         """Add the waits for messages of tensor parallelism."""
-        if self.messages is None:
-            return
-        of_pass = self.messages.forward if forward else self.messages.backward
-        found = of_pass(computing, self._tensor_message)
-        share = self.costs.burden(self.cluster.inner.gpu_share)
-        times = self.times * layers
-        self.us[TENSOR] += times * (found.exposed + share * found.hidden)
-        self.hidden_states += times * found.size
+        if self.messages is not None:
+            of_pass = self.messages.forward if forward else self.messages.backward
+            found = of_pass(computing, self._tensor_message)
+            self._wait(TENSOR, found, self.times * layers, outer=False)
+            self.hidden_states += self.times * layers * found.size
 
     def _row_waits(self, direction: str, layers: int) -> None:
-        exchange = self.exchange
+        exchange, rows = self.exchange, self.rows
         if exchange is None or not self.with_experts:
             return
         found = exchange.forward() if direction == FORWARD else exchange.backward()
         self.row_waits[direction] = found
-        share = self.costs.burden(self.cluster.link(outer=exchange.outer).gpu_share)
         times = self.times * layers * self.with_experts
-        self.us[EXPERTS] += times * (found.exposed + share * found.hidden)
-        self.us["late"] += times * found.late
-        rows = self.rows
-        rows.exposed += times * (found.exposed + share * found.hidden) / 1e6
+        rows.exposed += self._wait(EXPERTS, found, times, outer=exchange.outer) / 1e6
         rows.hidden += times * found.hidden / 1e6
         rows.late += times * found.late / 1e6
         rows.size += times * found.size
+
+    def _wait(self, part: str, found: PassTime, times: float, *, outer: bool) -> float:
+        """Add the waits of a pass. Hidden messages take a share of the GPU. Return their time."""
+        share = self.costs.burden(self.cluster.link(outer=outer).gpu_share)
+        exposed = times * (found.exposed + share * found.hidden)
+        self.us[part] += exposed
+        self.us["late"] += times * found.late
+        return exposed
 
     def _summed_copies(self, kinds: Mapping[bool, int]) -> float:
         """Return the time to add up gradients that all workers of a tensor group hold, in us."""
@@ -527,29 +522,31 @@ class _StepEstimate:
         self.us[elements] += spent.elements * times * self.slowest
         self.us["host"] += spent.host * times
 
-    def _transfers(self, message: Message) -> list[WeightTransfer]:
+    def _transfers(self, message: Message) -> list[MessageCost]:
         """Return the collectives of a layer: of the weights, and of dealt experts."""
-        (shared, dealt), degree = self.non_attention.received[message], dealt_over(self.plan)
-        found = [self._transfer(shared, self.plan.dims.tp)]
-        return [*found, self._transfer(dealt, degree)] if degree > 1 and dealt else found
+        of_layer, degree = self.non_attention.of_layer[message], dealt_over(self.plan)
+        found = [self._transfer(of_layer.received, self.plan.dims.tp)]
+        if degree > 1 and of_layer.dealt:
+            found.append(self._transfer(of_layer.dealt, degree))
+        return found
 
-    def _transfer(self, size: float, degree: int = 1) -> WeightTransfer:
+    def _transfer(self, size: float, degree: int = 1) -> MessageCost:
         """Return a collective among the workers of a stage that share the same weights.
 
         degree: number of consecutive workers that hold different weights.
         """
         workers = self.plan.dims.workers // self.plan.dims.pp // degree
         if workers == 1:
-            return WeightTransfer(0.0, 0.0, False)
+            return MessageCost(0.0, 0.0)
         members = min(workers, max(1, self.cluster.gpus_per_node // degree))
         us, busy = self.costs.collective(False, workers, members, int(size))
-        return WeightTransfer(us, busy, members < workers, size)
+        return MessageCost(us, busy, size, members < workers)
 
     def _weights(
         self,
         computing: float,
         carried: tuple[float, float],
-        transfers: Sequence[WeightTransfer],
+        transfers: Sequence[MessageCost],
         times: int,
     ) -> None:
         """Add the exposed time of the collectives that run while layers compute.
@@ -573,24 +570,14 @@ class _StepEstimate:
         self.hidden += times * hidden / 1e6
 
 
-@dataclass(frozen=True)
-class WeightTransfer:
-    """A collective that moves weights or gradients.
-
-    us: duration in microseconds without other messages.
-    busy: time in microseconds for which the collective occupies the link.
-    outer: whether the collective crosses nodes.
-    size: number of bytes that each rank receives.
-    """
-
-    us: float
-    busy: float
-    outer: bool
-    size: float = 0.0
+def copies(collectives: Mapping[Message, Collective], messages: set[Message]) -> ComputeCost:
+    """Return the copies before and after those collectives whose messages are sent."""
+    sent = (found for message, found in collectives.items() if message in messages)
+    return ComputeCost(moved=sum(found.copied for found in sent))
 
 
 def overlapped_us(
-    transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
+    transfers: Sequence[MessageCost], computing: float, carried: tuple[float, float], bound: str
 ) -> float:
     """Return the total time of successive collectives that start with a computation.
 

@@ -49,11 +49,13 @@ class MessageCost(NamedTuple):
     us: its time in microseconds.
     busy: time for which it occupies the link.
     size: number of bytes that a worker receives, in the mean.
+    outer: whether it crosses nodes.
     """
 
     us: float
     busy: float
-    size: float
+    size: float = 0.0
+    outer: bool = False
 
 
 class PassTime(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -26,43 +26,27 @@ def tensor_rows(plan: RunPlan) -> list[tuple[str, str]]:
     width = f"{part.intermediate_size:,} of {whole.intermediate_size:,} columns of the MLP"
     rows = [("tensor", f"a worker computes {heads} and {width}")]
     if (alone := _context_alone(plan)) is not None:
-        rows.append(("", _compared(_Step.of(plan), _Step.of(alone))))
+        rows.append(("", _compared(plan, alone)))
     return rows
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Bytes that reach one worker in a step, those of a pipeline's messages left out."""
-
-    keys: int
-    hidden: int
-    weights: int
-
-    @staticmethod
-    def of(plan: RunPlan) -> _Step:
-        """Return the bytes of a worker of the stage with the most layers."""
-        layers, stages, received = plan.config.model.num_layers, plan.dims.pp, plan.received
-        if plan.pipeline is not None:
-            layers = max(sum(plan.pipeline.layers[stage::stages]) for stage in range(stages))
-        passes = layers * plan.micro_batches
-        return _Step(
-            passes * (received.forward + received.backward),
-            passes * (received.tensor_forward + received.tensor_backward),
-            received.weights,
-        )
-
-    @property
-    def total(self) -> int:
-        return self.keys + self.hidden + self.weights
+def _in_step(plan: RunPlan) -> tuple[int, int, int]:
+    """Return `ReceivedBytes.in_step` for a worker of the stage with the most layers."""
+    layers, stages = plan.config.model.num_layers, plan.dims.pp
+    if plan.pipeline is not None:
+        layers = max(sum(plan.pipeline.layers[stage::stages]) for stage in range(stages))
+    return plan.received.in_step(layers * plan.micro_batches)
 
 
-def _compared(own: _Step, alone: _Step) -> str:
+def _compared(plan: RunPlan, alone: RunPlan) -> str:
     """Compare the bytes of a run with those of context parallelism alone on the same workers."""
+    own, other = _in_step(plan), _in_step(alone)
+    keys, hidden, weights = map(size, own)
     return (
-        f"a worker receives {size(own.total)} per step, {own.total / alone.total:.3g} times the "
-        f"bytes of context parallelism alone ({size(alone.total)}): hidden states "
-        f"{size(own.hidden)}, keys and values {size(own.keys)} instead of {size(alone.keys)}, "
-        f"weights and gradients {size(own.weights)} instead of {size(alone.weights)}"
+        f"a worker receives {size(sum(own))} per step, {sum(own) / sum(other):.3g} times the "
+        f"bytes of context parallelism alone ({size(sum(other))}): hidden states {hidden}, keys "
+        f"and values {keys} instead of {size(other[0])}, weights and gradients {weights} instead "
+        f"of {size(other[2])}"
     )
 
 

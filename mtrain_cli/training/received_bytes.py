@@ -39,6 +39,14 @@ class ReceivedBytes:
     tensor_forward: int = 0
     tensor_backward: int = 0
 
+    def in_step(self, passes: int) -> tuple[int, int, int]:
+        """Return bytes of keys, of hidden states and of weights in a step, with their gradients.
+
+        passes: number of layers, times micro-batches.
+        """
+        keys, hidden = self.forward + self.backward, self.tensor_forward + self.tensor_backward
+        return passes * keys, passes * hidden, self.weights
+
 
 def received_bytes(
     config: Config,
