@@ -18,7 +18,7 @@ import numpy as np
 from mtrain_cli.config.cluster import Constant
 from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.simulation.router_loads import ExpertLoads
-from mtrain_cli.training.expert_rows import copied_rows, summed_gradients
+from mtrain_cli.training.expert_traffic import copied_rows, summed_gradients
 
 _BFLOAT16 = 2  # bytes
 _GUESS = "; not measured"
@@ -145,7 +145,7 @@ class LayerExperts:
         e, moe = self.e, self.model.moe
         forward, backward = (3.0 * e, 6.0 * e) if self.compile else (7.0 * e + 8, 24.0 * e + 32)
         forward, backward = forward * moe.expert_size, backward * moe.expert_size
-        copied = copied_rows(self.degree, "full" if self.recompute else "none")
+        copied = copied_rows(self.degree, recomputes=self.recompute)
         forward += copied[0] * e * self.model.hidden_size
         backward += copied[1] * e * self.model.hidden_size
         weights = 3.0 * moe.experts / self.degree * moe.expert_size * self.model.hidden_size

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtrain_cli.config.cluster import Cluster, Constant
-from mtrain_cli.model.tiling import expert_chunks, expert_parts
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.expert_cost import GROUPED, LayerExperts, moved
 from mtrain_cli.simulation.router_loads import ExpertLoads
 from mtrain_cli.step.interpreters import MessageCost, PassTime, time, work
 from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, Layer
 from mtrain_cli.step.program import Program
-from mtrain_cli.training.expert_rows import HOST_WAIT_US, message_bytes, travelling
+from mtrain_cli.training.expert_traffic import HOST_WAIT_US, chunks_and_parts, message_bytes
 from mtrain_cli.training.flops import own_tiles
 from mtrain_cli.training.run_plan import RunPlan
 
@@ -37,15 +36,9 @@ def layer_experts(plan: RunPlan, loads: ExpertLoads) -> LayerExperts:
     config, e = plan.config, plan.dtype_bytes
     own, _ = own_tiles(config, plan.layout, e)
     degree = dealt_over(plan)
-    chunks = expert_chunks(
-        own, config.model.hidden_size, config.model.moe, e, config.train.tile_mib << 20,
-        degree=degree, chunks=config.topology.expert_chunks,
-    )  # fmt: skip
+    chunks, parts = chunks_and_parts(config, own, e, degree)
     recompute = config.train.activation_checkpoint != "none"
     compiled = config.train.compile != False  # noqa: E712 - auto compiles on GPUs
-    parts = 1
-    if degree > 1:
-        parts = expert_parts(own, config.model.moe.experts // degree, chunks)
     return LayerExperts(config.model, own, e, loads, degree, chunks, parts, recompute, compiled)
 
 
@@ -154,3 +147,16 @@ class RowExchange:
             for message, size in message_bytes(experts.model.hidden_size, experts.e).items()
         }
         return time(program, _PRODUCTS, lambda post: costs.get(post.message), computing_P)
+
+
+def travelling(pairs_PE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many rows each worker of a group receives from others: as experts, and back.
+
+    Args:
+        pairs_PE: pairs of each worker's tokens by expert, [workers, experts]. Each worker holds an
+            equal, consecutive part of the experts.
+    """
+    workers = len(pairs_PE)
+    from_to = pairs_PE.reshape(workers, workers, -1).sum(-1)
+    own = from_to.diagonal()
+    return from_to.sum(0) - own, from_to.sum(1) - own

@@ -33,7 +33,7 @@ from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.training.expert_price import row_seconds
+from mtrain_cli.training.expert_price import ExpertRun
 from mtrain_cli.training.expert_traffic import degrees_in_a_node
 from mtrain_cli.training.flops import (
     assumed_density,
@@ -291,7 +291,8 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     link = NETWORK if environment.nodes > 1 else NODE_LINK
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     shape = plan.dims, plan.layout, e, environment.workers_per_node
-    seconds += row_seconds(config, *shape) * config.model.expert_layers / environment.dims.pp
+    rows = ExpertRun(config, *shape).row_seconds()
+    seconds += rows * config.model.expert_layers / environment.dims.pp
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
         overlapping = compute * layers_on_host(train.offload_activations, layers) / layers

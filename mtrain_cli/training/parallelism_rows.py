@@ -11,7 +11,7 @@ from mtrain_cli.config import validate
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.training import resolution
-from mtrain_cli.training.expert_price import ExpertPrice, cheapest, expert_degree, price, prices
+from mtrain_cli.training.expert_price import ExpertPrice, ExpertRun
 from mtrain_cli.training.flops import ASSUMED_DENSITY
 from mtrain_cli.training.run_plan import RunPlan, size
 from mtrain_cli.training.stage_choice import named_on
@@ -100,15 +100,13 @@ def expert_rows(plan: RunPlan) -> list[tuple[str, str]]:
     config, dims = plan.config, plan.dims
     if not config.model.moe.experts:
         return []
-    shape = config, dims, plan.layout, plan.dtype_bytes
     per_node = plan.environment.workers_per_node
-    degree = expert_degree(*shape, per_node)
+    run = ExpertRun(config, dims, plan.layout, plan.dtype_bytes, per_node)
+    degree = run.degree
     held = f"a worker computes {config.model.moe.experts // degree} of {config.model.moe.experts}"
     if dims.dp * dims.cp * dims.tp == 1:
         return [("experts", held)]
-    best = cheapest(*shape, per_node)
-    own = price(*shape, per_node, degree)
-    considered = prices(*shape, per_node)
+    best, own, considered = run.cheapest(), run.price(degree), run.prices()
     others = [each for each in considered if (each.degree == 1) != (degree == 1)]
     other = min(others, key=lambda each: each.seconds, default=None)
     costs = ", ".join(_cost(each) for each in (own, other) if each is not None)

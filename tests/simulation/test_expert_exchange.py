@@ -92,7 +92,7 @@ def computing(one: RowExchange) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_clocks_of_a_group_by_hand(parts, monkeypatch):
     """Equal loads: all workers compute alike, and messages of two parts hide behind products."""
-    monkeypatch.setattr(expert_exchange, "expert_parts", lambda *_: 1)
+    monkeypatch.setattr(expert_exchange, "chunks_and_parts", lambda *_: (1, 1))
     one = exchange(ExpertLoads(), "train.activation_checkpoint=none", "topology.expert_chunks=1")
     forward, backward = computing(one)
     assert np.ptp(forward) == np.ptp(backward) == 0
@@ -108,7 +108,7 @@ def test_the_clocks_of_a_group_by_hand(parts, monkeypatch):
     assert back.exposed == pytest.approx(rows + scored - hidden)
     assert back.late == found.late == 0
     if parts > 1:
-        monkeypatch.setattr(expert_exchange, "expert_parts", lambda *_: parts)
+        monkeypatch.setattr(expert_exchange, "chunks_and_parts", lambda *_: (1, parts))
         two = exchange(ExpertLoads(), "train.activation_checkpoint=none")
         assert two.forward().hidden > 0
         assert two.forward().exposed < found.exposed

@@ -13,6 +13,7 @@ from mtrain_cli.model import expert_parallel
 from mtrain_cli.model.experts import Experts
 from mtrain_cli.model.routing import decide_alone
 from mtrain_cli.parallel.expert_group import ExpertGroup
+from mtrain_cli.simulation.expert_exchange import travelling
 from mtrain_cli.step.interpreters import traffic
 from mtrain_cli.step.layer import (
     BACKWARD_CHUNK,
@@ -29,7 +30,7 @@ from mtrain_cli.step.layer import (
     Layer,
 )
 from mtrain_cli.step.program import Compute, Message
-from mtrain_cli.training.expert_rows import message_bytes, travelling
+from mtrain_cli.training.expert_traffic import message_bytes
 from mtrain_cli.training.trainer import Trainer
 
 HIDDEN, WIDTH, TOKENS = 20, 12, 7
