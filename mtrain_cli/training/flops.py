@@ -24,6 +24,7 @@ from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import RECOMPUTE
 from mtrain_cli.step.interpreters import work
 from mtrain_cli.step.layer import EXPERTS_IN, EXPERTS_OUT, layers
+from mtrain_cli.step.program import Repeat
 
 Shape = tuple[int, ...]
 # Share of causal pairs that a pattern is assumed to compute if the share depends on the data.
@@ -332,8 +333,10 @@ def flops_per_token(
     number = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
     heads = model.num_layers * model.num_heads * model.head_dim
-    matrices = recomputed_matmul(model, recomputed=recomputed, tiled=tiled, keep_mlp=keep_mlp)
-    again = sum(matrices.values()) + (number.embedding if recomputed_logits else 0)
+    kinds = layers(model, checkpointed=recomputed, tiled=tiled, keep_mlp=keep_mlp)
+    matrices = _matrices(model, False) | _matrices(model, True)
+    again = work([Repeat(n, layer.backward()) for n, layer in kinds], matrices)[RECOMPUTE]
+    again += number.embedding if recomputed_logits else 0
     products = 14 + 4 * pairs_again
     return FlopsPerToken(
         model=6 * number.matmul + 12 * heads * allowed / seq,
@@ -377,20 +380,6 @@ def own_tiles(config: Config, layout: Layout, dtype_bytes: int) -> tuple[int, in
     own = -(-layout.tokens_per_worker * train.micro_batch // degree)
     sizes = model.hidden_size, model.intermediate_size, dtype_bytes, train.tile_mib << 20
     return own, shared_tile_rows(own, *sizes, degree, config.topology.tensor_chunks)
-
-
-def recomputed_matmul(
-    model: ModelConfig, *, recomputed: bool, tiled: bool, keep_mlp: bool | int
-) -> dict[bool, int]:
-    """Count the elements of the weight matrices whose products the backward pass recomputes.
-
-    Returns: elements of all layers without experts (key False) and with experts (key True).
-    """
-    found = {False: 0, True: 0}
-    for number, layer in layers(model, checkpointed=recomputed, tiled=tiled, keep_mlp=keep_mlp):
-        products = work(layer.backward(), _matrices(model, layer.experts))
-        found[layer.experts] += number * products[RECOMPUTE]
-    return found
 
 
 # Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets. If a sheet prints
