@@ -56,7 +56,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Start a message. number: names it within its program."""
+    """Start a message. number: shared with its `Wait`; later messages may have it again."""
 
     message: Message
     rows: float = 1

@@ -99,6 +99,11 @@ def test_one_part_waits_for_both_messages():
     assert (found.busy, found.size) == (5.0, 20.0)
 
 
+def test_parts_share_the_rows_of_a_layer():
+    assert traffic(forward(4), {Message.SCORED: 8, BACK: 4}) == 8 + 4
+    assert work(forward(4), {EXPERTS_IN: 3})[FORWARD] == 3
+
+
 def test_of_several_parts_only_the_first_and_the_last_message_are_exposed():
     found = clocks(forward(4), 2.0, [40.0, 40.0])
     assert found.exposed == pytest.approx(4.0)
