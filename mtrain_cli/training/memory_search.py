@@ -33,7 +33,7 @@ from mtrain_cli.config.pipeline_parallel import NEED_WHOLE_MODEL
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.training.expert_price import row_seconds
+from mtrain_cli.training.expert_price import ExpertRun
 from mtrain_cli.training.expert_traffic import degrees_in_a_node
 from mtrain_cli.training.flops import (
     assumed_density,
@@ -43,8 +43,8 @@ from mtrain_cli.training.flops import (
     training_flops,
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate
+from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
 from mtrain_cli.training.state_memory import BYTES, largest_states
-from mtrain_cli.training.tensor_traffic import backward_messages, forward_messages, message_bytes
 
 if TYPE_CHECKING:
     from mtrain_cli.training.run_plan import RunPlan
@@ -291,7 +291,8 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     link = NETWORK if environment.nodes > 1 else NODE_LINK
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     shape = plan.dims, plan.layout, e, environment.workers_per_node
-    seconds += row_seconds(config, *shape) * config.model.expert_layers / environment.dims.pp
+    rows = ExpertRun(config, *shape).row_seconds()
+    seconds += rows * config.model.expert_layers / environment.dims.pp
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
         overlapping = compute * layers_on_host(train.offload_activations, layers) / layers
@@ -302,7 +303,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
         seconds += shard * sharing / HOST_MEMORY + e * states.shard / HOST_LINK
     else:
         seconds += shard / GPU_MEMORY
-    messages = forward_messages(config.model) + backward_messages(config)
+    messages = sum(tensor_messages(config))
     share = layers / config.model.num_layers
     seconds += n * share * messages * message_bytes(config, plan.layout, e) / NODE_LINK
     tokens, rows = own_tiles(config, plan.layout, e)

@@ -28,7 +28,7 @@ from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training import memory_remedies, memory_search, resolution
 from mtrain_cli.training.attention_memory import AttentionMemory
-from mtrain_cli.training.expert_price import expert_degree
+from mtrain_cli.training.expert_price import ExpertRun
 from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.first_masks import FirstMasks, first_masks
 from mtrain_cli.training.flops import (
@@ -253,7 +253,7 @@ class RunPlan:
         if config.topology.expert_parallel != "auto":
             return config
         per_node = self.environment.workers_per_node
-        degree = expert_degree(config, self.dims, self.layout, self.dtype_bytes, per_node)
+        degree = ExpertRun(config, self.dims, self.layout, self.dtype_bytes, per_node).degree
         return config.changed(topology={"expert_parallel": degree})
 
     @functools.cached_property

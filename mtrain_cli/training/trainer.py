@@ -50,7 +50,7 @@ from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.checked_plan import checked_plan
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
-from mtrain_cli.training.expert_price import expert_degree
+from mtrain_cli.training.expert_price import ExpertRun
 from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import (
@@ -164,7 +164,7 @@ class Trainer:
         dims, itemsize = self.environment.dims, self.choices.dtype.itemsize
         require_experts_fit(self.config, dims, itemsize, self.device.type)
         layout, per_node = self.choices.layout, self.environment.workers_per_node
-        degree = expert_degree(self.config, dims, layout, itemsize, per_node)
+        degree = ExpertRun(self.config, dims, layout, itemsize, per_node).degree
         return make_expert_group(self.environment.rank, dims, degree, self.device, timeout)
 
     def _make_data(self) -> None:

@@ -1,4 +1,4 @@
-"""The bytes that tensor parallelism moves in a real step equal the formulas."""
+"""A layer sends the messages of tensor parallelism in the order of its program."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from mtrain_cli.model import feed_forward
 from mtrain_cli.parallel import tensor_group
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.tensor_group import TensorGroup
-from mtrain_cli.training.tensor_traffic import (
+from mtrain_cli.step.layer import (
     BACKWARD_TILE,
     FORWARD_TILE,
     KEPT_BACKWARD_TILE,
     NEXT,
     SEND,
     WAIT,
-    backward_messages,
-    forward_messages,
-    message_bytes,
 )
+from mtrain_cli.step.program import Compute
+from mtrain_cli.training.received_bytes import message_bytes, tensor_messages
 from mtrain_cli.training.trainer import Trainer
 
 RUN = (
@@ -63,11 +62,10 @@ def counted(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> tuple
         trainer.train_step(False)
     config, plan = trainer.config, trainer.plan
     message = message_bytes(config, plan.layout, plan.dtype_bytes)
-    forward = forward_messages(config.model)
-    both = forward + backward_messages(config)
+    forward, backward = tensor_messages(config)
     assert plan.received.tensor_forward == forward * message // config.model.num_layers
     trainer.close()
-    return received, plan.micro_batches * both * message, calls
+    return received, plan.micro_batches * (forward + backward) * message, calls
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_a_worker_receives_the_bytes_of_the_formula(world, cp, overrides, messag
 
 def test_each_layer_that_keeps_its_products_saves_a_message():
     config = compose(["train.keep_mlp=2", "model.num_layers=5"])
-    assert backward_messages(config) == 5 * 7 - 2
+    assert tensor_messages(config) == (5 * 4, 5 * 7 - 2)
 
 
 def test_one_worker_alone_receives_nothing():
@@ -110,7 +108,7 @@ class _Products(TorchDispatchMode):
     sizes: the width of each weight's own dimension, which no other dimension has.
     """
 
-    def __init__(self, done: list[str], sizes: dict[int, str]) -> None:
+    def __init__(self, done: list[object], sizes: dict[int, str]) -> None:
         super().__init__()
         self.done, self.sizes = done, sizes
 
@@ -122,7 +120,7 @@ class _Products(TorchDispatchMode):
 
 
 class _Message:
-    def __init__(self, done: list[str], received: torch.Tensor) -> None:
+    def __init__(self, done: list[object], received: torch.Tensor) -> None:
         self.done, self.received = done, received
         done.append(SEND)
 
@@ -134,7 +132,7 @@ class _Message:
 class _Group(TensorGroup):
     """A group of two workers, of which the other has equal rows. Notes what the worker does."""
 
-    done: ClassVar[list[str]] = []
+    done: ClassVar[list[object]] = []
 
     def start_gather(self, own_RW):
         return _Message(self.done, torch.cat([own_RW, own_RW]))
@@ -146,7 +144,7 @@ class _Group(TensorGroup):
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_program_of_a_tile_is_what_the_layer_does(keep, monkeypatch):
     """Gate and up have equal sizes, so both count as gate."""
-    done: ClassVar[list[str]] = []
+    done: ClassVar[list[object]] = []
     group = _Group(0, 2, None)  # type: ignore[arg-type]
     monkeypatch.setattr(_Group, "done", done)
 
@@ -167,7 +165,8 @@ def test_the_program_of_a_tile_is_what_the_layer_does(keep, monkeypatch):
     sizes = {heads: "o", width: "mlp"}
 
     def alike(program):
-        return ["mlp" if word in ("gate", "up", "down") else word for word in program]
+        parts = [op.part if isinstance(op, Compute) else op for op in program]
+        return ["mlp" if part in ("gate", "up", "down") else part for part in parts]
 
     with _Products(done, sizes):
         result = feed_forward.feed_forward(x, out, weights, options)
