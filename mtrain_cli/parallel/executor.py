@@ -23,7 +23,6 @@ from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.parallel import arrangements, head_parts
 from mtrain_cli.parallel.head_parts import part_of_heads
 from mtrain_cli.parallel.program import (
-    WHOLE_SEQUENCE,
     AddColumns,
     Arrange,
     Begin,
@@ -35,6 +34,7 @@ from mtrain_cli.parallel.program import (
     Program,
     Reduce,
     Wait,
+    Whole,
 )
 from mtrain_cli.parallel.query_message import QueryMessage
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, MERGE
@@ -144,7 +144,7 @@ class Executor:
 
     def _compute(self, op: Compute) -> None:
         tiles = self.tiles.for_pair(op.queries, op.keys, op.part, columns=op.with_columns)
-        if tiles.empty and op.keys != WHOLE_SEQUENCE:
+        if tiles.empty and not isinstance(op.keys, Whole):
             return
         keys = self.tensors[op.reads[-1]]
         if len(op.writes) == 1:
@@ -377,7 +377,7 @@ class Executor:
     def _from_tokens(self, op: Arrange) -> Sequence[Any]:
         """Sort the received tokens: [batch, tokens of all ranks, heads per rank, head_dim]."""
         (arrived,) = self._read(op)
-        order, _ = self.tiles.placement.token_order(self.exchange.own[0], arrived.device)
+        order, _ = self.tiles.placement.token_order(self.exchange.own.number, arrived.device)
         whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, order)
         return [t.contiguous() for t in whole.split(self._widths, 2)]
 
@@ -385,7 +385,7 @@ class Executor:
         """Return the tokens for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = self._read(op)
         self._widths = [part.shape[2] for part in parts]
-        _, back = self.tiles.placement.token_order(self.exchange.own[0], parts[0].device)
+        _, back = self.tiles.placement.token_order(self.exchange.own.number, parts[0].device)
         together = torch.cat(parts, 2).index_select(1, back)
         return (together.unflatten(1, (self.program.sharing, -1)).transpose(0, 1).contiguous(),)
 

@@ -17,39 +17,57 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from mtrain_cli.parallel.schedule import Transfer
 
 Part = tuple[int, int]  # (i, n): the i-th of n equal parts
-Shards = tuple[int, ...]
-Shape = tuple[tuple[Fraction, str, int], ...]  # (count, unit, bytes per element) of a buffer
-# Stands for all key shards, in sequence order. After a group cast, only for the rows that arrived.
-WHOLE_SEQUENCE: Shards = (-1,)
 
 
-def keys_of_stage(stage: int) -> Shards:
-    """Return what stands for the rows that a group cast brings for stage 1 or 2."""
-    return (WHOLE_SEQUENCE[0] - stage,)
+@dataclass(frozen=True)
+class Shard:
+    """The tokens of one rank. Ranks that share heads hold one shard together."""
+
+    number: int
 
 
-def stage_of_keys(keys: Shards) -> int | None:
-    """Return the stage for which `keys_of_stage` made ``keys``; None for other keys."""
-    (first,) = keys
-    return WHOLE_SEQUENCE[0] - first if first < WHOLE_SEQUENCE[0] else None
+@dataclass(frozen=True)
+class Stage:
+    """The rows that a group cast brings for stage 1 or 2."""
+
+    number: int
 
 
-# Units of a size. Each stands for a count of tensor elements:
-#   QUERIES: a rank's queries.
-#   KEYS: the keys and values with which a rank computes. Ulysses repeats a key-value head if it has
-#       more ranks than the model has key-value heads.
-#   OWN_KEYS: a rank's keys and values before Ulysses trades them, with every head once.
-#   STATS: one element per query and head, such as lse.
-#   COLUMNS: keys and values of single columns.
-#   WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
-#   SENT[i], RECEIVED[i]: keys and values of the rows that group cast number i moves.
-QUERIES, KEYS, OWN_KEYS, STATS = "queries", "keys", "own_keys", "stats"
-COLUMNS, WIDE_COLUMNS = "columns", "wide_columns"
-SENT, RECEIVED = (tuple(f"{word} {at}" for at in range(3)) for word in ("sent", "received"))
+@dataclass(frozen=True)
+class Whole:
+    """All key shards, in sequence order. After a group cast, only the rows that arrived."""
+
+
+Keys = Shard | Stage | Whole
+
+
+class Unit(NamedTuple):
+    """A count of tensor elements.
+
+    cast: number of the group cast, for SENT and RECEIVED.
+    """
+
+    kind: str
+    cast: int = 0
+
+
+# QUERIES: a rank's queries.
+# KEYS: the keys and values with which a rank computes. Ulysses repeats a key-value head if it has
+#     more ranks than the model has key-value heads.
+# OWN_KEYS: a rank's keys and values before Ulysses trades them, with every head once.
+# STATS: one element per query and head, such as lse.
+# COLUMNS: keys and values of single columns.
+# WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
+# SENT[i], RECEIVED[i]: keys and values of the rows that group cast number i moves.
+QUERIES, KEYS, OWN_KEYS, STATS = map(Unit, ("queries", "keys", "own_keys", "stats"))
+COLUMNS, WIDE_COLUMNS = Unit("columns"), Unit("wide_columns")
+SENT, RECEIVED = (tuple(Unit(kind, cast) for cast in range(3)) for kind in ("sent", "received"))
+Shape = tuple[tuple[Fraction, Unit, int], ...]  # (count, unit, bytes per element) of a buffer
 # Precisions. LOW: the compute dtype. HIGH: float32, for sums. MADE: the dtype of a kernel's dk, dv.
 LOW, HIGH, MADE = "low", "high", "made"
 _SUM_BYTES = 4
@@ -87,7 +105,7 @@ class ShardSizes:
         widths = {LOW: self.dtype_bytes, HIGH: _SUM_BYTES, MADE: self.made_bytes}
         return widths[precision] or self.dtype_bytes
 
-    def count(self, unit: str, sharing: int) -> int | Fraction:
+    def count(self, unit: Unit, sharing: int) -> int | Fraction:
         """Return the number of elements in a unit, such as KEYS, on one rank.
 
         sharing: number of ranks that share heads (Ulysses). Such a rank holds 1 / sharing of the
@@ -96,9 +114,10 @@ class ShardSizes:
         if unit in (KEYS, OWN_KEYS):
             kv_heads = self.kv_heads if unit == OWN_KEYS else max(self.kv_heads, sharing)
             return 2 * self.tokens * kv_heads * self.head_dim
-        if unit in (*SENT, *RECEIVED):
-            word, at = unit.split()
-            return self.casts[int(at)][word == "received"] * self.count(KEYS, sharing)
+        if unit in SENT:
+            return self.casts[unit.cast][0] * self.count(KEYS, sharing)
+        if unit in RECEIVED:
+            return self.casts[unit.cast][1] * self.count(KEYS, sharing)
         if unit == QUERIES:
             return self.tokens * self.heads * self.head_dim
         if unit == STATS:
@@ -114,7 +133,7 @@ class Size:
     A term is count * elements of the unit * bytes per element. `of` computes the sum.
     """
 
-    terms: tuple[tuple[Fraction, str, str], ...] = ()
+    terms: tuple[tuple[Fraction, Unit, str], ...] = ()
 
     def __add__(self, other: Size) -> Size:
         return Size(self.terms + other.terms)
@@ -145,23 +164,23 @@ class Size:
 
 def total_size(sizes: Iterable[Size]) -> Size:
     """Add sizes up, with one term per unit and precision."""
-    counts: dict[tuple[str, str], Fraction] = {}
+    counts: dict[tuple[Unit, str], Fraction] = {}
     for count, unit, precision in (term for size in sizes for term in size.terms):
         counts[unit, precision] = counts.get((unit, precision), Fraction(0)) + count
     return Size(tuple((count, *what) for what, count in sorted(counts.items())))
 
 
-def low(unit: str) -> Size:
+def low(unit: Unit) -> Size:
     """Return the size of one ``unit``, such as KEYS or QUERIES, in the compute dtype."""
     return Size(((Fraction(1), unit, LOW),))
 
 
-def high(unit: str) -> Size:
+def high(unit: Unit) -> Size:
     """Return the size of one ``unit``, such as QUERIES or STATS, in float32."""
     return Size(((Fraction(1), unit, HIGH),))
 
 
-def as_made(unit: str) -> Size:
+def as_made(unit: Unit) -> Size:
     """Return the size of one ``unit``, such as KEYS, in the dtype of a kernel's dk and dv."""
     return Size(((Fraction(1), unit, MADE),))
 
@@ -257,15 +276,14 @@ class Compute(Operation):
     (q, dout, out, lse, delta, keys), or (message, keys) if the queries came from another rank. It
     writes dq, and one buffer with dk and dv. Without delta, the kernel computes delta from out.
 
-    queries, keys: one shard each; keys can also be `WHOLE_SEQUENCE` or `keys_of_stage`. Ranks that
-        share heads hold one shard together.
+    queries, keys: what the call computes.
     part: (i, n): compute the i-th of n equal parts of the model's heads.
     piece: (i, n): the same heads, as a part of the heads that this rank holds.
     with_columns: whether this call also computes the single columns of the index.
     """
 
-    queries: Shards
-    keys: Shards
+    queries: Shard
+    keys: Keys
     part: Part
     piece: Part = (0, 1)
     with_columns: bool = True

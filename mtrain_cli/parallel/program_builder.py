@@ -23,22 +23,24 @@ from mtrain_cli.parallel.program import (
     RECEIVED,
     SENT,
     STATS,
-    WHOLE_SEQUENCE,
     WIDE_COLUMNS,
     Arrange,
     Begin,
     Buffer,
     Compute,
+    Keys,
     Operation,
     Part,
     Post,
     Program,
-    Shards,
+    Shard,
     Size,
+    Stage,
+    Unit,
     Wait,
+    Whole,
     as_made,
     high,
-    keys_of_stage,
     low,
 )
 from mtrain_cli.parallel.schedule import COLUMNS as COLUMN_PAYLOAD
@@ -123,7 +125,7 @@ class ProgramBuilder:
         self.sized: dict[str, Size] = {}  # sizes of buffers whose names do not tell them
         self._inside = slice(None)
 
-    def shard(self, members: Shards) -> int:
+    def shard(self, members: tuple[int, ...]) -> int:
         return members[0] // self.sharing
 
     def emit(
@@ -164,7 +166,7 @@ class ProgramBuilder:
             Compute,
             reads,
             writes,
-            queries=(self.shard(step.queries),),
+            queries=Shard(self.shard(step.queries)),
             keys=self._keys(step),
             part=step.part,
             piece=self.piece(step.part),
@@ -172,11 +174,11 @@ class ProgramBuilder:
             scratch=scratch,
         )
 
-    def _keys(self, step: ScheduleStep) -> Shards:
+    def _keys(self, step: ScheduleStep) -> Keys:
         if step.stage:
-            return keys_of_stage(step.stage)
+            return Stage(step.stage)
         one = step.stage == 0 or not self.schedule.gathers
-        return (self.shard(step.keys),) if one else WHOLE_SEQUENCE
+        return Shard(self.shard(step.keys)) if one else Whole()
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Wait for the transfers with these numbers, which must be in flight."""
@@ -224,7 +226,7 @@ class ProgramBuilder:
         posts = (op for op in self._operations if isinstance(op, Post))
         return range(len({op.cast for op in posts if op.transfer.kind == GROUP_CAST}))
 
-    def cast_size(self, width: Callable[[str], Size]) -> Size:
+    def cast_size(self, width: Callable[[Unit], Size]) -> Size:
         """Return the size of the keys with which a rank computes after the group casts."""
         return sum((width(RECEIVED[cast]) for cast in self.casts), width(KEYS))
 

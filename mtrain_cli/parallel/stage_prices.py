@@ -29,8 +29,9 @@ from mtrain_cli.parallel.program import (
     Reduce,
     ShardSizes,
     Size,
+    Stage,
     Wait,
-    stage_of_keys,
+    Whole,
 )
 from mtrain_cli.parallel.rates import Rates
 from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, INNER, OUTER, Schedule
@@ -139,9 +140,14 @@ class _Walk:
         for op in self.program.operations:
             match op:
                 case Compute():
-                    # Non-negative keys name a rank's own shard.
-                    stage = 0 if op.keys[0] >= 0 else stage_of_keys(op.keys)
-                    seconds = flop[stage] / op.part[1] / self.rates.flops
+                    match op.keys:
+                        case Stage(stage):
+                            of_keys = flop[stage]
+                        case Whole():
+                            of_keys = flop[None]
+                        case _:
+                            of_keys = flop[0]
+                    seconds = of_keys / op.part[1] / self.rates.flops
                     self._compute(_CALL + seconds.reshape(self.now.shape))
                 case Post():
                     self._post(op)

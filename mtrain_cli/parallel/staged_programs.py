@@ -35,6 +35,7 @@ from mtrain_cli.parallel.program import (
     Merge,
     Reduce,
     Size,
+    Unit,
     as_made,
     high,
     low,
@@ -115,7 +116,7 @@ def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> str:
     return keys
 
 
-def _received(b: ProgramBuilder, rows: Sequence[str], width: Callable[[str], Size]) -> Size:
+def _received(b: ProgramBuilder, rows: Sequence[str], width: Callable[[Unit], Size]) -> Size:
     """Return the size of the rows in these buffers, for all heads."""
     casts = (b.posted[int(name.split()[1])].cast for name in rows)
     return total_size(width(RECEIVED[cast]) for cast in casts)

@@ -13,12 +13,13 @@ from parallel.test_schedule import cases
 from mtrain_cli.parallel.arrangements import ADD_HEADS
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import (
-    WHOLE_SEQUENCE,
     Compute,
     Merge,
     Operation,
     Post,
-    keys_of_stage,
+    Shard,
+    Stage,
+    Whole,
 )
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import UNSCHEDULED, Schedule, ScheduleOptions
@@ -48,10 +49,10 @@ def check(schedule: Schedule, rank: int) -> None:
         computed = [step for step in steps if step.keys]
         for op, step in zip(program.computes, computed, strict=True):
             at = op.step
-            assert (op.queries, op.part) == ((step.queries[0] // heads,), step.part)
-            keys = WHOLE_SEQUENCE if schedule.gathers else (step.keys[0] // heads,)
+            assert (op.queries, op.part) == (Shard(step.queries[0] // heads), step.part)
+            keys = Whole() if schedule.gathers else Shard(step.keys[0] // heads)
             if step.stage is not None:
-                keys = keys_of_stage(step.stage) if step.stage else op.queries
+                keys = Stage(step.stage) if step.stage else op.queries
             assert op.keys == keys
             assert step is steps[at]
         assert [op.step for op in program.operations] == sorted(
@@ -79,7 +80,7 @@ def alike(mine: Operation, theirs: Operation) -> bool:
         )
     plain = {"reads": (), "writes": (), "frees": ()}
     if isinstance(mine, Compute) and isinstance(theirs, Compute):
-        plain |= {"queries": (), "keys": (), "part": (0, 1)}
+        plain |= {"queries": Shard(0), "keys": Whole(), "part": (0, 1)}
     elif isinstance(mine, Merge) and isinstance(theirs, Merge):
         plain |= {"begins": ()}
     return replace(mine, **plain) == replace(theirs, **plain)

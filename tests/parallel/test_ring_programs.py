@@ -10,7 +10,7 @@ from parallel.programs import FEW, SIZES, copies
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.arrangements import DELTA
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import AddColumns, Begin, Merge, Reduce, pool_bytes
+from mtrain_cli.parallel.program import AddColumns, Begin, Merge, Reduce, Shard, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import DQ, ScheduleOptions, Transfer
 from mtrain_cli.parallel.schedule_registry import make_schedule
@@ -21,7 +21,7 @@ def test_a_ring_of_keys_step_by_step():
     program = lower(make_schedule("ring", ScheduleOptions(4, 4)), 1)
     kinds = [type(op).__name__ for op in program.operations if op.step == 1]
     assert kinds == ["Begin", "Post", "Wait", "Compute", "Merge"]
-    assert [op.keys for op in program.computes] == [(1,), (0,), (3,), (2,)]
+    assert [op.keys for op in program.computes] == [Shard(1), Shard(0), Shard(3), Shard(2)]
     assert [(p.reads, p.writes) for p in program.posts] == [
         (("kv 1",), ("kv 0",)),
         (("kv 0",), ("kv 3",)),

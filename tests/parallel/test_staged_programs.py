@@ -10,7 +10,7 @@ from parallel.programs import FEW, copies
 
 from mtrain_cli.parallel.arrangements import ADD_DQ, MERGE_ROWS, OWN_ROWS, SPLIT_ROWS
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import Compute, Post, Program, Reduce, Wait, keys_of_stage
+from mtrain_cli.parallel.program import Compute, Post, Program, Reduce, Shard, Stage, Wait
 from mtrain_cli.parallel.schedule import DKV, ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
 
@@ -25,7 +25,7 @@ def order(program: Program, *kinds: type) -> list[str]:
         if not isinstance(op, kinds):
             continue
         if isinstance(op, Compute):
-            names.append("own" if op.keys[0] >= 0 else "received")
+            names.append("own" if isinstance(op.keys, Shard) else "received")
         elif isinstance(op, Post):
             names.append(f"post {op.transfer.number}")
         elif isinstance(op, Wait):
@@ -60,7 +60,7 @@ def test_the_next_part_of_the_heads_is_cast_during_a_part():
 def test_three_stages_compute_own_keys_then_the_node_then_other_nodes():
     schedule = make_schedule("hierarchical_group_cast", ScheduleOptions(4, 2, stages=3))
     program = lower(schedule, 1)
-    assert [op.keys for op in program.computes] == [(1,), keys_of_stage(1), keys_of_stage(2)]
+    assert [op.keys for op in program.computes] == [Shard(1), Stage(1), Stage(2)]
     posts = {post.cast: post for post in program.posts}
     assert posts[0].transfer.peers == (1, 3)
     assert [(posts[n].transfer.peers, posts[n].transfer.sends) for n in (1, 2)] == [
@@ -80,7 +80,7 @@ def test_three_stages_compute_own_keys_then_the_node_then_other_nodes():
 def test_gradients_of_other_nodes_leave_first():
     schedule = make_schedule("hierarchical_group_cast", ScheduleOptions(4, 2, stages=3))
     program = lower(schedule, 1, backward=True)
-    assert [op.keys for op in program.computes] == [keys_of_stage(2), keys_of_stage(1), (1,)]
+    assert [op.keys for op in program.computes] == [Stage(2), Stage(1), Shard(1)]
     posts = [post for post in program.posts if post.transfer.payload == DKV]
     assert [(post.cast, post.reads) for post in posts] == [
         (2, ("rows 0",)),
