@@ -16,6 +16,8 @@ from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.parallel import buffers
+from mtrain_cli.parallel.buffers import Side
 from mtrain_cli.parallel.cast_rows import CastRows, cast_peers
 from mtrain_cli.parallel.executor import Executor
 from mtrain_cli.parallel.layout import Layout
@@ -245,7 +247,7 @@ class Exchange:
         traits = Traits(kernel.needs_out, columns is not None)
         program = self.program(backward=True, traits=traits)
         tensors = dict(zip(self.program(backward=False, traits=traits).saved, saved, strict=True))
-        tensors["dout" if self.schedule.heads == 1 else "own dout"] = dout
+        tensors[buffers.DOUT.on(self._side)] = dout
         transport = self._transport(label, BACKWARD, program)
         run = Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
         run.run(program.operations)
@@ -257,10 +259,17 @@ class Exchange:
         self.kv_heads = k.shape[2]
         columns = self.columns_of(shard_tiles)
         program = self.program(backward=False, traits=Traits(kernel.needs_out, columns is not None))
-        own = "" if self.schedule.heads == 1 else "own "
-        tensors = {f"{own}q": q, f"{own}k": k, f"{own}v": v}
+        tensors = {
+            buffers.Q.on(self._side): q,
+            buffers.K.on(self._side): k,
+            buffers.V.on(self._side): v,
+        }
         transport = self._transport(label, FORWARD, program)
         return Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
+
+    @property
+    def _side(self) -> Side:
+        return Side.INSIDE if self.schedule.heads == 1 else Side.OWN
 
     def kept_for_recompute(self, saved: Saved, early: int) -> Saved:
         """Return the tensors to keep if `recompute` computes only the first ``early`` queries.
@@ -313,16 +322,18 @@ class Exchange:
         operations, inside = program.operations, program.inside
         run.run(operations[: inside.start])
         if early:
-            q = tensors["q"]
-            tensors["q"] = q[:, :early].contiguous()
+            q = tensors[buffers.Q]
+            tensors[buffers.Q] = q[:, :early].contiguous()
             run.run(operations[inside])
-            out = torch.cat([tensors["out"], kept[0]], 1)
-            lse = torch.cat([tensors["lse"], kept[1]], 2)
+            out = torch.cat([tensors[buffers.OUT], kept[0]], 1)
+            lse = torch.cat([tensors[buffers.LSE], kept[1]], 2)
             _, keys, _, _, *columns = (tensors[name] for name in run.program.saved)
             saved = q, keys, out, lse, *columns
         else:
-            out, saved = self._restored(tensors["q"], tensors["k"], tensors["v"], kept)
-        tensors["out"] = out
+            out, saved = self._restored(
+                tensors[buffers.Q], tensors[buffers.K], tensors[buffers.V], kept
+            )
+        tensors[buffers.OUT] = out
         run.run(operations[inside.stop :])
         run.transport.end()
         return tensors[run.program.results[0]], saved

@@ -20,7 +20,8 @@ import torch
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.partials import accumulation_dtype, row_delta
 from mtrain_cli.attention.shared_columns import SharedColumns
-from mtrain_cli.parallel import arrangements, head_parts
+from mtrain_cli.parallel import arrangements, buffers, head_parts
+from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.head_parts import part_of_heads
 from mtrain_cli.parallel.program import (
     AddColumns,
@@ -55,7 +56,7 @@ class Executor:
     transport: runs the transfers and records times.
     columns: the single columns of the index that are gathered once per pass; None if no columns
         are gathered.
-    tensors: the live buffers by name. At first these are the program's inputs.
+    tensors: the live buffers. At first these are the program's inputs.
     """
 
     def __init__(
@@ -67,14 +68,15 @@ class Executor:
         columns: SharedColumns | None,
         kernel: Kernel,
         scale: float,
-        tensors: dict[str, Any],
+        tensors: dict[Buffer, Any],
     ) -> None:
         self.exchange, self.program, self.transport = exchange, program, transport
         self.tiles, self.columns, self.kernel, self.scale = tiles, columns, kernel, scale
         self.tensors = tensors
         self.buffers = exchange.buffers
         self._high = accumulation_dtype(next(iter(tensors.values())).dtype)
-        self._keys_shape = next((t.shape for n, t in tensors.items() if n.startswith("kv ")), None)
+        shapes = (tensor.shape for buffer, tensor in tensors.items() if buffer.kind is Kind.KV)
+        self._keys_shape = next(shapes, None)
         self._message: QueryMessage | None = None
         self._widths: list[int] = []  # heads of the tensors that are traded together
 
@@ -148,7 +150,7 @@ class Executor:
             return
         keys = self.tensors[op.reads[-1]]
         if len(op.writes) == 1:
-            q = part_of_heads(self.tensors["q"], op.piece, 2)
+            q = part_of_heads(self.tensors[buffers.Q], op.piece, 2)
             with self.transport.span(ATTENTION):
                 part = self.kernel.forward(q, keys[0], keys[1], tiles, self.scale)
             self.tensors[op.writes[0]] = part
@@ -166,20 +168,30 @@ class Executor:
             assert self._message is not None
             return self._message.unpack(self.tensors[op.reads[0]])
         q, dout, out = (part_of_heads(self.tensors[n], op.piece, 2) for n in op.reads[:3])
-        return q, dout, out, self.tensors[op.reads[3]], self.tensors.get("delta")
+        return q, dout, out, self.tensors[op.reads[3]], self.tensors.get(buffers.DELTA)
 
     def _compute_columns(self, op: ComputeColumns) -> None:
         assert self.columns is not None
         tensors = self.tensors
         if len(op.writes) == 1:
-            total = tensors.setdefault("total", RunningAttention(tensors["q"]))
+            total = tensors.setdefault(buffers.TOTAL, RunningAttention(tensors[buffers.Q]))
             with self.transport.span(COLUMNS):
                 partial = self.kernel.forward_columns(
-                    tensors["q"], tensors["columns"], self.columns, self.scale, total.partial()
+                    tensors[buffers.Q],
+                    tensors[buffers.COLUMNS],
+                    self.columns,
+                    self.scale,
+                    total.partial(),
                 )
                 total.replace_partial(*partial)
             return
-        rows = tensors["dout"], tensors["q"], tensors["columns"], tensors["lse"], tensors["delta"]
+        rows = (
+            tensors[buffers.DOUT],
+            tensors[buffers.Q],
+            tensors[buffers.COLUMNS],
+            tensors[buffers.LSE],
+            tensors[buffers.DELTA],
+        )
         with self.transport.span(COLUMNS):
             made = self.kernel.backward_columns(*rows, self.columns, self.scale)
         tensors[op.writes[0]], tensors[op.writes[1]] = made
@@ -193,7 +205,7 @@ class Executor:
     def _merge(self, op: Merge) -> None:
         if len(op.writes) == 1:
             if op.reads[0] in self.tensors:
-                empty = RunningAttention(self.tensors["q"])
+                empty = RunningAttention(self.tensors[buffers.Q])
                 total = self.tensors.setdefault(op.writes[0], empty)
                 with self.transport.span(MERGE):
                     total.add(*self.tensors[op.reads[0]])
@@ -243,8 +255,8 @@ class Executor:
 
     def _delta(self, op: Arrange) -> Sequence[Any]:
         q, dout, out = self._read(op)
-        made = [row_delta(out, dout)] if "delta" in op.writes else []
-        if "dq_sum" in op.writes:
+        made = [row_delta(out, dout)] if buffers.DELTA in op.writes else []
+        if buffers.DQ_SUM in op.writes:
             made.append(torch.zeros(q.shape, dtype=self._high, device=q.device))
         return made
 
@@ -259,8 +271,8 @@ class Executor:
         return (self.buffers.take_like(kept, self._high).zero_(),)
 
     def _take_sum(self, op: Arrange) -> Sequence[Any]:
-        q = self.tensors["q"]
-        shape = q.shape if op.writes[0].startswith("dqueries") else self._keys_shape
+        q = self.tensors[buffers.Q]
+        shape = q.shape if op.writes[0].kind is Kind.DQUERIES else self._keys_shape
         assert shape is not None
         return (self.buffers.take(shape, self._high, q.device),)
 
@@ -312,7 +324,10 @@ class Executor:
         return (own,)
 
     def _add_dq(self, op: Arrange) -> Sequence[Any]:
-        q, parts = self.tensors["q"], [self.tensors[n] for n in op.reads[1:] if n in self.tensors]
+        q, parts = (
+            self.tensors[buffers.Q],
+            [self.tensors[n] for n in op.reads[1:] if n in self.tensors],
+        )
         if not parts:
             return (torch.zeros_like(part_of_heads(q, op.piece, 2)).contiguous(),)
         total = parts[0].to(self._high)
@@ -328,9 +343,9 @@ class Executor:
     def _place(self, op: Arrange) -> Sequence[Any]:
         q, packed, dq, keys = self._read(op)
         alone = op.piece[1] == 1
-        whole = self.tensors.get("dq", dq if alone else None)
+        whole = self.tensors.get(buffers.DQ, dq if alone else None)
         whole = torch.empty_like(q) if whole is None else whole
-        whole_keys = self.tensors.get("dkv")
+        whole_keys = self.tensors.get(buffers.DKV_OF_PARTS)
         whole_keys = torch.empty_like(packed) if whole_keys is None else whole_keys
         if not alone:
             part_of_heads(whole, op.piece, 2).copy_(dq)

@@ -4,21 +4,22 @@
 predicts its time, and a run plan adds up the sizes of its buffers. A program is plain data: it
 needs neither torch nor a process group.
 
-An operation names the buffers that it reads and writes. Every buffer is written before it is read.
-The last operation that uses a buffer frees the buffer. The buffer that a transfer sends stays until
-the transfer's `Wait`.
+An operation names the buffers that it reads and writes (`buffers.Buffer`). Every buffer is written
+before it is read. The last operation that uses a buffer frees it. The buffer that a transfer sends
+stays until the transfer's `Wait`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
+from mtrain_cli.parallel.buffers import Buffer
 from mtrain_cli.parallel.schedule import Transfer
 
 Part = tuple[int, int]  # (i, n): the i-th of n equal parts
@@ -193,16 +194,16 @@ class Operation:
     """One action of a rank.
 
     step: index of the step in the schedule.
-    reads, writes: names of buffers. Writing to an existing buffer changes it in place.
-    frees: names of the buffers that no later operation uses.
+    reads, writes: buffers. Writing to an existing buffer changes it in place.
+    frees: the buffers that no later operation uses.
     scratch: size of the temporary memory in addition to the buffers. A kernel's call needs more
         memory, which depends on the kernel.
     """
 
     step: int
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    frees: tuple[str, ...] = ()
+    reads: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    frees: tuple[Buffer, ...] = ()
     scratch: Size = NOTHING
 
 
@@ -305,12 +306,12 @@ class AddColumns(Operation):
 class Merge(Operation):
     """Merge the results of one step into the sums so far. A step without pairs has no results.
 
-    begins: names of the sums that this operation overwrites instead of adding to them. If the step
-        has no results, the operation sets these sums to 0.
+    begins: the sums that this operation overwrites instead of adding to them. If the step has no
+        results, the operation sets these sums to 0.
     """
 
     moves: Size = NOTHING
-    begins: tuple[str, ...] = ()
+    begins: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,14 +323,6 @@ class Reduce(Operation):
 
     moves: Size = NOTHING
     cast: int | None = None
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """Memory that a pass uses. pooled: whether freeing the buffer returns it to the pool."""
-
-    size: Size
-    pooled: bool = False
 
 
 class Recompute(Enum):
@@ -360,30 +353,28 @@ class Recompute(Enum):
 class Program:
     """The operations of one rank in one pass.
 
-    inputs: names of the buffers that exist at the start.
-    results: names of the buffers that the pass returns.
-    saved: names of the buffers that a forward pass leaves for backward: q, keys, out, lse, and the
-        gathered columns if there are any. No operation frees a result or a saved buffer.
-    buffers: all buffers, by name.
+    inputs: the buffers that exist at the start.
+    results: the buffers that the pass returns.
+    saved: the buffers that a forward pass leaves for backward: q, keys, out, lse, and the gathered
+        columns if there are any. No operation frees a result or a saved buffer.
+    sizes: the size of each buffer.
+    pooled: the buffers that return to the pool when they are freed.
     inside: slice of the operations between the two Ulysses all-to-alls; all without Ulysses.
     sharing: number of ranks that share heads.
     """
 
     operations: tuple[Operation, ...]
-    inputs: tuple[str, ...]
-    results: tuple[str, ...]
-    saved: tuple[str, ...]
-    buffers: Mapping[str, Buffer]
+    inputs: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    saved: tuple[Buffer, ...]
+    sizes: Mapping[Buffer, Size]
+    pooled: Set[Buffer]
     inside: slice
     sharing: int = 1
 
     @property
     def steps(self) -> int:
         return 1 + self.operations[-1].step
-
-    @cached_property
-    def pooled(self) -> frozenset[str]:
-        return frozenset(name for name, buffer in self.buffers.items() if buffer.pooled)
 
     @property
     def posts(self) -> Iterator[Post]:
@@ -413,7 +404,7 @@ class Program:
         """Return the number of bytes that the rank sends in the pass."""
         return sum(op.sends.of(sizes, self.sharing) for op in self.posts)
 
-    def live(self) -> Iterator[tuple[Operation, set[str]]]:
+    def live(self) -> Iterator[tuple[Operation, set[Buffer]]]:
         """Yield each operation with the buffers that exist while it runs."""
         live = set(self.inputs)
         for op in self.operations:
@@ -423,16 +414,16 @@ class Program:
             yield op, live
             live.difference_update(op.frees)
 
-    def _alive(self, names: Iterable[str]) -> Iterator[tuple[Operation, list[Size]]]:
-        """Yield operations with the sizes of those of `names` that exist while they run.
+    def _alive(self, buffers: Iterable[Buffer]) -> Iterator[tuple[Operation, list[Size]]]:
+        """Yield operations with the sizes of those of `buffers` that exist while they run.
 
-        Leave out repetitions: the steps of a long ring differ only in the names of their buffers.
+        Leave out repetitions: the steps of a long ring differ only in their buffers.
         """
         kinds: dict[Size, int] = {}
-        kind = {name: kinds.setdefault(self.buffers[name].size, len(kinds)) for name in names}
+        kind = {buffer: kinds.setdefault(self.sizes[buffer], len(kinds)) for buffer in buffers}
         sizes, seen = list(kinds), set()
         for op, live in self.live():
-            alive = tuple(sorted(kind[name] for name in live if name in kind))
+            alive = tuple(sorted(kind[buffer] for buffer in live if buffer in kind))
             if (what := (type(op), op.scratch, alive)) not in seen:
                 seen.add(what)
                 yield op, [sizes[number] for number in alive]
@@ -444,10 +435,10 @@ class Program:
         The size covers the operation's scratch and the buffers that are live during the operation,
         without the inputs of the pass and without pooled buffers.
         """
-        apart = self.pooled.union(self.inputs)
+        apart = self.pooled | set(self.inputs)
         return frozenset(
             (type(op), total_size([op.scratch, *sizes]))
-            for op, sizes in self._alive(self.buffers.keys() - apart)
+            for op, sizes in self._alive(self.sizes.keys() - apart)
         )
 
     def peak_bytes(self, sizes: ShardSizes, call: int = 0, columns: int = 0) -> int:
@@ -471,8 +462,8 @@ class Program:
 
         Saved buffers do not count.
         """
-        saved = self.pooled.intersection(self.saved)
-        kept = Counter(self.buffers[name].size.shape(sizes) for name in saved)
+        saved = self.pooled & set(self.saved)
+        kept = Counter(self.sizes[buffer].shape(sizes) for buffer in saved)
         most: Counter[Shape] = Counter()
         for group in self._pooled_groups:
             counts: Counter[Shape] = Counter()

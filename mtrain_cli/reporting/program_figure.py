@@ -166,10 +166,10 @@ def place(
     lanes = []
     for program in programs:
         at, lane = list(begins), []
-        bytes_of = {n: b.size.of(sizes, program.sharing) for n, b in program.buffers.items()}
+        bytes_of = {b: size.of(sizes, program.sharing) for b, size in program.sizes.items()}
         for op, live in program.live():
             begin, at[op.step] = at[op.step], at[op.step] + _width(op)
-            held = {name: bytes_of[name] for name in sorted(live) if bytes_of[name]}
+            held = {str(b): bytes_of[b] for b in sorted(live, key=str) if bytes_of[b]}
             lane.append(PlacedOperation(op, begin, at[op.step], held))
         lanes.append(lane)
     return lanes, begins

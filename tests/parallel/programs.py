@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtrain_cli.parallel.buffers import Buffer
 from mtrain_cli.parallel.program import Arrange, Post, Program, ShardSizes, Wait
 
 SIZES = ShardSizes(tokens=64, heads=48, kv_heads=24, head_dim=8, dtype_bytes=2)
@@ -13,7 +14,7 @@ def play(program: Program) -> None:
     """Raise AssertionError if a buffer is used before it is written, or after it is freed."""
     there, freed = set(program.inputs), set()
     posted: dict[int, Post] = {}
-    under_way: dict[str, int] = {}
+    under_way: dict[Buffer, int] = {}
     for op in program.operations:
         for name in op.reads:
             assert name in there, f"{op} reads what is not there"

@@ -16,6 +16,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.arrangements import ORDER, SHARDS
+from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.exchange_registry import make_exchange
@@ -81,7 +82,7 @@ def watched(
                 found = self.tensors[buffer]
                 casts = () if self.tiles.rows is None else self.tiles.rows.shares
                 moved = replace(sizes, casts=casts)
-                size = self.program.buffers[buffer].size.of(moved, heads)
+                size = self.program.sizes[buffer].of(moved, heads)
                 # A size of 0 stands for a view. The running output starts in the compute dtype.
                 if size and not isinstance(found, RunningAttention):
                     assert nbytes(found) == size, (op, buffer)
@@ -193,16 +194,22 @@ def test_shards_travel_in_the_order_of_nodes_and_return_in_the_order_of_ranks(am
     dk, dv = torch.rand(2, 1, 96, 2, 4)
     run = object.__new__(Executor)
     run.tiles, run._high = ShardTiles({}, Placement(layout)), torch.float32
-    run.tensors = {"made": (dk, dv)}
-    cut = Arrange(step=0, reads=("made",), writes=("shards",), what=SHARDS, among=among)
+    made, cut_up, gathered, keys = (
+        Kind.DKEYS.at(0),
+        Kind.SHARDS.at(0),
+        Kind.GATHERED.at(0),
+        Kind.KEYS.at(0),
+    )
+    run.tensors = {made: (dk, dv)}
+    cut = Arrange(step=0, reads=(made,), writes=(cut_up,), what=SHARDS, among=among)
     (shards,) = _ARRANGE[SHARDS](run, cut)
     for rank in range(6):
         # [ranks of the node, nodes, ...] if ranks exchange within their nodes first.
         found = shards[rank % among, rank // among] if among else shards[rank]
         held = layout.positions(rank)
         assert found.equal(torch.stack([dk[:, held], dv[:, held]]))
-    run.tensors = {"gathered": shards}
-    order = Arrange(step=0, reads=("gathered",), writes=("keys",), what=ORDER, among=among)
+    run.tensors = {gathered: shards}
+    order = Arrange(step=0, reads=(gathered,), writes=(keys,), what=ORDER, among=among)
     (keys,) = _ARRANGE[ORDER](run, order)
     assert keys[0].equal(dk)
     assert keys[1].equal(dv)

@@ -10,6 +10,7 @@ from parallel.programs import FEW, copies
 from training.allocations import LiveBytes
 
 from mtrain_cli.parallel.arrangements import ADD_HEADS, CUT, JOIN, SHARDS
+from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.layout import Joined, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import ShardSizes
@@ -23,11 +24,11 @@ def test_one_part_of_the_heads_is_scattered_at_a_time(name):
     """The shards of a part take over the memory of the part before."""
     schedule = make_schedule(name, ScheduleOptions(4, 2, chunks=4))
     program = lower(schedule, 0, backward=True)
-    live: set[str] = set()
+    live: set[Buffer] = set()
     most = 0
     for op in program.operations:
         live.update(op.writes)
-        most = max(most, sum(name.startswith("shards ") for name in live))
+        most = max(most, sum(buffer.kind is Kind.SHARDS for buffer in live))
         live.difference_update(op.frees)
     assert most == 1
 
@@ -79,7 +80,7 @@ def test_the_gradients_of_a_kernel_stay_until_the_reduce_scatter_has_started():
         for step in (0, 1):
             posts = [p for p in program.posts if p.step == step and p.transfer.payload == "dkv"]
             assert len(posts) == sent
-            assert [f"dkeys {step}" in post.frees for post in posts] == [False] * (sent - 1) + [
+            assert [Kind.DKEYS.at(step) in post.frees for post in posts] == [False] * (sent - 1) + [
                 True
             ]
 

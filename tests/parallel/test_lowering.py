@@ -11,6 +11,7 @@ from parallel.programs import SIZES, copies, play
 from parallel.test_schedule import cases
 
 from mtrain_cli.parallel.arrangements import ADD_HEADS
+from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import (
     Compute,
@@ -121,4 +122,4 @@ def test_traded_tokens_live_until_their_views_are_copied(backward):
     program = lower(schedule, 0, backward=backward)
     (op,) = copies(program, ADD_HEADS)
     assert op == program.operations[-1]
-    assert "traded tokens" in op.frees
+    assert Buffer(Kind.TRADED_TOKENS) in op.frees
