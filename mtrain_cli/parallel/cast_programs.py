@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mtrain_cli.parallel.arrangements import MERGE_ROWS, OWN_ROWS, SPLIT_ROWS
+from mtrain_cli.parallel.arrangements import MergeRows, OwnRows, SplitRows
 from mtrain_cli.parallel.buffers import Buffer, Kind
-from mtrain_cli.parallel.program import KEYS, RECEIVED, SENT, Post, Reduce, as_made, high, low
+from mtrain_cli.parallel.operations import ReduceRows
+from mtrain_cli.parallel.program import KEYS, RECEIVED, SENT, Post, as_made, high, low
 from mtrain_cli.parallel.program_builder import ProgramBuilder
 from mtrain_cli.parallel.schedule import ScheduleStep
 
@@ -18,7 +19,7 @@ def cast_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
     own, keys, piece = b.kv, Kind.KEYS.at(at), b.piece(step.part)
     moves = 2 * b.cast_size(low) / piece[1]
     arrived = (post.writes[0] for post in wait_for_rows(b, step))
-    b.arrange(MERGE_ROWS, (own, *arrived), (keys,), moves, piece=piece)
+    b.copy(MergeRows, (own, *arrived), (keys,), moves, piece=piece)
     return keys
 
 
@@ -63,7 +64,7 @@ def return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, made: Buffer) ->
     rows, parts = Kind.ROWS.at(at), b.piece(step.part)[1]
     moves = (b.cast_size(low) + b.cast_size(high)) / parts
     scratch = b.cast_size(as_made) / (2 * parts)
-    b.arrange(SPLIT_ROWS, (made,), (rows,), moves, scratch=scratch)
+    b.copy(SplitRows, (made,), (rows,), moves, scratch=scratch)
     sources: tuple[Buffer, ...] = (rows,)
     for cast, t in zip(reversed(range(len(step.send))), step.send, strict=True):
         returned = Kind.RETURNED.at(t.number)
@@ -77,5 +78,5 @@ def add_returned_rows(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
     post, rows = b.posted[step.send[-1].number], Kind.ROWS.at(at)
     parts = b.piece(step.part)[1]
     moves = 3 * high(SENT[post.cast]) / parts
-    b.emit(Reduce, post.writes, (rows,), moves=moves, cast=post.cast)
-    b.arrange(OWN_ROWS, (rows,), (Kind.OWN_ROWS.at(at),), 2 * high(KEYS) / parts)
+    b.copy(ReduceRows, post.writes, (rows,), moves, cast=post.cast)
+    b.copy(OwnRows, (rows,), (Kind.OWN_ROWS.at(at),), 2 * high(KEYS) / parts)

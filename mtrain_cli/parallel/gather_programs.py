@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.arrangements import (
-    CUT,
-    JOIN,
-    JOIN_OUT,
-    ORDER,
-    OWN,
-    PACK,
-    PLACE,
-    SHARDS,
-    TAKE,
+    Cut,
+    Join,
+    JoinOut,
+    Order,
+    Own,
+    Pack,
+    Place,
+    Rename,
+    Shards,
+    Take,
 )
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.cast_programs import add_returned_rows, cast_keys, return_rows
+from mtrain_cli.parallel.operations import ComputeBackward, ComputeForward
 from mtrain_cli.parallel.program import (
     KEYS,
     NOTHING,
@@ -33,16 +35,15 @@ from mtrain_cli.parallel.schedule import ScheduleStep
 def gather_forward(b: ProgramBuilder, steps: Steps) -> None:
     """Gather each part of the heads while the previous part is computed."""
     b.begin(0, steps[0])
-    b.arrange(PACK, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
+    b.copy(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
     parts = []
     for at, step in enumerate(steps):
         b.begin(at, step)
         keys = _gather_keys(b, at, step)
         parts.append(Kind.PART.at(at))
-        b.compute(step, (buffers.Q, keys), (parts[-1],))
-    b.arrange(
-        JOIN_OUT, parts, (buffers.OUT, buffers.LSE), 2 * low(QUERIES) if len(parts) > 1 else NOTHING
-    )
+        b.compute(ComputeForward, step, (buffers.Q, keys), (parts[-1],))
+    moves = 2 * low(QUERIES) if len(parts) > 1 else NOTHING
+    b.copy(JoinOut, parts, (buffers.OUT, buffers.LSE), moves)
     b.wait(b.under_way)
 
 
@@ -57,14 +58,13 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
         b.begin(at, step)
         keys, piece = _gather_keys(b, at, step), b.piece(step.part)
         moves = 4 * low(QUERIES) / parts if copies and b.schedule.groups > 1 else NOTHING
-        b.arrange(CUT, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=piece)
+        b.copy(Cut, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=piece)
         made = (buffers.DQ if parts == 1 else Kind.DQ.at(at), Kind.DKEYS.at(at))
         reads = (buffers.Q, buffers.DOUT, buffers.OUT, Kind.LSE.at(at), keys)
-        b.compute(step, reads, made, copied if copies else NOTHING)
+        b.compute(ComputeBackward, step, reads, made, copied if copies else NOTHING)
         if not step.send:
-            b.arrange(
-                PLACE, (buffers.Q, own, *made), (buffers.DQ, buffers.DKV_OF_PARTS), cut, piece=piece
-            )
+            whole = buffers.DQ, buffers.DKV_OF_PARTS
+            b.copy(Place, (buffers.Q, own, *made), whole, cut, piece=piece)
             continue
         dq.append(made[0])
         # The previous part is sent from a buffer of the same size as the next one. Free it first.
@@ -78,16 +78,13 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
     b.wait(b.under_way)
     if b.schedule.traits.by_mask and steps[-1].send:
         add_returned_rows(b, parts - 1, steps[-1])
-    b.arrange(
-        OWN,
-        (own, *(sums or [buffers.DKV_OF_PARTS])),
-        (buffers.DK, buffers.DV),
-        timed=False,
-        renames=not sums,
-    )
-    # Under Ulysses the last operation, ADD_HEADS, carries this charge.
+    if sums:
+        b.copy(Own, (own, *sums), (buffers.DK, buffers.DV))
+    else:
+        b.copy(Rename, (own, buffers.DKV_OF_PARTS), (buffers.DK, buffers.DV))
+    # Under Ulysses the last operation, AddHeads, carries this charge.
     moves = NOTHING if b.sharing > 1 else joined_size(parts)
-    b.arrange(JOIN, dq or [buffers.DQ], (buffers.DQ,), moves, timed=False)
+    b.copy(Join, dq or [buffers.DQ], (buffers.DQ,), moves)
 
 
 def joined_size(parts: int) -> Size:
@@ -113,12 +110,12 @@ def _gather_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
         b.post(t, (source,), (Kind.GATHERED.at(t.number), *leaving), payload, piece=piece)
     b.wait(step.wait)
     if not step.wait:
-        b.arrange(TAKE, (own,), (keys,), piece=b.piece(step.part))
+        b.copy(Take, (own,), (keys,), piece=b.piece(step.part))
         return keys
     last = b.posted[step.wait[-1]].transfer
     moves = 2 * low(KEYS) * b.schedule.groups / (step.part[1] // b.sharing)
     among = len(last.peers) if b.forwards(last) else 0
-    b.arrange(ORDER, (Kind.GATHERED.at(last.number),), (keys,), moves, among=among)
+    b.copy(Order, (Kind.GATHERED.at(last.number),), (keys,), moves, among=among)
     return keys
 
 
@@ -134,7 +131,7 @@ def _scatter_gradients(
     name = Kind.SHARDS.at(at)
     among = len(step.send[0].peers) if len(step.send) > 1 else 0
     scratch = _scratch_of_shards(b, among) * b.schedule.groups / b.piece(step.part)[1]
-    b.arrange(SHARDS, (made,), (name,), moves, among=among, scratch=scratch)
+    b.copy(Shards, (made,), (name,), moves, among=among, scratch=scratch)
     for t in step.send:
         b.post(t, (name,), (Kind.SUM.at(t.number),), b.payload(t))
         name = Kind.SUM.at(t.number)

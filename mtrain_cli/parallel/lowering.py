@@ -8,7 +8,7 @@ all-to-all before these operations and one after them.
 from __future__ import annotations
 
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.arrangements import ADD_HEADS, FROM_HEADS, FROM_TOKENS, TO_HEADS, TO_TOKENS
+from mtrain_cli.parallel.arrangements import AddHeads, FromHeads, FromTokens, ToHeads, ToTokens
 from mtrain_cli.parallel.buffers import Buffer, Kind, Side
 from mtrain_cli.parallel.gather_programs import gather_backward, gather_forward, joined_size
 from mtrain_cli.parallel.program import KEYS, NOTHING, QUERIES, Program, low
@@ -62,19 +62,19 @@ def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: boo
     )
     leaving, arriving = Buffer(Kind.HEADS_TO_TRADE), Buffer(Kind.TRADED_HEADS)
     b.begin(0, steps[0])
-    b.arrange(TO_HEADS, [buffer.on(Side.OWN) for buffer in there], (leaving,), 3 * given)
+    b.copy(ToHeads, [buffer.on(Side.OWN) for buffer in there], (leaving,), 3 * given)
     b.trade(steps[0].post[0], leaving, arriving, given)
-    b.arrange(FROM_TOKENS, (arriving,), there, 3 * given, scratch=given)
+    b.copy(FromTokens, (arriving,), there, 3 * given, scratch=given)
     b.enclose(inside, [b.without_trade(step) for step in steps[:-1]])
     b.begin(len(steps) - 1, steps[-1])
     leaving, arriving = Buffer(Kind.TOKENS_TO_TRADE), Buffer(Kind.TRADED_TOKENS)
-    b.arrange(TO_TOKENS, back, (leaving,), 3 * returned, scratch=returned)
+    b.copy(ToTokens, back, (leaving,), 3 * returned, scratch=returned)
     b.trade(steps[-1].post[0], leaving, arriving, returned)
     by_rank = [buffer.on(Side.BY_RANK) for buffer in back]
-    b.arrange(FROM_HEADS, (arriving,), by_rank, 3 * returned)
+    b.copy(FromHeads, (arriving,), by_rank, 3 * returned)
     copied = NOTHING
     if backward and b.schedule.gathers:
         copied = joined_size((len(steps) - 1) // b.schedule.stages)
     # The tensors by rank are views of what arrived, which must live until they are copied.
-    b.arrange(ADD_HEADS, by_rank, [buffer.on(Side.OWN) for buffer in back], copied, timed=False)
+    b.copy(AddHeads, by_rank, [buffer.on(Side.OWN) for buffer in back], copied)
     b.hold(arriving)

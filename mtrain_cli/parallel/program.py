@@ -17,10 +17,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from mtrain_cli.parallel.buffers import Buffer
 from mtrain_cli.parallel.schedule import Transfer
+
+if TYPE_CHECKING:
+    from mtrain_cli.attention.tiles import Tiles
+    from mtrain_cli.parallel.executor import Executor
 
 Part = tuple[int, int]  # (i, n): the i-th of n equal parts
 
@@ -198,6 +202,7 @@ class Operation:
     frees: the buffers that no later operation uses.
     scratch: size of the temporary memory in addition to the buffers. A kernel's call needs more
         memory, which depends on the kernel.
+    renames: whether the written buffers take over the memory of the buffers in `frees`.
     """
 
     step: int
@@ -205,6 +210,14 @@ class Operation:
     writes: tuple[Buffer, ...] = ()
     frees: tuple[Buffer, ...] = ()
     scratch: Size = NOTHING
+    renames: ClassVar[bool] = False
+
+    def run(self, state: Executor) -> None:
+        """Run the operation on the tensors of ``state``."""
+        raise NotImplementedError
+
+    def read(self, state: Executor) -> list[Any]:
+        return [state.tensors[buffer] for buffer in self.reads]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,42 +226,20 @@ class Begin(Operation):
 
     computes: bool
 
-
-@dataclass(frozen=True, kw_only=True)
-class Arrange(Operation):
-    """Copy tensors into another order, shape or dtype.
-
-    what: name of the copy, such as `arrangements.PACK`.
-    moves: number of bytes that the copy reads from and writes to memory.
-    timed: whether a profile shows the copy as a span. If False, the copy's time is part of a gap.
-    piece: (i, n): copy the i-th of n equal parts of this rank's heads.
-    among: number of ranks per node if the shards come from or go to a hierarchical collective;
-        otherwise 0.
-    renames: whether the written buffers take over the memory of the buffers in `frees`.
-    stage: stage of a group cast to which the copied rows belong; None for all rows.
-    """
-
-    what: str
-    moves: Size = NOTHING
-    timed: bool = True
-    piece: Part = (0, 1)
-    among: int = 0
-    renames: bool = False
-    stage: int | None = None
+    def run(self, state: Executor) -> None:
+        state.transport.begin_step(self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Post(Operation):
     """Start a transfer. The `Wait` with the transfer's number waits for its end.
 
-    A hop or a collective reads the buffer to send and writes the buffer that arrives. An all-reduce
-    changes one buffer in place. If a gather sends only a part of the heads, it also writes the copy
-    that it sends.
+    The operation reads the buffer to send first, and writes the buffer that arrives first. If a
+    copy leaves, it writes the copy second.
 
     payload: size of one shard, or of the whole tensor if the tensor does not consist of shards.
     piece: (i, n): send the i-th of n equal parts of this rank's heads.
-    cast: number of the group cast whose rows the transfer moves (`cast_rows.CastRows.casts`). If
-        the transfer reads gradients that an earlier transfer returned, it first adds them up.
+    cast: number of the group cast whose rows the transfer moves (`cast_rows.CastRows.casts`).
     """
 
     transfer: Transfer
@@ -268,14 +259,13 @@ class Wait(Operation):
 
     number: int
 
+    def run(self, state: Executor) -> None:
+        state.transport.wait(self.number)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compute(Operation):
     """Call the kernel once.
-
-    Forward reads (q, keys) and writes one buffer with out and lse. Backward reads
-    (q, dout, out, lse, delta, keys), or (message, keys) if the queries came from another rank. It
-    writes dq, and one buffer with dk and dv. Without delta, the kernel computes delta from out.
 
     queries, keys: what the call computes.
     part: (i, n): compute the i-th of n equal parts of the model's heads.
@@ -289,40 +279,21 @@ class Compute(Operation):
     piece: Part = (0, 1)
     with_columns: bool = True
 
+    def tiles(self, state: Executor) -> Tiles | None:
+        """Return the pairs to compute; None if a shard or a stage has none."""
+        tiles = state.tiles.for_pair(self.queries, self.keys, self.part, columns=self.with_columns)
+        return None if tiles.empty and not isinstance(self.keys, Whole) else tiles
 
-@dataclass(frozen=True, kw_only=True)
+
 class ComputeColumns(Operation):
     """Compute attention over the gathered single columns of the index."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddColumns(Operation):
-    """Add the gradients of gathered columns to the gradients of this rank's keys."""
+class Copy(Operation):
+    """Copy or add tensors. moves: number of bytes read from and written to memory."""
 
     moves: Size = NOTHING
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merge(Operation):
-    """Merge the results of one step into the sums so far. A step without pairs has no results.
-
-    begins: the sums that this operation overwrites instead of adding to them. If the step has no
-        results, the operation sets these sums to 0.
-    """
-
-    moves: Size = NOTHING
-    begins: tuple[Buffer, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reduce(Operation):
-    """Add a received gradient to this rank's own part of that gradient.
-
-    cast: number of the group cast whose rows the gradient belongs to; None for a whole shard.
-    """
-
-    moves: Size = NOTHING
-    cast: int | None = None
 
 
 class Recompute(Enum):
@@ -408,7 +379,7 @@ class Program:
         """Yield each operation with the buffers that exist while it runs."""
         live = set(self.inputs)
         for op in self.operations:
-            if isinstance(op, Arrange) and op.renames:
+            if op.renames:
                 live.difference_update(op.frees)
             live.update(op.writes)
             yield op, live
@@ -447,10 +418,11 @@ class Program:
         call: bytes that the kernel allocates in a `Compute`, in addition to its scratch.
         columns: bytes that the kernel allocates in a `ComputeColumns`.
         """
-        kernel = {Compute: call, ComputeColumns: columns}
-        return int(
-            max(held.of(sizes, self.sharing) + kernel.get(kind, 0) for kind, held in self._held)
-        )
+
+        def in_kernel(kind: type[Operation]) -> int:
+            return call * issubclass(kind, Compute) + columns * issubclass(kind, ComputeColumns)
+
+        return int(max(held.of(sizes, self.sharing) + in_kernel(kind) for kind, held in self._held))
 
     @cached_property
     def _pooled_groups(self) -> frozenset[frozenset[tuple[Size, int]]]:

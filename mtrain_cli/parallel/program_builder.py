@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mtrain_cli.parallel.arrangements import TAKE_SUM
+from mtrain_cli.parallel.arrangements import TakeSum
 from mtrain_cli.parallel.buffers import Buffer, Kind, Side
+from mtrain_cli.parallel.operations import POSTS
 from mtrain_cli.parallel.program import (
     KEYS,
     NOTHING,
@@ -23,9 +24,9 @@ from mtrain_cli.parallel.program import (
     SENT,
     STATS,
     WIDE_COLUMNS,
-    Arrange,
     Begin,
     Compute,
+    Copy,
     Keys,
     Operation,
     Part,
@@ -143,29 +144,31 @@ class ProgramBuilder:
             self._step = at
             self.emit(Begin, (), (), computes=bool(step.queries))
 
-    def arrange(
+    def copy(
         self,
-        what: str,
+        kind: type[Copy],
         reads: Sequence[Buffer],
         writes: Sequence[Buffer],
         moves: Size = NOTHING,
         **fields,
     ) -> None:
-        self.emit(Arrange, reads, writes, what=what, moves=moves, **fields)
+        self.emit(kind, reads, writes, moves=moves, **fields)
 
-    def take_sum(self, total: Buffer) -> None:
+    def take_sum(self, total: Buffer, like: Buffer) -> None:
+        """Take the sum ``total`` from the pool. like: a buffer with its shape."""
         self.pooled.add(total)
-        self.arrange(TAKE_SUM, (), (total,), timed=False)
+        self.emit(TakeSum, (like,), (total,))
 
     def compute(
         self,
+        kind: type[Compute],
         step: ScheduleStep,
         reads: Sequence[Buffer],
         writes: Sequence[Buffer],
         scratch: Size = NOTHING,
     ) -> None:
         self.emit(
-            Compute,
+            kind,
             reads,
             writes,
             queries=Shard(self.shard(step.queries)),
@@ -298,7 +301,7 @@ class ProgramBuilder:
         piece: Part = (0, 1),
         cast: int = 0,
     ) -> None:
-        post = Post(
+        post = POSTS[transfer.kind](
             step=self._step,
             reads=reads,
             writes=writes,

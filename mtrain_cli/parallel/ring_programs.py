@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.arrangements import DELTA, GRADIENTS, MESSAGE, PACK, PICK, RESULT, ZERO
+from mtrain_cli.parallel.arrangements import Delta, Gradients, Message, Pack, Pick, Result, Zero
 from mtrain_cli.parallel.buffers import Buffer, Kind
+from mtrain_cli.parallel.operations import (
+    AddColumns,
+    ColumnsBackward,
+    ColumnsForward,
+    ComputeBackward,
+    ComputeForward,
+    ComputeMessage,
+    MergeBackward,
+    MergeForward,
+    Reduce,
+)
 from mtrain_cli.parallel.program import (
     COLUMNS,
     KEYS,
     NOTHING,
     QUERIES,
     WIDE_COLUMNS,
-    AddColumns,
-    ComputeColumns,
-    Merge,
-    Reduce,
     Size,
     high,
     low,
@@ -43,9 +50,9 @@ _RETURNING = {
 def ring_forward(b: ProgramBuilder, steps: Steps) -> None:
     """Circulate key shards; merge the attention over each shard into the output so far."""
     b.begin(0, steps[0])
-    b.arrange(PACK, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
+    b.copy(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
     if b.traits.columns:
-        b.arrange(PICK, (b.kv,), (buffers.COLUMNS,), 2 * low(COLUMNS))
+        b.copy(Pick, (b.kv,), (buffers.COLUMNS,), 2 * low(COLUMNS))
         b.sum_columns(buffers.COLUMNS, low(WIDE_COLUMNS))
     # The first merge moves nothing: its result becomes the output so far. The second merge converts
     # the output to float32.
@@ -55,13 +62,13 @@ def ring_forward(b: ProgramBuilder, steps: Steps) -> None:
         _hops(b, step.post)
         b.wait(step.wait)
         keys, part = Kind.KV.of(b.shard(step.keys)), Kind.PART.at(at)
-        b.compute(step, (buffers.Q, keys), (part,))
-        b.emit(Merge, (part,), (buffers.TOTAL,), moves=merged.get(at, ADDED))
+        b.compute(ComputeForward, step, (buffers.Q, keys), (part,))
+        b.copy(MergeForward, (part,), (buffers.TOTAL,), merged.get(at, ADDED))
         if at == 0 and b.traits.columns:
             b.wait((UNSCHEDULED,))
-            b.emit(ComputeColumns, (buffers.Q, buffers.COLUMNS, buffers.TOTAL), (buffers.TOTAL,))
+            b.emit(ColumnsForward, (buffers.Q, buffers.COLUMNS, buffers.TOTAL), (buffers.TOTAL,))
         b.end_step(step, keys)
-    b.arrange(RESULT, (buffers.Q, buffers.TOTAL), (buffers.OUT, buffers.LSE), COPIED)
+    b.copy(Result, (buffers.Q, buffers.TOTAL), (buffers.OUT, buffers.LSE), COPIED)
 
 
 def keys_backward(b: ProgramBuilder, steps: Steps) -> None:
@@ -77,12 +84,13 @@ def keys_backward(b: ProgramBuilder, steps: Steps) -> None:
         _hops(b, step.post)
         b.wait(step.wait)
         shard, made = b.shard(step.keys), (Kind.DQ.at(at), Kind.DKEYS.at(at))
-        total = Kind.DKV.of(shard)
-        b.take_sum(total)
-        b.compute(step, (*reads, Kind.KV.of(shard)), made)
-        b.emit(Merge, made, (buffers.DQ_SUM, total), begins=(total,), moves=ADDED + KEYS_COPIED)
+        keys, total = Kind.KV.of(shard), Kind.DKV.of(shard)
+        b.take_sum(total, like=keys)
+        b.compute(ComputeBackward, step, (*reads, keys), made)
+        moves = ADDED + KEYS_COPIED
+        b.copy(MergeBackward, made, (buffers.DQ_SUM, total), moves, begins=(total,))
         _exchange_gradients(b, step)
-        b.end_step(step, Kind.KV.of(shard))
+        b.end_step(step, keys)
     _end_backward(b, Kind.DKV.of(b.own))
 
 
@@ -91,8 +99,8 @@ def queries_backward(b: ProgramBuilder, steps: Steps) -> None:
     b.begin(0, steps[0])
     reads = _begin_backward(b, 6 * low(QUERIES) + high(QUERIES))  # includes the message
     placeholder = low(QUERIES) if b.traits.copies_parts else NOTHING
-    b.arrange(MESSAGE, reads, (Kind.QUERIES.of(b.own),))
-    b.arrange(ZERO, (b.kv,), (buffers.DKV_SUM,), timed=False)
+    b.copy(Message, reads, (Kind.QUERIES.of(b.own),))
+    b.copy(Zero, (b.kv,), (buffers.DKV_SUM,))
     for at, step in enumerate(steps):
         b.begin(at, step)
         _hops(b, step.post)
@@ -101,13 +109,13 @@ def queries_backward(b: ProgramBuilder, steps: Steps) -> None:
         if step.queries:
             total = Kind.DQUERIES.of(b.shard(step.queries))
             made = Kind.DQ.at(at), Kind.DKEYS.at(at)
-            b.take_sum(total)
-            b.compute(step, (*computed, b.kv), made, placeholder)
+            b.take_sum(total, like=buffers.Q)
+            b.compute(ComputeMessage, step, (*computed, b.kv), made, placeholder)
             moves = COPIED + KEYS_ADDED
-            b.emit(Merge, made, (total, buffers.DKV_SUM), begins=(total,), moves=moves)
+            b.copy(MergeBackward, made, (total, buffers.DKV_SUM), moves, begins=(total,))
         _exchange_gradients(b, step)
         b.end_step(step, *computed)
-    b.emit(Reduce, (Kind.DQUERIES.of(b.own),), (buffers.DQ_SUM,))
+    b.copy(Reduce, (Kind.DQUERIES.of(b.own),), (buffers.DQ_SUM,))
     _end_backward(b, buffers.DKV_SUM)
 
 
@@ -127,7 +135,7 @@ def _exchange_gradients(b: ProgramBuilder, step: ScheduleStep) -> None:
         b.wait((number,))
         kind, moves = _RETURNING[post.transfer.payload]
         total = kind.of(b.shard(post.transfer.receives))
-        b.emit(Reduce, post.writes, (total,), moves=moves)
+        b.copy(Reduce, post.writes, (total,), moves)
     for t in step.send:
         kind, _ = _RETURNING[t.payload]
         leaves = kind.of(b.shard(t.sends))
@@ -145,9 +153,9 @@ def _begin_backward(b: ProgramBuilder, moves: Size) -> tuple[Buffer, ...]:
     columns = b.traits.columns
     delta = (buffers.DELTA,) if columns or not b.traits.needs_out else ()
     reads = (buffers.Q, buffers.DOUT, buffers.OUT, buffers.LSE, *delta)
-    b.arrange(DELTA, reads[:3], (*delta, *(() if columns else (buffers.DQ_SUM,))), moves)
+    b.copy(Delta, reads[:3], (*delta, *(() if columns else (buffers.DQ_SUM,))), moves)
     if columns:
-        b.emit(ComputeColumns, (*reads, buffers.COLUMNS), (buffers.DQ_SUM, buffers.DCOLUMNS))
+        b.emit(ColumnsBackward, (*reads, buffers.COLUMNS), (buffers.DQ_SUM, buffers.DCOLUMNS))
         b.sum_columns(buffers.DCOLUMNS, high(WIDE_COLUMNS))
     return reads
 
@@ -162,6 +170,6 @@ def _end_backward(b: ProgramBuilder, gradient: Buffer) -> None:
         b.wait((UNSCHEDULED,))
         # Each rank adds only those columns that are among its own keys.
         moves = 3 * high(COLUMNS) / b.schedule.workers
-        b.emit(AddColumns, (buffers.DCOLUMNS,), (gradient,), moves=moves)
+        b.copy(AddColumns, (buffers.DCOLUMNS,), (gradient,), moves)
     reads = (buffers.Q, buffers.DQ_SUM, gradient)
-    b.arrange(GRADIENTS, reads, (buffers.DQ, buffers.DK, buffers.DV), COPIED + KEYS_COPIED)
+    b.copy(Gradients, reads, (buffers.DQ, buffers.DK, buffers.DV), COPIED + KEYS_COPIED)

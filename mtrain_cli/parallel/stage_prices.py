@@ -20,13 +20,10 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.placement import Placement
 from mtrain_cli.parallel.program import (
-    AddColumns,
-    Arrange,
     Compute,
-    Merge,
+    Copy,
     Post,
     Program,
-    Reduce,
     ShardSizes,
     Size,
     Stage,
@@ -153,7 +150,7 @@ class _Walk:
                     self._post(op)
                 case Wait():
                     self.now = np.maximum(self.now, self.arrived[op.number])
-                case Arrange() | Merge() | Reduce() | AddColumns():
+                case Copy():
                     if bytes_moved := self._bytes(op.moves):
                         self.now = self.now + max(_COPY, bytes_moved / self.rates.memory)
         return float(self.now.max())

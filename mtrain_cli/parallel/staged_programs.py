@@ -11,22 +11,28 @@ from collections.abc import Callable, Sequence
 
 from mtrain_cli.parallel import buffers
 from mtrain_cli.parallel.arrangements import (
-    ADD_DQ,
-    CUT,
-    JOIN,
-    JOIN_OUT,
-    MERGE_ROWS,
-    OWN,
-    OWN_ROWS,
-    PACK,
-    RESULT,
-    SPLIT_ROWS,
-    TAKE,
-    ZERO_ROWS,
+    AddDq,
+    Cut,
+    Join,
+    JoinOut,
+    MergeStage,
+    Own,
+    OwnRows,
+    Pack,
+    ResultOfPart,
+    SplitRows,
+    Take,
+    ZeroRows,
 )
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.cast_programs import arrived_rows, post_casts, wait_for_rows
 from mtrain_cli.parallel.gather_programs import joined_size
+from mtrain_cli.parallel.operations import (
+    ComputeBackward,
+    ComputeForward,
+    MergeForward,
+    ReduceRows,
+)
 from mtrain_cli.parallel.program import (
     KEYS,
     NOTHING,
@@ -34,9 +40,7 @@ from mtrain_cli.parallel.program import (
     RECEIVED,
     SENT,
     STATS,
-    Merge,
     Post,
-    Reduce,
     Size,
     Unit,
     as_made,
@@ -52,24 +56,24 @@ def staged_forward(b: ProgramBuilder, steps: Steps) -> None:
     """Merge the attention over the keys of each stage, one part of the heads after the other."""
     stages = b.schedule.stages
     b.begin(0, steps[0])
-    b.arrange(PACK, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
+    b.copy(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
     results = []
     for at, step in enumerate(steps):
         b.begin(at, step)
         post_casts(b, step)
         piece, keys, part = b.piece(step.part), _keys(b, at, step), Kind.PART.at(at)
-        b.compute(step, (buffers.Q, keys), (part,))
+        b.compute(ComputeForward, step, (buffers.Q, keys), (part,))
         total, parts = Kind.TOTAL.at(piece[0]), piece[1]
         b.sized[total] = (high(QUERIES) + high(STATS)) / parts
         # As in a ring, the first merge moves nothing, and the second converts the output.
         moves = {0: NOTHING, 1: ADDED + COPIED}.get(at % stages, ADDED)
-        b.emit(Merge, (part,), (total,), moves=moves / parts)
+        b.copy(MergeForward, (part,), (total,), moves / parts)
         if at % stages == stages - 1:
             results.append(Kind.RESULT.at(piece[0]))
             b.sized[results[-1]] = (low(QUERIES) + high(STATS)) / parts
-            b.arrange(RESULT, (buffers.Q, total), results[-1:], COPIED / parts, piece=piece)
+            b.copy(ResultOfPart, (buffers.Q, total), results[-1:], COPIED / parts, piece=piece)
     moves = 2 * low(QUERIES) if len(results) > 1 else NOTHING
-    b.arrange(JOIN_OUT, results, (buffers.OUT, buffers.LSE), moves)
+    b.copy(JoinOut, results, (buffers.OUT, buffers.LSE), moves)
     b.wait(b.under_way)
 
 
@@ -95,13 +99,13 @@ def staged_backward(b: ProgramBuilder, steps: Steps) -> None:
         moves = (2 * COPIED + (stages - 1) * ADDED) / parts
         of_stages = [Kind.DQ.at(n) for n in range(first, at + 1)]
         extra = {"piece": b.piece(step.part), "scratch": high(QUERIES) / parts}
-        b.arrange(ADD_DQ, (buffers.Q, *of_stages), results[-1:], moves, **extra)
+        b.copy(AddDq, (buffers.Q, *of_stages), results[-1:], moves, **extra)
     b.wait(b.under_way)
     sums.append(_own_gradients(b, len(steps) - stages, steps[-stages:]))
-    b.arrange(OWN, (b.kv, *sums), (buffers.DK, buffers.DV), timed=False)
-    # Under Ulysses the last operation, ADD_HEADS, carries this charge.
+    b.copy(Own, (b.kv, *sums), (buffers.DK, buffers.DV))
+    # Under Ulysses the last operation, AddHeads, carries this charge.
     moves = NOTHING if b.sharing > 1 else joined_size(len(results))
-    b.arrange(JOIN, results, (buffers.DQ,), moves, timed=False)
+    b.copy(Join, results, (buffers.DQ,), moves)
 
 
 def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
@@ -111,12 +115,12 @@ def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
         casts = wait_for_rows(b, step)
         b.sized[keys] = _received(casts, low) / piece[1]
         rows = [post.writes[0] for post in casts]
-        b.arrange(MERGE_ROWS, rows, (keys,), 2 * b.sized[keys], piece=piece, stage=step.stage)
+        b.copy(MergeStage, rows, (keys,), 2 * b.sized[keys], stage=step.stage)
         return keys
     if piece[1] == 1:
         return own
     b.sized[keys] = low(KEYS) / piece[1]
-    b.arrange(TAKE, (own,), (keys,), 2 * b.sized[keys], piece=piece)
+    b.copy(Take, (own,), (keys,), 2 * b.sized[keys], piece=piece)
     return keys
 
 
@@ -130,13 +134,14 @@ def _compute_gradients(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
     keys, (part, parts) = _keys(b, at, step), b.piece(step.part)
     copies = b.traits.copies_parts and parts > 1
     moves = 4 * low(QUERIES) / parts if copies else NOTHING
-    b.arrange(CUT, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=(part, parts))
+    b.copy(Cut, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=(part, parts))
     copied = (2 * low(QUERIES) + high(STATS)) / parts if copies else NOTHING
     made = Kind.DQ.at(at), Kind.DKEYS.at(at)
     b.sized[made[0]], b.sized[made[1]] = low(QUERIES) / parts, as_made(KEYS) / parts
     if step.stage:
         b.sized[made[1]] = _received(arrived_rows(b, step), as_made) / parts
-    b.compute(step, (buffers.Q, buffers.DOUT, buffers.OUT, Kind.LSE.at(at), keys), made, copied)
+    reads = buffers.Q, buffers.DOUT, buffers.OUT, Kind.LSE.at(at), keys
+    b.compute(ComputeBackward, step, reads, made, copied)
 
 
 def _return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, *, begins: bool) -> None:
@@ -148,10 +153,10 @@ def _return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, *, begins: bool
     size = b.cast_size(high) / parts
     if begins:
         b.sized[rows] = size
-        b.arrange(ZERO_ROWS, (b.kv,), (rows,), size, piece=b.piece(step.part))
+        b.copy(ZeroRows, (b.kv,), (rows,), size, piece=b.piece(step.part))
     made, casts = Kind.DKEYS.at(at), arrived_rows(b, step)
     moves, scratch = (_received(casts, low) + _received(casts, high)) / parts, b.sized[made] / 2
-    b.arrange(SPLIT_ROWS, (made, rows), (rows,), moves, stage=step.stage, scratch=scratch)
+    b.copy(SplitRows, (made, rows), (rows,), moves, stage=step.stage, scratch=scratch)
     sources: tuple[Buffer, ...] = (rows,)
     for t in step.send:
         # Rows that crossed nodes return there last, after the cast inside the node has returned.
@@ -177,8 +182,8 @@ def _own_gradients(b: ProgramBuilder, at: int, of_part: Steps) -> Buffer:
         for t in step.send[-1:]:
             post = b.posted[t.number]
             moves = 3 * high(SENT[post.cast]) / parts
-            b.emit(Reduce, post.writes, (rows,), moves=moves, cast=post.cast)
+            b.copy(ReduceRows, post.writes, (rows,), moves, cast=post.cast)
     b.sized[own] = high(KEYS) / parts
     made = Kind.DKEYS.at(at + len(of_part) - 1)
-    b.arrange(OWN_ROWS, (rows, made), (own,), (2 * high(KEYS) + KEYS_ADDED) / parts)
+    b.copy(OwnRows, (rows, made), (own,), (2 * high(KEYS) + KEYS_ADDED) / parts)
     return own

@@ -18,11 +18,11 @@ from mtrain_cli.config import resolved_file
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_bytes
+from mtrain_cli.parallel.arrangements import Arrange
 from mtrain_cli.parallel.cast_rows import whole_shares
 from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange, parse_label
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import (
-    Arrange,
     Begin,
     Compute,
     ComputeColumns,
@@ -178,8 +178,11 @@ def place(
 def _width(op: Operation) -> float:
     if isinstance(op, Begin | Post) or (isinstance(op, Arrange) and not op.timed):
         return 0.0
-    widths = {Compute: 1.0, ComputeColumns: _COLUMNS, Wait: _WAIT}
-    return widths.get(type(op), _OTHER)
+    if isinstance(op, Compute):
+        return 1.0
+    if isinstance(op, ComputeColumns):
+        return _COLUMNS
+    return _WAIT if isinstance(op, Wait) else _OTHER
 
 
 def describe(op: Operation, sizes: ShardSizes, sharing: int) -> str:
@@ -192,7 +195,7 @@ def describe(op: Operation, sizes: ShardSizes, sharing: int) -> str:
         arrives = "" if t.to is None else f", receive {t.receives[0] // sharing} from {t.source}"
         return f"{moved} {peers}{arrives}, on channel {t.channel}"
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(op).__name__).lower()
-    return f"{name}: {op.what.replace('_', ' ')}" if isinstance(op, Arrange) else name
+    return f"arrange: {name}" if isinstance(op, Arrange) else name
 
 
 def _message(post: Post, sizes: ShardSizes, sharing: int) -> tuple[str, str]:

@@ -7,10 +7,10 @@ from fractions import Fraction
 
 from parallel.programs import FEW, copies
 
-from mtrain_cli.parallel.arrangements import MERGE_ROWS, OWN_ROWS, SPLIT_ROWS
+from mtrain_cli.parallel.arrangements import MergeRows, OwnRows, SplitRows
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import Reduce
+from mtrain_cli.parallel.operations import ReduceRows
 from mtrain_cli.parallel.schedule import DKV, KV, ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
 
@@ -26,7 +26,7 @@ def test_the_cast_inside_a_node_forwards_rows_of_the_cast_across_nodes():
         ((Kind.KV.of(1),), (Kind.GATHERED.at(0), Kind.LEAVING.at(0)), 0, KV),
         ((Kind.KV.of(1), Kind.GATHERED.at(0)), (Kind.GATHERED.at(1), Kind.LEAVING.at(1)), 1, KV),
     ]
-    (merge,) = copies(program, MERGE_ROWS)
+    (merge,) = copies(program, MergeRows)
     assert merge.reads == (Kind.KV.of(1), Kind.GATHERED.at(0), Kind.GATHERED.at(1))
     # 320 elements in 2 bytes, read and written
     assert merge.moves.of(CAST) == 2 * 2 * 320 * (1 + 0.5 + 3)
@@ -40,10 +40,10 @@ def test_gradients_of_rows_return_in_the_reverse_order():
     assert outer.reads == (Kind.ROWS.at(0), *inner.writes)
     assert inner.sends.of(CAST) == 4 * 320 * 3
     assert outer.sends.of(CAST) == 4 * 320 / 2
-    (reduce,) = (op for op in program.operations if isinstance(op, Reduce))
+    (reduce,) = (op for op in program.operations if isinstance(op, ReduceRows))
     assert (reduce.reads, reduce.writes, reduce.cast) == (outer.writes, (Kind.ROWS.at(0),), 0)
-    (split,) = copies(program, SPLIT_ROWS)
-    (own,) = copies(program, OWN_ROWS)
+    (split,) = copies(program, SplitRows)
+    (own,) = copies(program, OwnRows)
     assert split.moves.of(CAST) == (2 + 4) * 320 * 4.5
     assert split.scratch.of(CAST) == 2 * 320 * 4.5 / 2
     assert own.moves.of(CAST) == 2 * 4 * 320

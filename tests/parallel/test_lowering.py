@@ -10,12 +10,12 @@ import pytest
 from parallel.programs import SIZES, copies, play
 from parallel.test_schedule import cases
 
-from mtrain_cli.parallel.arrangements import ADD_HEADS
+from mtrain_cli.parallel.arrangements import AddHeads
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.operations import MergeBackward
 from mtrain_cli.parallel.program import (
     Compute,
-    Merge,
     Operation,
     Post,
     Shard,
@@ -82,7 +82,7 @@ def alike(mine: Operation, theirs: Operation) -> bool:
     plain = {"reads": (), "writes": (), "frees": ()}
     if isinstance(mine, Compute) and isinstance(theirs, Compute):
         plain |= {"queries": Shard(0), "keys": Whole(), "part": (0, 1)}
-    elif isinstance(mine, Merge) and isinstance(theirs, Merge):
+    elif isinstance(mine, MergeBackward) and isinstance(theirs, MergeBackward):
         plain |= {"begins": ()}
     return replace(mine, **plain) == replace(theirs, **plain)
 
@@ -120,6 +120,6 @@ def test_all_ranks_have_the_same_program(exchange, options, backward):
 def test_traded_tokens_live_until_their_views_are_copied(backward):
     schedule = make_schedule("ring", ScheduleOptions(4, 4, heads=2))
     program = lower(schedule, 0, backward=backward)
-    (op,) = copies(program, ADD_HEADS)
+    (op,) = copies(program, AddHeads)
     assert op == program.operations[-1]
     assert Buffer(Kind.TRADED_TOKENS) in op.frees

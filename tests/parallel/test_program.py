@@ -9,14 +9,20 @@ import pytest
 from parallel.programs import FEW, SIZES
 
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.arrangements import FROM_HEADS, FROM_TOKENS, OWN, TO_HEADS, TO_TOKENS
+from mtrain_cli.parallel.arrangements import (
+    Arrange,
+    FromHeads,
+    FromTokens,
+    Rename,
+    ToHeads,
+    ToTokens,
+)
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import (
     HIGH,
     LOW,
     MADE,
-    Arrange,
     Begin,
     Compute,
     Recompute,
@@ -129,13 +135,13 @@ def test_the_copies_of_a_head_trade_move_what_the_trade_carries(backward):
     schedule = make_schedule("all_gather", ScheduleOptions(8, 8, heads=heads))
     program = lower(schedule, 0, backward=backward)
     moved = {
-        op.what: op.moves.of(SIZES, heads) for op in program.operations if isinstance(op, Arrange)
+        type(op): op.moves.of(SIZES, heads) for op in program.operations if isinstance(op, Arrange)
     }
     rows = SIZES.tokens * SIZES.heads * SIZES.head_dim * SIZES.dtype_bytes
     keys = 2 * SIZES.tokens * SIZES.kv_heads * SIZES.head_dim * SIZES.dtype_bytes
     there, back = (rows, rows + keys) if backward else (rows + keys, rows)
-    assert moved[TO_HEADS] == moved[FROM_TOKENS] == 3 * there
-    assert moved[TO_TOKENS] == moved[FROM_HEADS] == 3 * back
+    assert moved[ToHeads] == moved[FromTokens] == 3 * there
+    assert moved[ToTokens] == moved[FromHeads] == 3 * back
 
 
 def test_gradients_of_a_kernel_have_the_compute_dtype_unless_the_kernel_says_more():
@@ -148,9 +154,7 @@ def test_gradients_of_a_kernel_have_the_compute_dtype_unless_the_kernel_says_mor
 def test_a_renamed_buffer_is_not_held_twice():
     """Without other ranks, dk and dv are the gradients that the rank has summed."""
     program = lower(make_schedule("all_gather", ScheduleOptions(1, 1)), 0, backward=True)
-    (held,) = (
-        set(live) for op, live in program.live() if isinstance(op, Arrange) and op.what == OWN
-    )
+    (held,) = (set(live) for op, live in program.live() if isinstance(op, Rename))
     assert held == {buffers.DQ, buffers.DK, buffers.DV}
 
 

@@ -8,10 +8,11 @@ import pytest
 from parallel.programs import FEW, SIZES, copies
 
 from mtrain_cli.parallel import buffers, schedule
-from mtrain_cli.parallel.arrangements import DELTA
+from mtrain_cli.parallel.arrangements import Delta
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import AddColumns, Begin, Merge, Reduce, Shard, pool_bytes
+from mtrain_cli.parallel.operations import AddColumns, Merge, Reduce
+from mtrain_cli.parallel.program import Begin, Shard, pool_bytes
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import DQ, ScheduleOptions, Transfer
 from mtrain_cli.parallel.schedule_registry import make_schedule
@@ -21,7 +22,7 @@ def test_a_ring_of_keys_step_by_step():
     """The second of four ranks receives its predecessors' keys, one hop ahead."""
     program = lower(make_schedule("ring", ScheduleOptions(4, 4)), 1)
     kinds = [type(op).__name__ for op in program.operations if op.step == 1]
-    assert kinds == ["Begin", "Post", "Wait", "Compute", "Merge"]
+    assert kinds == ["Begin", "PostHop", "Wait", "ComputeForward", "MergeForward"]
     assert [op.keys for op in program.computes] == [Shard(1), Shard(0), Shard(3), Shard(2)]
     assert [(p.reads, p.writes) for p in program.posts] == [
         ((Kind.KV.of(1),), (Kind.KV.of(0),)),
@@ -67,9 +68,9 @@ def test_the_ring_step_in_the_docstring_is_the_program():
         1, "p2p", "kv", "context", sends=(2,), receives=(1,), to=1, source=2, after=0
     )
     lines = (schedule.__doc__ or "").splitlines()
-    start = next(at for at, line in enumerate(lines) if line.strip().startswith("operation  reads"))
-    table = [line[4:34] for line in lines[start + 1 : lines.index("", start)]]
-    shown = [(row[:11].strip(), row[11:23].strip(), row[23:].strip()) for row in table]
+    start = next(at for at, line in enumerate(lines) if line.strip().startswith("operation "))
+    table = [line[4:38] for line in lines[start + 1 : lines.index("", start)]]
+    shown = [(row[:16].strip(), row[16:28].strip(), row[28:].strip()) for row in table]
     assert shown == [
         (
             type(op).__name__,
@@ -116,7 +117,7 @@ def test_backward_of_queries_is_charged_for_the_message():
     """
     for circulates, each in (("kv", 2 * 2 + 4), ("queries", 2 * 2 + 4 + 4 * 2)):
         schedule = make_schedule("ring", ScheduleOptions(4, 4, circulates=circulates))
-        (delta,) = copies(lower(schedule, 1, backward=True), DELTA)
+        (delta,) = copies(lower(schedule, 1, backward=True), Delta)
         assert delta.moves.of(FEW) == each * 640
 
 

@@ -9,10 +9,11 @@ import pytest
 from parallel.programs import FEW, copies
 
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.arrangements import ADD_DQ, MERGE_ROWS, OWN_ROWS, SPLIT_ROWS
+from mtrain_cli.parallel.arrangements import AddDq, MergeStage, OwnRows, SplitRows
 from mtrain_cli.parallel.buffers import Kind
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import Compute, Post, Program, Reduce, Shard, Stage, Wait
+from mtrain_cli.parallel.operations import ReduceRows
+from mtrain_cli.parallel.program import Compute, Post, Program, Shard, Stage, Wait
 from mtrain_cli.parallel.schedule import DKV, ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
 
@@ -74,7 +75,7 @@ def test_three_stages_compute_own_keys_then_the_node_then_other_nodes():
         (Kind.KV.of(1),),
         (Kind.KV.of(1), Kind.GATHERED.at(0)),
     ]
-    merged = copies(program, MERGE_ROWS)
+    merged = copies(program, MergeStage)
     assert [op.reads for op in merged] == [
         (Kind.GATHERED.at(1),),
         (Kind.GATHERED.at(0), Kind.GATHERED.at(2)),
@@ -92,14 +93,14 @@ def test_gradients_of_other_nodes_leave_first():
         (0, (Kind.ROWS.at(0), Kind.RETURNED.at(3))),
         (1, (Kind.ROWS.at(0),)),
     ]
-    reduces = [op for op in program.operations if isinstance(op, Reduce)]
+    reduces = [op for op in program.operations if isinstance(op, ReduceRows)]
     assert sorted((op.cast, op.reads) for op in reduces) == [
         (0, (Kind.RETURNED.at(4),)),
         (1, (Kind.RETURNED.at(5),)),
     ]
-    (added,) = copies(program, ADD_DQ)
+    (added,) = copies(program, AddDq)
     assert added.reads == (buffers.Q, Kind.DQ.at(0), Kind.DQ.at(1), Kind.DQ.at(2))
-    (own,) = copies(program, OWN_ROWS)
+    (own,) = copies(program, OwnRows)
     assert own.reads == (Kind.ROWS.at(0), Kind.DKEYS.at(2))
 
 
@@ -108,7 +109,7 @@ def test_each_stage_is_charged_for_its_own_rows(chunks):
     schedule = make_schedule("group_cast", ScheduleOptions(4, 4, chunks=chunks, stages=2))
     sizes = replace(CASTS, casts=CASTS.casts[2:])
     program = lower(schedule, 1, backward=True)
-    split = copies(program, SPLIT_ROWS)
+    split = copies(program, SplitRows)
     assert [op.moves.of(sizes) for op in split] == [(2 + 4) * 320 * 3 / chunks] * chunks
     # Gradients of received rows, and of own rows for their sum
     assert program.sizes[Kind.ROWS.at(0)].of(sizes) == 4 * 320 * (1 + 3) / chunks
