@@ -7,10 +7,11 @@ are summed in float32 (float64 for float64 inputs). Gradients also travel in the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from mtrain_cli.attention.kernel import Saved
 from mtrain_cli.parallel.buffers import Buffer
 from mtrain_cli.parallel.head_parts import part_of_heads
 from mtrain_cli.parallel.program import Compute, ComputeColumns, Copy, Post
@@ -19,6 +20,7 @@ from mtrain_cli.parallel.schedule import GROUP_CAST, GROUP_REDUCE, SUM
 from mtrain_cli.parallel.wide_copy import contiguous
 
 if TYPE_CHECKING:
+    from mtrain_cli.attention.tiles import Tiles
     from mtrain_cli.parallel.executor import Executor
 
 
@@ -131,28 +133,28 @@ class ComputeBackward(Compute):
     """
 
     def run(self, state: Executor) -> None:
-        if (tiles := self.tiles(state)) is None:
-            return
-        *of_queries, keys = self.read(state)
-        q, dout, out, lse, delta = self._rows(state, of_queries)
-        with state.transport.span(ATTENTION):
-            dq, dk, dv = state.kernel.backward(
-                dout, q, keys[0], keys[1], out, lse, delta, tiles, state.scale
-            )
-        state.tensors[self.writes[0]], state.tensors[self.writes[1]] = dq, (dk, dv)
+        if (tiles := self.tiles(state)) is not None:
+            q, dout, out, lse, *delta, keys = self.read(state)
+            if self.piece[1] > 1:
+                q, dout, out = (part_of_heads(t, self.piece, 2) for t in (q, dout, out))
+            saved = Saved(q, keys[0], keys[1], out, lse, delta[0] if delta else None)
+            self._call(state, dout, saved, tiles)
 
-    def _rows(self, state: Executor, of_queries: list[Any]) -> tuple[Any, ...]:  # noqa: ARG002
-        q, dout, out, lse, *delta = of_queries
-        q, dout, out = (part_of_heads(t, self.piece, 2) for t in (q, dout, out))
-        return q, dout, out, lse, delta[0] if delta else None
+    def _call(self, state: Executor, dout: torch.Tensor, saved: Saved, tiles: Tiles) -> None:
+        with state.transport.span(ATTENTION):
+            dq, dk, dv = state.kernel.backward(dout, saved, tiles, state.scale)
+        state.tensors[self.writes[0]], state.tensors[self.writes[1]] = dq, (dk, dv)
 
 
 class ComputeMessage(ComputeBackward):
-    """Read keys and a message with another rank's queries. Write as `ComputeBackward` does."""
+    """Read a message with another rank's queries, and keys. Write as `ComputeBackward` does."""
 
-    def _rows(self, state: Executor, of_queries: list[Any]) -> tuple[Any, ...]:
-        assert state.message is not None
-        return state.message.unpack(*of_queries)
+    def run(self, state: Executor) -> None:
+        if (tiles := self.tiles(state)) is not None:
+            message, keys = self.read(state)
+            assert state.message is not None
+            q, dout, out, lse, delta = state.message.unpack(message)
+            self._call(state, dout, Saved(q, keys[0], keys[1], out, lse, delta), tiles)
 
 
 class ColumnsForward(ComputeColumns):

@@ -14,7 +14,7 @@ from functools import cache
 
 from mtrain_cli.parallel.arrangements import TakeSum
 from mtrain_cli.parallel.buffers import Buffer, Kind, Side
-from mtrain_cli.parallel.operations import POSTS
+from mtrain_cli.parallel.operations import POSTS, PostCast, PostGather, PostReturn, PostScatter
 from mtrain_cli.parallel.program import (
     KEYS,
     NOTHING,
@@ -318,14 +318,14 @@ class ProgramBuilder:
         """Return the sizes of the buffers that a collective writes; () for other transfers."""
         t, payload, cast = post.transfer, post.payload, post.cast
         parts = self.piece(t.part)[1]
-        match t.kind:
-            case "group_cast":
+        match post:
+            case PostCast():
                 return low(RECEIVED[cast]) / parts, payload
-            case "group_reduce":
+            case PostReturn():
                 return (high(SENT[cast]) / parts,)
-            case "all_gather":
+            case PostGather():
                 return payload * (len(t.receives) + len(t.sends)), payload * len(t.sends)
-            case "reduce_scatter":
+            case PostScatter():
                 return (payload * len(t.receives),)
         return ()
 
