@@ -19,7 +19,7 @@ def cast_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
     own, keys, piece = b.kv, Kind.KEYS.at(at), b.piece(step.part)
     moves = 2 * b.cast_size(low) / piece[1]
     arrived = (post.writes[0] for post in wait_for_rows(b, step))
-    b.copy(MergeRows, (own, *arrived), (keys,), moves, piece=piece)
+    b.emit(MergeRows, (own, *arrived), (keys,), moves, piece=piece)
     return keys
 
 
@@ -64,7 +64,7 @@ def return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, made: Buffer) ->
     rows, parts = Kind.ROWS.at(at), b.piece(step.part)[1]
     moves = (b.cast_size(low) + b.cast_size(high)) / parts
     scratch = b.cast_size(as_made) / (2 * parts)
-    b.copy(SplitRows, (made,), (rows,), moves, scratch=scratch)
+    b.emit(SplitRows, (made,), (rows,), moves, scratch=scratch)
     sources: tuple[Buffer, ...] = (rows,)
     for cast, t in zip(reversed(range(len(step.send))), step.send, strict=True):
         returned = Kind.RETURNED.at(t.number)
@@ -78,5 +78,5 @@ def add_returned_rows(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
     post, rows = b.posted[step.send[-1].number], Kind.ROWS.at(at)
     parts = b.piece(step.part)[1]
     moves = 3 * high(SENT[post.cast]) / parts
-    b.copy(ReduceRows, post.writes, (rows,), moves, cast=post.cast)
-    b.copy(OwnRows, (rows,), (Kind.OWN_ROWS.at(at),), 2 * high(KEYS) / parts)
+    b.emit(ReduceRows, post.writes, (rows,), moves, cast=post.cast)
+    b.emit(OwnRows, (rows,), (Kind.OWN_ROWS.at(at),), 2 * high(KEYS) / parts)

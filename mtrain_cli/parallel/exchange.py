@@ -259,11 +259,8 @@ class Exchange:
         self.kv_heads = k.shape[2]
         columns = self.columns_of(shard_tiles)
         program = self.program(backward=False, traits=Traits(kernel.needs_out, columns is not None))
-        tensors = {
-            buffers.Q.on(self._side): q,
-            buffers.K.on(self._side): k,
-            buffers.V.on(self._side): v,
-        }
+        inputs = (buffer.on(self._side) for buffer in (buffers.Q, buffers.K, buffers.V))
+        tensors = dict(zip(inputs, (q, k, v), strict=True))
         transport = self._transport(label, FORWARD, program)
         return Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
 
@@ -330,9 +327,8 @@ class Exchange:
             _, keys, _, _, *columns = (tensors[name] for name in run.program.saved)
             saved = q, keys, out, lse, *columns
         else:
-            out, saved = self._restored(
-                tensors[buffers.Q], tensors[buffers.K], tensors[buffers.V], kept
-            )
+            inputs = (tensors[buffer] for buffer in (buffers.Q, buffers.K, buffers.V))
+            out, saved = self._restored(*inputs, kept)
         tensors[buffers.OUT] = out
         run.run(operations[inside.stop :])
         run.transport.end()

@@ -35,7 +35,7 @@ from mtrain_cli.parallel.schedule import ScheduleStep
 def gather_forward(b: ProgramBuilder, steps: Steps) -> None:
     """Gather each part of the heads while the previous part is computed."""
     b.begin(0, steps[0])
-    b.copy(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
+    b.emit(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
     parts = []
     for at, step in enumerate(steps):
         b.begin(at, step)
@@ -43,7 +43,7 @@ def gather_forward(b: ProgramBuilder, steps: Steps) -> None:
         parts.append(Kind.PART.at(at))
         b.compute(ComputeForward, step, (buffers.Q, keys), (parts[-1],))
     moves = 2 * low(QUERIES) if len(parts) > 1 else NOTHING
-    b.copy(JoinOut, parts, (buffers.OUT, buffers.LSE), moves)
+    b.emit(JoinOut, parts, (buffers.OUT, buffers.LSE), moves)
     b.wait(b.under_way)
 
 
@@ -58,13 +58,13 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
         b.begin(at, step)
         keys, piece = _gather_keys(b, at, step), b.piece(step.part)
         moves = 4 * low(QUERIES) / parts if copies and b.schedule.groups > 1 else NOTHING
-        b.copy(Cut, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=piece)
+        b.emit(Cut, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=piece)
         made = (buffers.DQ if parts == 1 else Kind.DQ.at(at), Kind.DKEYS.at(at))
         reads = (buffers.Q, buffers.DOUT, buffers.OUT, Kind.LSE.at(at), keys)
         b.compute(ComputeBackward, step, reads, made, copied if copies else NOTHING)
         if not step.send:
             whole = buffers.DQ, buffers.DKV_OF_PARTS
-            b.copy(Place, (buffers.Q, own, *made), whole, cut, piece=piece)
+            b.emit(Place, (buffers.Q, own, *made), whole, cut, piece=piece)
             continue
         dq.append(made[0])
         # The previous part is sent from a buffer of the same size as the next one. Free it first.
@@ -79,12 +79,12 @@ def gather_backward(b: ProgramBuilder, steps: Steps) -> None:
     if b.schedule.traits.by_mask and steps[-1].send:
         add_returned_rows(b, parts - 1, steps[-1])
     if sums:
-        b.copy(Own, (own, *sums), (buffers.DK, buffers.DV))
+        b.emit(Own, (own, *sums), (buffers.DK, buffers.DV))
     else:
-        b.copy(Rename, (own, buffers.DKV_OF_PARTS), (buffers.DK, buffers.DV))
+        b.emit(Rename, (own, buffers.DKV_OF_PARTS), (buffers.DK, buffers.DV))
     # Under Ulysses the last operation, AddHeads, carries this charge.
     moves = NOTHING if b.sharing > 1 else joined_size(parts)
-    b.copy(Join, dq or [buffers.DQ], (buffers.DQ,), moves)
+    b.emit(Join, dq or [buffers.DQ], (buffers.DQ,), moves)
 
 
 def joined_size(parts: int) -> Size:
@@ -110,12 +110,12 @@ def _gather_keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
         b.post(t, (source,), (Kind.GATHERED.at(t.number), *leaving), payload, piece=piece)
     b.wait(step.wait)
     if not step.wait:
-        b.copy(Take, (own,), (keys,), piece=b.piece(step.part))
+        b.emit(Take, (own,), (keys,), piece=b.piece(step.part))
         return keys
     last = b.posted[step.wait[-1]].transfer
     moves = 2 * low(KEYS) * b.schedule.groups / (step.part[1] // b.sharing)
     among = len(last.peers) if b.forwards(last) else 0
-    b.copy(Order, (Kind.GATHERED.at(last.number),), (keys,), moves, among=among)
+    b.emit(Order, (Kind.GATHERED.at(last.number),), (keys,), moves, among=among)
     return keys
 
 
@@ -131,7 +131,7 @@ def _scatter_gradients(
     name = Kind.SHARDS.at(at)
     among = len(step.send[0].peers) if len(step.send) > 1 else 0
     scratch = _scratch_of_shards(b, among) * b.schedule.groups / b.piece(step.part)[1]
-    b.copy(Shards, (made,), (name,), moves, among=among, scratch=scratch)
+    b.emit(Shards, (made,), (name,), moves, among=among, scratch=scratch)
     for t in step.send:
         b.post(t, (name,), (Kind.SUM.at(t.number),), b.payload(t))
         name = Kind.SUM.at(t.number)

@@ -32,9 +32,8 @@ def lower(
         inside = queries_backward if schedule.queries_travel else keys_backward
     else:
         inside = ring_forward
-    side = Side.INSIDE
-    if schedule.heads > 1:
-        side = Side.OWN
+    side = Side.OWN if schedule.heads > 1 else Side.INSIDE
+    if side is Side.OWN:
         _trade_heads(b, steps, inside, backward=backward)
     else:
         b.enclose(inside, steps)
@@ -54,27 +53,26 @@ def _trade_heads(b: ProgramBuilder, steps: Steps, inside: Emit, *, backward: boo
     operations of the exchange.
     """
     queries, both = low(QUERIES), low(QUERIES) + low(KEYS)
-    there, given = (
-        ([buffers.DOUT], queries) if backward else ([buffers.Q, buffers.K, buffers.V], both)
-    )
-    back, returned = (
-        ([buffers.DQ, buffers.DK, buffers.DV], both) if backward else ([buffers.OUT], queries)
-    )
+    there, given = [buffers.Q, buffers.K, buffers.V], both
+    back, returned = [buffers.OUT], queries
+    if backward:
+        there, given = [buffers.DOUT], queries
+        back, returned = [buffers.DQ, buffers.DK, buffers.DV], both
     leaving, arriving = Buffer(Kind.HEADS_TO_TRADE), Buffer(Kind.TRADED_HEADS)
     b.begin(0, steps[0])
-    b.copy(ToHeads, [buffer.on(Side.OWN) for buffer in there], (leaving,), 3 * given)
+    b.emit(ToHeads, [buffer.on(Side.OWN) for buffer in there], (leaving,), 3 * given)
     b.trade(steps[0].post[0], leaving, arriving, given)
-    b.copy(FromTokens, (arriving,), there, 3 * given, scratch=given)
+    b.emit(FromTokens, (arriving,), there, 3 * given, scratch=given)
     b.enclose(inside, [b.without_trade(step) for step in steps[:-1]])
     b.begin(len(steps) - 1, steps[-1])
     leaving, arriving = Buffer(Kind.TOKENS_TO_TRADE), Buffer(Kind.TRADED_TOKENS)
-    b.copy(ToTokens, back, (leaving,), 3 * returned, scratch=returned)
+    b.emit(ToTokens, back, (leaving,), 3 * returned, scratch=returned)
     b.trade(steps[-1].post[0], leaving, arriving, returned)
     by_rank = [buffer.on(Side.BY_RANK) for buffer in back]
-    b.copy(FromHeads, (arriving,), by_rank, 3 * returned)
+    b.emit(FromHeads, (arriving,), by_rank, 3 * returned)
     copied = NOTHING
     if backward and b.schedule.gathers:
         copied = joined_size((len(steps) - 1) // b.schedule.stages)
     # The tensors by rank are views of what arrived, which must live until they are copied.
-    b.copy(AddHeads, by_rank, [buffer.on(Side.OWN) for buffer in back], copied)
+    b.emit(AddHeads, by_rank, [buffer.on(Side.OWN) for buffer in back], copied)
     b.hold(arriving)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mtrain_cli.parallel.arrangements import TakeSum
 from mtrain_cli.parallel.buffers import Buffer, Kind, Side
 from mtrain_cli.parallel.operations import POSTS, PostCast, PostGather, PostReturn, PostScatter
 from mtrain_cli.parallel.program import (
@@ -26,7 +25,6 @@ from mtrain_cli.parallel.program import (
     WIDE_COLUMNS,
     Begin,
     Compute,
-    Copy,
     Keys,
     Operation,
     Part,
@@ -132,32 +130,24 @@ class ProgramBuilder:
         return Kind.KV.of(self.own)
 
     def emit(
-        self, kind: type[Operation], reads: Sequence[Buffer], writes: Sequence[Buffer], **fields
+        self,
+        kind: type[Operation],
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+        moves: Size | None = None,
+        **fields,
     ) -> None:
-        self._operations.append(
-            kind(step=self._step, reads=tuple(reads), writes=tuple(writes), **fields)
-        )
+        """Append an operation. moves: bytes that a `Copy` moves; None for other operations."""
+        if moves is not None:
+            fields["moves"] = moves
+        operation = kind(step=self._step, reads=tuple(reads), writes=tuple(writes), **fields)
+        self._operations.append(operation)
 
     def begin(self, at: int, step: ScheduleStep) -> None:
         """Begin step number ``at``, unless it has begun."""
         if at != self._step:
             self._step = at
             self.emit(Begin, (), (), computes=bool(step.queries))
-
-    def copy(
-        self,
-        kind: type[Copy],
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
-        moves: Size = NOTHING,
-        **fields,
-    ) -> None:
-        self.emit(kind, reads, writes, moves=moves, **fields)
-
-    def take_sum(self, total: Buffer, like: Buffer) -> None:
-        """Take the sum ``total`` from the pool. like: a buffer with its shape."""
-        self.pooled.add(total)
-        self.emit(TakeSum, (like,), (total,))
 
     def compute(
         self,

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtrain_cli.parallel import buffers
-from mtrain_cli.parallel.arrangements import Delta, Gradients, Message, Pack, Pick, Result, Zero
+from mtrain_cli.parallel.arrangements import (
+    Delta,
+    Gradients,
+    Message,
+    Pack,
+    Pick,
+    Result,
+    TakeSum,
+    Zero,
+)
 from mtrain_cli.parallel.buffers import Buffer, Kind
 from mtrain_cli.parallel.operations import (
     AddColumns,
@@ -41,18 +50,15 @@ from mtrain_cli.parallel.schedule import QUERIES as QUERY_PAYLOAD
 
 _CIRCULATING = {KV: Kind.KV, QUERY_PAYLOAD: Kind.QUERIES}
 # By payload of a gradient: the kind of its buffers, and the bytes that adding it moves.
-_RETURNING = {
-    DKV: (Kind.DKV, 3 * high(KEYS)),
-    DQ: (Kind.DQUERIES, 3 * high(QUERIES)),
-}
+_RETURNING = {DKV: (Kind.DKV, 3 * high(KEYS)), DQ: (Kind.DQUERIES, 3 * high(QUERIES))}
 
 
 def ring_forward(b: ProgramBuilder, steps: Steps) -> None:
     """Circulate key shards; merge the attention over each shard into the output so far."""
     b.begin(0, steps[0])
-    b.copy(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
+    b.emit(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
     if b.traits.columns:
-        b.copy(Pick, (b.kv,), (buffers.COLUMNS,), 2 * low(COLUMNS))
+        b.emit(Pick, (b.kv,), (buffers.COLUMNS,), 2 * low(COLUMNS))
         b.sum_columns(buffers.COLUMNS, low(WIDE_COLUMNS))
     # The first merge moves nothing: its result becomes the output so far. The second merge converts
     # the output to float32.
@@ -63,12 +69,12 @@ def ring_forward(b: ProgramBuilder, steps: Steps) -> None:
         b.wait(step.wait)
         keys, part = Kind.KV.of(b.shard(step.keys)), Kind.PART.at(at)
         b.compute(ComputeForward, step, (buffers.Q, keys), (part,))
-        b.copy(MergeForward, (part,), (buffers.TOTAL,), merged.get(at, ADDED))
+        b.emit(MergeForward, (part,), (buffers.TOTAL,), merged.get(at, ADDED))
         if at == 0 and b.traits.columns:
             b.wait((UNSCHEDULED,))
             b.emit(ColumnsForward, (buffers.Q, buffers.COLUMNS, buffers.TOTAL), (buffers.TOTAL,))
         b.end_step(step, keys)
-    b.copy(Result, (buffers.Q, buffers.TOTAL), (buffers.OUT, buffers.LSE), COPIED)
+    b.emit(Result, (buffers.Q, buffers.TOTAL), (buffers.OUT, buffers.LSE), COPIED)
 
 
 def keys_backward(b: ProgramBuilder, steps: Steps) -> None:
@@ -85,10 +91,11 @@ def keys_backward(b: ProgramBuilder, steps: Steps) -> None:
         b.wait(step.wait)
         shard, made = b.shard(step.keys), (Kind.DQ.at(at), Kind.DKEYS.at(at))
         keys, total = Kind.KV.of(shard), Kind.DKV.of(shard)
-        b.take_sum(total, like=keys)
+        b.pooled.add(total)
+        b.emit(TakeSum, (keys,), (total,))
         b.compute(ComputeBackward, step, (*reads, keys), made)
         moves = ADDED + KEYS_COPIED
-        b.copy(MergeBackward, made, (buffers.DQ_SUM, total), moves, begins=(total,))
+        b.emit(MergeBackward, made, (buffers.DQ_SUM, total), moves, begins=(total,))
         _exchange_gradients(b, step)
         b.end_step(step, keys)
     _end_backward(b, Kind.DKV.of(b.own))
@@ -99,8 +106,8 @@ def queries_backward(b: ProgramBuilder, steps: Steps) -> None:
     b.begin(0, steps[0])
     reads = _begin_backward(b, 6 * low(QUERIES) + high(QUERIES))  # includes the message
     placeholder = low(QUERIES) if b.traits.copies_parts else NOTHING
-    b.copy(Message, reads, (Kind.QUERIES.of(b.own),))
-    b.copy(Zero, (b.kv,), (buffers.DKV_SUM,))
+    b.emit(Message, reads, (Kind.QUERIES.of(b.own),))
+    b.emit(Zero, (b.kv,), (buffers.DKV_SUM,))
     for at, step in enumerate(steps):
         b.begin(at, step)
         _hops(b, step.post)
@@ -109,13 +116,14 @@ def queries_backward(b: ProgramBuilder, steps: Steps) -> None:
         if step.queries:
             total = Kind.DQUERIES.of(b.shard(step.queries))
             made = Kind.DQ.at(at), Kind.DKEYS.at(at)
-            b.take_sum(total, like=buffers.Q)
+            b.pooled.add(total)
+            b.emit(TakeSum, (buffers.Q,), (total,))
             b.compute(ComputeMessage, step, (*computed, b.kv), made, placeholder)
             moves = COPIED + KEYS_ADDED
-            b.copy(MergeBackward, made, (total, buffers.DKV_SUM), moves, begins=(total,))
+            b.emit(MergeBackward, made, (total, buffers.DKV_SUM), moves, begins=(total,))
         _exchange_gradients(b, step)
         b.end_step(step, *computed)
-    b.copy(Reduce, (Kind.DQUERIES.of(b.own),), (buffers.DQ_SUM,))
+    b.emit(Reduce, (Kind.DQUERIES.of(b.own),), (buffers.DQ_SUM,))
     _end_backward(b, buffers.DKV_SUM)
 
 
@@ -135,7 +143,7 @@ def _exchange_gradients(b: ProgramBuilder, step: ScheduleStep) -> None:
         b.wait((number,))
         kind, moves = _RETURNING[post.transfer.payload]
         total = kind.of(b.shard(post.transfer.receives))
-        b.copy(Reduce, post.writes, (total,), moves)
+        b.emit(Reduce, post.writes, (total,), moves)
     for t in step.send:
         kind, _ = _RETURNING[t.payload]
         leaves = kind.of(b.shard(t.sends))
@@ -153,7 +161,7 @@ def _begin_backward(b: ProgramBuilder, moves: Size) -> tuple[Buffer, ...]:
     columns = b.traits.columns
     delta = (buffers.DELTA,) if columns or not b.traits.needs_out else ()
     reads = (buffers.Q, buffers.DOUT, buffers.OUT, buffers.LSE, *delta)
-    b.copy(Delta, reads[:3], (*delta, *(() if columns else (buffers.DQ_SUM,))), moves)
+    b.emit(Delta, reads[:3], (*delta, *(() if columns else (buffers.DQ_SUM,))), moves)
     if columns:
         b.emit(ColumnsBackward, (*reads, buffers.COLUMNS), (buffers.DQ_SUM, buffers.DCOLUMNS))
         b.sum_columns(buffers.DCOLUMNS, high(WIDE_COLUMNS))
@@ -170,6 +178,6 @@ def _end_backward(b: ProgramBuilder, gradient: Buffer) -> None:
         b.wait((UNSCHEDULED,))
         # Each rank adds only those columns that are among its own keys.
         moves = 3 * high(COLUMNS) / b.schedule.workers
-        b.copy(AddColumns, (buffers.DCOLUMNS,), (gradient,), moves)
+        b.emit(AddColumns, (buffers.DCOLUMNS,), (gradient,), moves)
     reads = (buffers.Q, buffers.DQ_SUM, gradient)
-    b.copy(Gradients, reads, (buffers.DQ, buffers.DK, buffers.DV), COPIED + KEYS_COPIED)
+    b.emit(Gradients, reads, (buffers.DQ, buffers.DK, buffers.DV), COPIED + KEYS_COPIED)

@@ -56,7 +56,7 @@ def staged_forward(b: ProgramBuilder, steps: Steps) -> None:
     """Merge the attention over the keys of each stage, one part of the heads after the other."""
     stages = b.schedule.stages
     b.begin(0, steps[0])
-    b.copy(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
+    b.emit(Pack, (buffers.K, buffers.V), (b.kv,), 2 * low(KEYS))
     results = []
     for at, step in enumerate(steps):
         b.begin(at, step)
@@ -67,13 +67,13 @@ def staged_forward(b: ProgramBuilder, steps: Steps) -> None:
         b.sized[total] = (high(QUERIES) + high(STATS)) / parts
         # As in a ring, the first merge moves nothing, and the second converts the output.
         moves = {0: NOTHING, 1: ADDED + COPIED}.get(at % stages, ADDED)
-        b.copy(MergeForward, (part,), (total,), moves / parts)
+        b.emit(MergeForward, (part,), (total,), moves / parts)
         if at % stages == stages - 1:
             results.append(Kind.RESULT.at(piece[0]))
             b.sized[results[-1]] = (low(QUERIES) + high(STATS)) / parts
-            b.copy(ResultOfPart, (buffers.Q, total), results[-1:], COPIED / parts, piece=piece)
+            b.emit(ResultOfPart, (buffers.Q, total), results[-1:], COPIED / parts, piece=piece)
     moves = 2 * low(QUERIES) if len(results) > 1 else NOTHING
-    b.copy(JoinOut, results, (buffers.OUT, buffers.LSE), moves)
+    b.emit(JoinOut, results, (buffers.OUT, buffers.LSE), moves)
     b.wait(b.under_way)
 
 
@@ -99,13 +99,13 @@ def staged_backward(b: ProgramBuilder, steps: Steps) -> None:
         moves = (2 * COPIED + (stages - 1) * ADDED) / parts
         of_stages = [Kind.DQ.at(n) for n in range(first, at + 1)]
         extra = {"piece": b.piece(step.part), "scratch": high(QUERIES) / parts}
-        b.copy(AddDq, (buffers.Q, *of_stages), results[-1:], moves, **extra)
+        b.emit(AddDq, (buffers.Q, *of_stages), results[-1:], moves, **extra)
     b.wait(b.under_way)
     sums.append(_own_gradients(b, len(steps) - stages, steps[-stages:]))
-    b.copy(Own, (b.kv, *sums), (buffers.DK, buffers.DV))
+    b.emit(Own, (b.kv, *sums), (buffers.DK, buffers.DV))
     # Under Ulysses the last operation, AddHeads, carries this charge.
     moves = NOTHING if b.sharing > 1 else joined_size(len(results))
-    b.copy(Join, results, (buffers.DQ,), moves)
+    b.emit(Join, results, (buffers.DQ,), moves)
 
 
 def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
@@ -115,12 +115,12 @@ def _keys(b: ProgramBuilder, at: int, step: ScheduleStep) -> Buffer:
         casts = wait_for_rows(b, step)
         b.sized[keys] = _received(casts, low) / piece[1]
         rows = [post.writes[0] for post in casts]
-        b.copy(MergeStage, rows, (keys,), 2 * b.sized[keys], stage=step.stage)
+        b.emit(MergeStage, rows, (keys,), 2 * b.sized[keys], stage=step.stage)
         return keys
     if piece[1] == 1:
         return own
     b.sized[keys] = low(KEYS) / piece[1]
-    b.copy(Take, (own,), (keys,), 2 * b.sized[keys], piece=piece)
+    b.emit(Take, (own,), (keys,), 2 * b.sized[keys], piece=piece)
     return keys
 
 
@@ -134,7 +134,7 @@ def _compute_gradients(b: ProgramBuilder, at: int, step: ScheduleStep) -> None:
     keys, (part, parts) = _keys(b, at, step), b.piece(step.part)
     copies = b.traits.copies_parts and parts > 1
     moves = 4 * low(QUERIES) / parts if copies else NOTHING
-    b.copy(Cut, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=(part, parts))
+    b.emit(Cut, (buffers.LSE,), (Kind.LSE.at(at),), moves, piece=(part, parts))
     copied = (2 * low(QUERIES) + high(STATS)) / parts if copies else NOTHING
     made = Kind.DQ.at(at), Kind.DKEYS.at(at)
     b.sized[made[0]], b.sized[made[1]] = low(QUERIES) / parts, as_made(KEYS) / parts
@@ -153,10 +153,10 @@ def _return_rows(b: ProgramBuilder, at: int, step: ScheduleStep, *, begins: bool
     size = b.cast_size(high) / parts
     if begins:
         b.sized[rows] = size
-        b.copy(ZeroRows, (b.kv,), (rows,), size, piece=b.piece(step.part))
+        b.emit(ZeroRows, (b.kv,), (rows,), size, piece=b.piece(step.part))
     made, casts = Kind.DKEYS.at(at), arrived_rows(b, step)
     moves, scratch = (_received(casts, low) + _received(casts, high)) / parts, b.sized[made] / 2
-    b.copy(SplitRows, (made, rows), (rows,), moves, stage=step.stage, scratch=scratch)
+    b.emit(SplitRows, (made, rows), (rows,), moves, stage=step.stage, scratch=scratch)
     sources: tuple[Buffer, ...] = (rows,)
     for t in step.send:
         # Rows that crossed nodes return there last, after the cast inside the node has returned.
@@ -182,8 +182,8 @@ def _own_gradients(b: ProgramBuilder, at: int, of_part: Steps) -> Buffer:
         for t in step.send[-1:]:
             post = b.posted[t.number]
             moves = 3 * high(SENT[post.cast]) / parts
-            b.copy(ReduceRows, post.writes, (rows,), moves, cast=post.cast)
+            b.emit(ReduceRows, post.writes, (rows,), moves, cast=post.cast)
     b.sized[own] = high(KEYS) / parts
     made = Kind.DKEYS.at(at + len(of_part) - 1)
-    b.copy(OwnRows, (rows, made), (own,), (2 * high(KEYS) + KEYS_ADDED) / parts)
+    b.emit(OwnRows, (rows, made), (own,), (2 * high(KEYS) + KEYS_ADDED) / parts)
     return own
