@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.index import VerticalSlash
-from mtrain_cli.attention.kernel import IndexRequest, Kernel, KernelRequest
+from mtrain_cli.attention.kernel import IndexRequest, Kernel, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import choose, survey
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import MaskTables
@@ -202,7 +202,7 @@ class KernelBench:
         delta = row_delta(out, dout) if with_delta and not kernel.needs_out else None
         return self.time_calls(
             lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale),
-            lambda: kernel.backward(dout, q, k, v, out, lse, delta, tiles, scale),
+            lambda: kernel.backward(dout, Saved(q, k, v, out, lse, delta), tiles, scale),
         )
 
     def time_calls(

@@ -27,7 +27,7 @@ from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.plan import positions_of
-from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Compute
+from mtrain_cli.parallel.program import Compute, Whole
 from mtrain_cli.parallel.program_builder import Traits
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions
 from mtrain_cli.parallel.schedule_registry import make_schedule
@@ -122,7 +122,7 @@ def _time_step(
 ) -> KernelTime:
     """Time one kernel call of a program."""
     bench, case, index, step = worker.bench, worker.case, worker.index, call.step
-    gathered = call.keys == WHOLE_SEQUENCE
+    gathered = isinstance(call.keys, Whole)
     tiles = worker.tiles(positions_of(worker.layout, call.keys))
     form, columns = LISTS if worker.layout.name == "striped" else DENSE, 0
     if index is not None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.attention.kernel import Kernel, KernelRequest
+from mtrain_cli.attention.kernel import Kernel, KernelRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS, survey
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -67,11 +67,13 @@ def check(kernel: Kernel, tiles: Tiles, heads: int, kv_heads: int, head_dim: int
     rounded = want[0].to(q.dtype)
     delta = (rounded.double() * dout.double()).sum(-1).transpose(1, 2).contiguous()
     expected = ReferenceKernel().backward(
-        dout.double(), *exact, want[0], final, delta, tiles, scale
+        dout.double(), Saved(*exact, want[0], final, delta), tiles, scale
     )
     # Queries from another worker arrive with delta, without out.
     for whole_out, whole_delta in ((rounded, None), (None, delta.float())):
-        grads = kernel.backward(dout, q, k, v, whole_out, final.float(), whole_delta, tiles, scale)
+        grads = kernel.backward(
+            dout, Saved(q, k, v, whole_out, final.float(), whole_delta), tiles, scale
+        )
         for part, got, precise in zip(("dq", "dk", "dv"), grads, expected, strict=True):
             assert error(got, precise) < 8e-3, part
         assert bool(grads[0].transpose(1, 2)[~seen].eq(0).all())
@@ -132,5 +134,7 @@ def test_triton_repeats_the_bits_under_a_mask():
         torch.randn(1, SEQ, h, 128, device="cuda", dtype=torch.bfloat16) for h in (16, 2, 2, 16)
     )
     out, lse = kernel.forward(q, k, v, tiles, 0.1)
-    first, second = (kernel.backward(dout, q, k, v, out, lse, None, tiles, 0.1) for _ in range(2))
+    first, second = (
+        kernel.backward(dout, Saved(q, k, v, out, lse, None), tiles, 0.1) for _ in range(2)
+    )
     assert all(map(torch.equal, first, second))

@@ -11,7 +11,7 @@ from parallel.ways import Way
 
 from mtrain_cli.attention.document_slices import causal_slices, cut_slices
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
-from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.kernel import IndexRequest, Saved
 from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -508,6 +508,6 @@ def test_the_reference_kernel_is_the_derivative_of_its_forward():
         @staticmethod
         def backward(ctx, dout):
             q, k, v, out, lse = ctx.saved_tensors
-            return ReferenceKernel().backward(dout, q, k, v, out, lse, None, tiles, 0.5)
+            return ReferenceKernel().backward(dout, Saved(q, k, v, out, lse, None), tiles, 0.5)
 
     assert torch.autograd.gradcheck(Call.apply, [t.requires_grad_() for t in (q, k, v)])

@@ -97,7 +97,7 @@ def test_held_bytes_and_messages_follow_the_program(name, tmp_path):
         lanes, begins = place(programs, exchange.sizes)
         for program, lane in zip(programs, lanes, strict=True):
             held = [
-                sum(program.buffers[b].size.of(exchange.sizes, program.sharing) for b in live)
+                sum(program.sizes[b].of(exchange.sizes, program.sharing) for b in live)
                 for _, live in program.live()
             ]
             assert [sum(p.held.values()) for p in lane] == pytest.approx(held)

@@ -133,9 +133,9 @@ class CountingKernel(SdpaKernel):
         self.pairs += tiles.pairs
         return super().forward(q, k, v, tiles, scale)
 
-    def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):
+    def backward(self, dout, saved, tiles, scale):
         self.backward_pairs += tiles.pairs
-        return super().backward(dout, q, k, v, out, lse, delta, tiles, scale)
+        return super().backward(dout, saved, tiles, scale)
 
 
 @dataclass(frozen=True, kw_only=True)
