@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from mtrain_cli.evaluation.fitting import Draft, Stream
+from mtrain_cli.evaluation.fitting import Draft, Prompts, Stream
 from mtrain_cli.evaluation.ruler_templates import NEEDLE, NEEDLES, NOISE, SINGULAR
 from mtrain_cli.evaluation.sources import split_sentences
 from mtrain_cli.evaluation.word_lists import adjective_nouns
@@ -51,7 +51,7 @@ def _uuid(stream: Stream) -> str:
 _DRAW: dict[str, Callable[[Stream], str]] = {"numbers": _number, "words": _word, "uuids": _uuid}
 
 
-class NeedlePrompts:
+class NeedlePrompts(Prompts):
     """Prompts of one needle task.
 
     kinds: what to hide.
@@ -72,14 +72,6 @@ class NeedlePrompts:
             for plural, singular in SINGULAR:
                 self._template = self._template.replace(plural, singular)
             self._unit = self._unit[:-1]
-
-    def most(self, tokens: int, limit: int) -> int:
-        """Return three times the size that the first try suggests."""
-        return int((limit / (tokens / self.first)) * 3)
-
-    def probe(self, stream: Stream, size: int) -> str:
-        """Return a prompt for the search."""
-        return self.draw(stream, size, 0).prompt
 
     def draw(self, stream: Stream, size: int, index: int) -> Draft:  # noqa: ARG002
         """Return a prompt with ``size`` sentences or words of haystack."""
