@@ -13,7 +13,8 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.training import resolution
 from mtrain_cli.training.expert_price import ExpertPrice, cheapest, expert_degree, price, prices
 from mtrain_cli.training.flops import ASSUMED_DENSITY
-from mtrain_cli.training.run_plan import RunPlan, size
+from mtrain_cli.training.memory import size
+from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.stage_choice import named_on
 
 
@@ -81,7 +82,7 @@ def _context_alone(plan: RunPlan) -> RunPlan | None:
         chosen = resolution.context_layout(config, environment)
         dtype, kernel = getattr(torch, plan.dtype), make_kernel(plan.kernel)
         needs = resolution.exchange_needs(
-            config, environment, chosen.layout, dtype, kernel, plan.capacity
+            config, environment, chosen.layout, dtype, kernel, plan.hardware.memory or None
         )
         exchange = resolution.run_exchange(chosen, config, needs, environment.device)
     except ConfigError:

@@ -47,7 +47,6 @@ from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.training import garbage_collection
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch
 from mtrain_cli.training.callback import Callback
-from mtrain_cli.training.checked_plan import checked_plan
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.expert_price import expert_degree
@@ -63,6 +62,7 @@ from mtrain_cli.training.layout_choice import layout_advice
 from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.pipeline import make_stage
+from mtrain_cli.training.planning import checked_plan
 from mtrain_cli.training.rank_agreement import (
     check_same_data,
     check_same_layouts,

@@ -30,7 +30,7 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.schedule import KV, ScheduleOptions
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.dry_run import describe_sparsity
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 
 EXAMPLES = [block for block in blocks_of("python") if block.page.name == "extending.md"]
 
