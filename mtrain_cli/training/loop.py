@@ -61,7 +61,7 @@ def train(
     """
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
-        trainer.check_data(resumed=resume)
+        trainer.data.check(resumed=resume)
         reports: list[str] = []
         checkpointer = Checkpointer(
             run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append
@@ -265,7 +265,7 @@ def _let_save_finish(
         remedy = "Try a lower optim.lr or more optim.warmup_steps."
         fallback = checkpointer.describe_fallback()
         raise NonFiniteError(f"{error}; {fallback}. {remedy}") from error
-    if trainer.lacks_data:
+    if trainer.data.lacking:
         _wait(checkpointer, progress)
 
 

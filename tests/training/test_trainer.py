@@ -486,7 +486,7 @@ def test_a_run_without_checkpoint_suggests_no_command(tmp_path):
 
 def group_timeouts(rank: int, world: int) -> list[float]:
     trainer = make(rank, world, world, ("topology.timeout_s=45",))
-    group = trainer.batch_maker.exchange.group
+    group = trainer.exchange.group
     groups = [*group.channels.values(), trainer.host_group]
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
 
