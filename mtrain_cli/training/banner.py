@@ -96,10 +96,7 @@ def _unused_cluster(plan: RunPlan) -> list[str]:
 
 
 def _unused_after_auto(plan: RunPlan, run_dir: Path) -> list[str]:
-    """Return warnings about settings that the exchange and layout chosen by auto do not read.
-
-    Warn only about settings on the run's command line.
-    """
+    """Return warnings about overrides that the exchange and layout chosen by auto do not read."""
     try:
         overrides = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:

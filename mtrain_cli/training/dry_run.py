@@ -481,10 +481,7 @@ def advice(plan: RunPlan) -> str:
 def _largest_that_fits(
     plan: RunPlan, number: int, least: int, config_with: Callable[[int], Config]
 ) -> int | None:
-    """Halve ``number`` until the configuration with it fits. Return None below ``least``.
-
-    Skip numbers that the configuration does not allow.
-    """
+    """Halve ``number`` until an allowed configuration with it fits. Return None below ``least``."""
     while (number := number // 2) >= least:
         with contextlib.suppress(ConfigError):
             if plan.with_config(config_with(number)).fits:

@@ -100,10 +100,7 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
 
 
 def _other_exchange(plan: RunPlan) -> str | None:
-    """Return overrides of `topology` that make the run fit, or None if no such override exists.
-
-    The overrides raise `topology.chunks`, or switch to a ring or an all-gather.
-    """
+    """Return `topology.chunks`, or a ring or an all-gather, if one of these makes the run fit."""
     config, cp, exchange = plan.requested or plan.config, plan.dims.cp, plan.exchange
     if plan.environment.device == "cpu":
         return None
@@ -126,11 +123,9 @@ def _other_exchange(plan: RunPlan) -> str | None:
 def _exchange_change(
     topology: TopologyConfig, exchange: ExchangeChoice, *, gathers: bool
 ) -> dict[str, Any]:
-    """Return the new values of `topology` for an all-gather or a ring.
-
-    Reset the key that only the other exchange reads.
-    """
+    """Return the new values of `topology` for an all-gather or a ring."""
     name = exchange_name(gathers=gathers, hierarchical=exchange.traits.hierarchical)
+    # Only the other exchange reads this key.
     unused = "circulates" if gathers else "chunks"
     reset = {unused: "auto"} if getattr(topology, unused) != "auto" else {}
     return {"exchange": name, **reset}
@@ -171,10 +166,7 @@ def longest_seq(plan: RunPlan, *, shortest: int = SHORTEST_SEQ, most: int = 1 <<
 
 
 def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
-    """Return a larger number of workers with which the run fits.
-
-    Double the planned number until the run fits. Return None if no number up to `most` fits.
-    """
+    """Double the planned workers until the run fits. Return None if `most` do not fit, either."""
     config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
         return None

@@ -131,10 +131,7 @@ def _variants_of(plan: RunPlan, config: Config) -> Iterator[Variant]:
 
 
 def _short_of_memory(kind: str, offload: bool | int) -> bool:
-    """Return whether a setting offloads or recomputes the output of attention.
-
-    Such a setting has no room for MLP products, which are ten times as large as that output.
-    """
+    """Return whether a setting moves the output of attention, a tenth of the MLP products."""
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
@@ -243,10 +240,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
 
 
 def _exposed(transfer: float, overlapping: float) -> float:
-    """Return the cost in seconds of a transfer that overlaps with compute.
-
-    transfer, overlapping: duration of the transfer and of the compute, in seconds.
-    """
+    """Return the cost in seconds of a transfer that overlaps with compute."""
     return HIDDEN_COST * transfer + max(0.0, transfer - overlapping)
 
 

@@ -122,10 +122,7 @@ def _figures(setting: MemorySetting, best: float) -> str:
 
 
 def _compared(seconds: float, best: float) -> str:
-    """Compare an estimated step time with that of the chosen setting, in whole percent.
-
-    Plans show no other time of this estimate: `simulation.estimate` predicts the time of a step.
-    """
+    """Compare an estimated step time with that of the chosen setting, in whole percent."""
     if not (more := round(100 * (seconds / best - 1))):
         return _AS_FAST
     return f"steps take {abs(more)}% {'longer' if more > 0 else 'less time'}"

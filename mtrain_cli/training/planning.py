@@ -70,6 +70,7 @@ def checked_plan(config: Config, environment: Environment, choices: ResolvedRun)
             what would fit.
     """
     plan = RunPlan.of(config, environment, Hardware.here(environment.device), choices)
+    require_experts_fit(config, plan.dims, plan.dtype_bytes, environment.device)
     auto = config.train.memory == "auto"
     if environment.device == "cpu" and not auto and not plan.fits:
         # Such workers would slow the whole machine down, whereas a full GPU raises an error.

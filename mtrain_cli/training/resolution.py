@@ -20,7 +20,7 @@ from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.hardware import ASSUMED_GPU, Hardware
-from mtrain_cli.training.layout_choice import LayoutChoice, choose_layout
+from mtrain_cli.training.layout_choice import choose_layout
 from mtrain_cli.training.stage_choice import choose_staged_exchange
 
 
@@ -63,55 +63,6 @@ def compiles(config: Config, device: str) -> bool:
     return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
 
 
-def run_exchange(
-    chosen: LayoutChoice, config: Config, needs: ExchangeNeeds, device: str
-) -> ExchangeChoice:
-    """Choose the exchange of a run on cuda or cpu, after its layout.
-
-    Raises:
-        ConfigError: the settings do not fit the model, the nodes or the pattern.
-    """
-    if chosen.exchange is None:
-        return choose_staged_exchange(config, chosen.layout, needs, device)
-    reason = "moves the rows that a balanced layout leaves with other workers"
-    return choose_staged_exchange(config, chosen.layout, needs, device, (chosen.exchange, reason))
-
-
-def context_layout(config: Config, environment: Environment) -> LayoutChoice:
-    """Choose the layout of the run's context groups."""
-    return choose_layout(config.of_worker, environment.dims.cp, environment.context_per_node)
-
-
-def exchange_needs(
-    config: Config,
-    environment: Environment,
-    layout: Layout,
-    dtype: torch.dtype,
-    kernel: Kernel,
-    device_memory: int | None,
-) -> ExchangeNeeds:
-    """Return the facts on which the choice of an exchange depends.
-
-    Args:
-        device_memory: bytes of one GPU's memory. None on a CPU.
-    """
-    model, sparsity = config.of_worker.model, config.sparsity
-    pattern = make_pattern(sparsity, config.seed)
-    return ExchangeNeeds(
-        workers=environment.dims.cp,
-        per_node=environment.context_per_node,
-        tokens=layout.padded_seq * config.train.micro_batch,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype_bytes=dtype.itemsize,
-        device_memory=device_memory,
-        index=None if pattern is None else pattern.request(),
-        columns=sparsity.column_bound,
-        needs_out=kernel.needs_out,
-    )
-
-
 def kernel_request(
     config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> KernelRequest:
@@ -144,23 +95,34 @@ def resolve_run(
         ConfigError: the configured kernel or exchange does not support the run.
     """
     hardware = (hardware or Hardware.here(environment.device)).limited(config.topology)
-    chosen = context_layout(config, environment)
+    model, dims = config.of_worker.model, environment.dims
+    chosen = choose_layout(config.of_worker, dims.cp, environment.context_per_node)
     dtype = compute_dtype(config, environment.device)
     pattern = make_pattern(config.sparsity, config.seed)
-    dims = environment.dims
     if isinstance(pattern, FixedPattern):
         pattern = replace(pattern, part=(dims.coordinate("tp", environment.rank), dims.tp))
     request = kernel_request(config, environment.device, dtype, hardware.capability)
     (kernel, kernel_reason), dense_kernel = choose_kernels(
         config, request, pattern, partial(_assume, hardware) if hardware.absent else choose
     )
-    memory = hardware.memory or None
-    needs = exchange_needs(config, environment, chosen.layout, dtype, kernel, memory)
+    needs = ExchangeNeeds(
+        workers=dims.cp,
+        per_node=environment.context_per_node,
+        tokens=chosen.layout.padded_seq * config.train.micro_batch,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype_bytes=dtype.itemsize,
+        device_memory=hardware.memory or None,
+        index=None if pattern is None else pattern.request(),
+        columns=config.sparsity.column_bound,
+        needs_out=kernel.needs_out,
+    )
     return ResolvedRun(
         layout=chosen.layout,
         layout_reason=chosen.reason,
         balancer=chosen.balancer,
-        exchange=run_exchange(chosen, config, needs, environment.device),
+        exchange=choose_staged_exchange(config, chosen, needs, environment.device),
         kernel=kernel,
         kernel_reason=kernel_reason,
         dtype=dtype,

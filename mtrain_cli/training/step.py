@@ -175,12 +175,7 @@ class Step:
         data_seconds: float,
         records: list[IndexRecord] | None,
     ) -> list[StepReport]:
-        """Return the report of every rank.
-
-        Args:
-            finite_check: float64 [2], this rank's loss and squared gradient norm, on the device.
-            records: index estimates of this step on this rank. None for a dense step.
-        """
+        """Return the report of every rank. finite_check: float64 [2], loss and squared norm."""
         config, device = self._worker.config, self._worker.device
         numbers = [*map(float, requests), self._timer.seconds, data_seconds]
         timing = torch.tensor(numbers, dtype=torch.float64, device=device)
@@ -198,10 +193,7 @@ class Step:
     def _index_metrics(
         self, reports: Sequence[StepReport], records: list[IndexRecord] | None, pairs: int
     ) -> IndexMetrics | None:
-        """Combine the index sums of all ranks. Return None for a dense step.
-
-        pairs: allowed pairs per head, of all sequences.
-        """
+        """Combine the index sums of all ranks. Return None for a dense step."""
         if records is None:
             return None
         config = self._worker.config
@@ -212,13 +204,9 @@ class Step:
         )
 
     def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
-        """Return whether to skip the update, and a warning. "" means no warning.
-
-        A step without labels has no gradient and must skip the update. AdamW would still change the
-        weights, by weight decay and by its moments.
-        """
+        """Return whether to skip the update, and a warning; "" for none."""
         step = self._state.step + 1
-        if loss is None:
+        if loss is None:  # AdamW would still change the weights, by decay and by its moments
             return True, f"step {step}: no token has a label; the update is skipped"
         spike, line = self._state.spikes.check(step, loss, grad_norm)
         skipped = spike and self._worker.config.optim.skip_spikes

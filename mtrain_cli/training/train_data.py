@@ -71,12 +71,7 @@ class TrainData:
             progress_record.note("")
 
     def next_on_host(self, step: int) -> tuple[Sequence[HostBatch], float]:
-        """Return the data of a step in host memory, and how many seconds this worker waited.
-
-        Raises:
-            ConfigError, RunError: this worker cannot read its data.
-            PeerLostError: another worker cannot read its data.
-        """
+        """Return the data of a step in host memory, and how many seconds this worker waited."""
         worker, started = self._worker, time.perf_counter()
         on_host: Sequence[HostBatch] = ()
         error = None

@@ -118,11 +118,9 @@ class Trainer:
         return attend
 
     def _on_host(self, samples: list[Sample]) -> HostBatch:
-        """Prepare a micro-batch on the loader's thread.
-
-        Drop the whole sequences, which may take gigabytes, unless a callback needs them.
-        """
+        """Prepare a micro-batch on the loader's thread."""
         host = self.next_batch_maker().on_host(samples)
+        # Whole sequences may take gigabytes.
         keep = any(callback.needs_samples for callback in self.callbacks)
         return host if keep else replace(host, samples=())
 
@@ -132,10 +130,7 @@ class Trainer:
         return self._dense_batch_maker if dense else self.batch_maker
 
     def _freeze_garbage(self, *, sparse: bool) -> None:
-        """Freeze garbage collection after the first dense step and after the first sparse step.
-
-        Either step creates objects that live until the end of the run, mostly compiled code.
-        """
+        """Freeze the objects of a kind's first step, mostly compiled code, which live on."""
         if sparse not in self._frozen_after:
             self._frozen_after.add(sparse)
             garbage_collection.freeze_garbage()

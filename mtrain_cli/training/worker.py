@@ -14,12 +14,10 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
-from mtrain_cli.parallel.expert_group import ExpertGroup, make_expert_group
+from mtrain_cli.parallel.expert_group import make_expert_group
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.tensor_group import make_tensor_group
 from mtrain_cli.training.batch import Batches, Layouts, attention_setups
-from mtrain_cli.training.expert_price import expert_degree
-from mtrain_cli.training.expert_traffic import require_experts_fit
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.pipeline import make_stage
 from mtrain_cli.training.planning import checked_plan
@@ -57,7 +55,8 @@ class Worker:
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self.exchange = self._make_exchange(timeout)
         self.tensor = make_tensor_group(environment.rank, dims, self.device, timeout)
-        self.experts = self._make_expert_group(timeout)
+        degree = int(self.plan.dealt.config.topology.expert_parallel)
+        self.experts = make_expert_group(environment.rank, dims, degree, self.device, timeout)
         self.stage = make_stage(config, environment, self.device, self.choices.dtype, timeout)
         self.offload: ActivationOffload | None = None
         if offloaded := config.train.offload_activations:
@@ -76,13 +75,6 @@ class Worker:
             channels=choice.channels,
         )
         return make_chosen_exchange(choice, self.choices.layout, group)
-
-    def _make_expert_group(self, timeout: timedelta) -> ExpertGroup | None:
-        dims, itemsize = self.environment.dims, self.choices.dtype.itemsize
-        require_experts_fit(self.config, dims, itemsize, self.device.type)
-        layout, per_node = self.choices.layout, self.environment.workers_per_node
-        degree = expert_degree(self.config, dims, layout, itemsize, per_node)
-        return make_expert_group(self.environment.rank, dims, degree, self.device, timeout)
 
     def batch_makers(self) -> tuple[Batches, Batches]:
         """Return the makers of the batches of all steps and of the dense first steps of a run."""
