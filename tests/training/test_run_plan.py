@@ -145,17 +145,6 @@ def test_full_recomputation_sends_the_keys_again():
     assert full.backward == selective.backward + selective.forward
 
 
-@pytest.mark.parametrize(
-    ("launcher", "workers", "gpus", "expected"),
-    [("mtrain", 8, 2, 2), ("torchrun", 2, 8, 2), ("slurm", 8, 1, 8), ("mtrain", 1, 0, 1)],
-)
-def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
-    place = SimpleNamespace(launcher=launcher, local_workers=workers)
-    machine = Hardware(device="cuda", count=gpus, host_memory=GIB)
-    assert machine.workers_sharing_host(place) == expected
-    assert dataclasses.replace(machine, absent=True).workers_sharing_host(place) == 1
-
-
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 def test_executed_flop_count_what_workers_that_share_heads_recompute(ulysses):
     """Contiguous workers that share heads recompute the first half of all their tokens."""
