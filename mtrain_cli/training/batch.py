@@ -186,10 +186,7 @@ class AttentionSetup:
         if self.mask.mask.is_mixed:
             rule = MaskRule(self.mask.document_mask)
             full = frozenset(filter(self.mask.mask.is_full, range(layers)))
-            return {
-                "window": self,
-                "full": replace(self, mask=rule, pattern=None, layers=full),
-            }
+            return {"window": self, "full": replace(self, mask=rule, pattern=None, layers=full)}
         if self.pattern is None or not dense_layers:
             return {"": self}
         kernel = dense_kernel or self.kernel
@@ -345,9 +342,10 @@ class Batches:
         setup = self.setups[kind]
         plan = host.plans.get(setup)
         if plan is None:
-            # After `train.dense_steps`, the run changes to other setups. Plan again what was
-            # prepared for the previous ones, which have the same masks.
-            plan = self._plan(setup, next(iter(host.plans.values())).masks, host.layout)
+            # After `sparsity.dense_steps`, the run changes to other setups with the same masks.
+            # Plan again what was prepared for the previous ones.
+            masks = next(p.masks for s, p in host.plans.items() if s.mask == setup.mask)
+            plan = self._plan(setup, masks, host.layout)
         key = setup, len(plan.masks)
         if plan is not self._undivided.get(key):
             return self._wrap(kind, plan)
