@@ -44,7 +44,7 @@ class Trainer:
         self.stage, self.offload, self.router = worker.stage, worker.offload, worker.router
         self.batch_maker, self._dense_batch_maker = worker.batch_makers()
         self.data = data = TrainData(worker, self._on_host)
-        self.dataset, self.loader = data.dataset, data.loader
+        self.dataset, self.sampler, self.loader = data.dataset, data.sampler, data.loader
         self.held_out, self.places = data.held_out, data.places
         self.train_state = state = TrainState(worker, data.loader)
         self.decoder, self.states, self.optimizer = state.decoder, state.states, state.optimizer
@@ -179,8 +179,8 @@ class Trainer:
             dense_density=result.allowed / config.train.global_batch / all_pairs if index else None,
             peak_memory_gib=memory,
             seconds=seconds,
-            epoch=self.data.sampler.consumed / len(self.dataset),
-            consumed=self.data.sampler.consumed,
+            epoch=self.sampler.consumed / len(self.dataset),
+            consumed=self.sampler.consumed,
             data_seconds=result.data_seconds,
             slashes=index.slashes if index else None,
             columns=index.columns if index else None,
