@@ -320,7 +320,7 @@ def step_lines(
     parts["CUDA and NCCL"] = memory.reserve
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= 2**20)
     yield (
-        f"memory {memory.total / GIB:.2f} GiB of {(plan.capacity or 0) / GIB:.1f} "
+        f"memory {memory.total / GIB:.2f} GiB of {plan.hardware.memory / GIB:.1f} "
         f"({usable(plan):.1f} usable) at its peak, the {memory.peak.name}: {listed}"
     )
     if memory.host:

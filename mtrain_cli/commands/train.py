@@ -203,7 +203,7 @@ def _print_plan(
     from mtrain_cli.launch.run_dir import free_disk
     from mtrain_cli.simulation.estimate import estimate_step
     from mtrain_cli.training.dry_run import fits, render
-    from mtrain_cli.training.run_plan import make_plan
+    from mtrain_cli.training.planning import make_plan
 
     require_labels(config)
     require_eval_tasks(config)
@@ -217,7 +217,7 @@ def _print_plan(
         layout=run_plan.layout.name,
         device=run_plan.environment.device,
     )
-    free = None if run_plan.elsewhere else free_disk(config)
+    free = None if run_plan.hardware.absent else free_disk(config)
     Console().print(render(run_plan, estimate_step(run_plan), data, free))
     if not fits(run_plan):
         raise typer.Exit(1)

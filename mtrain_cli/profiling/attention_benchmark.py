@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.config.dense_layers import layer_kinds
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
@@ -29,7 +28,7 @@ from mtrain_cli.profiling.measurement import (
 from mtrain_cli.profiling.peers import torch_context_parallel
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.profiling.recorded_work import Estimated, estimated
-from mtrain_cli.training.batch import BatchMaker, MixedAttention
+from mtrain_cli.training.batch import Batches, Layouts, MixedAttention, attention_setups
 from mtrain_cli.training.flops import causal_pairs
 
 PEER = "torch context_parallel, cuDNN"
@@ -147,16 +146,11 @@ class _Attention:
     ) -> _Attention:
         """Build the attention of a case. inputs: by (layout, padded length), shared by cases."""
         layout, choices = case.choices.layout, case.choices
-        make = BatchMaker(
-            case.exchange,
-            choices.kernel,
+        make = Batches(
+            Layouts(case.exchange, choices.balancer),
+            attention_setups(case.config, choices),
             bench.device,
-            mask=MaskRule.of(case.config),
-            pattern=choices.pattern,
-            dense_layers=case.config.sparsity.dense_of(case.config.model.num_layers),
-            dense_kernel=choices.dense_kernel and choices.dense_kernel[0],
             layers=case.config.model.num_layers,
-            balancer=choices.balancer,
         )
         attend = make(_samples(case.config, bench)).attention
         key = layout.name, layout.padded_seq

@@ -88,7 +88,7 @@ def _load(trainer: Trainer, step: int, weights: dict[str, Any]) -> None:
         line = str(error).strip().splitlines()[-1].strip()
         raise ConfigError(f"step-{step}: the checkpoint is of another model ({line})") from None
     trainer.states.send()
-    trainer.step = step  # decides whether the run's first steps are dense
+    trainer.train_state.step = step  # decides whether the run's first steps are dense
 
 
 def _run(trainer: Trainer, sample: Sample, *, gradients: bool) -> float | None:
@@ -96,7 +96,7 @@ def _run(trainer: Trainer, sample: Sample, *, gradients: bool) -> float | None:
     batch = make.to_device(make.on_host([sample]))
     attend = trainer.attention_of(batch)
     if gradients:
-        loss = trainer.forward_backward([batch], [attend], batch.valid)
+        loss = trainer.run_step.forward_backward([batch], [attend], batch.valid)
         trainer.states.drop_gradients()
         return float(loss) if batch.valid else None
     with torch.no_grad():

@@ -33,8 +33,9 @@ from mtrain_cli.simulation.calibration import LOSS
 from mtrain_cli.simulation.calibration_files import NON_ATTENTION_FILE
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
 from mtrain_cli.sparsity.pattern import MaskedPositions
+from mtrain_cli.training.hardware import Hardware
 from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run
-from mtrain_cli.training.run_plan import plan_resolved
+from mtrain_cli.training.run_plan import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def profile_non_attention(configs: Sequence[Config], repeats: int) -> Iterator[N
         torch.compiler.reset()  # each length compiles anew, and PyTorch caps recompilations
         environment = resolve_environment(config)
         choices = resolve_run(config, environment)
-        plan = plan_resolved(config, environment, choices)
+        plan = RunPlan.of(config, environment, Hardware.here(environment.device), choices)
         work = NonAttentionCost.of(plan)
         tokens = plan.layout.tokens_per_worker * config.train.micro_batch
         bench = _Bench(config, choices, torch.device(environment.device))

@@ -153,7 +153,7 @@ def profile_sparsity(
 @torch.no_grad()
 def _forward_loss(trainer: Trainer) -> float | None:
     batches, _ = trainer.next_batches()
-    valid, _ = trainer.totals(batches)
+    valid, _ = trainer.run_step.totals(batches)
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for batch in batches:
         attend = trainer.attention_of(batch)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from mtrain_cli.attention.kernel_registry import make_kernel
 from mtrain_cli.config import validate
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.training import resolution
 from mtrain_cli.training.expert_price import ExpertPrice, ExpertRun
 from mtrain_cli.training.flops import ASSUMED_DENSITY
-from mtrain_cli.training.run_plan import RunPlan, size
+from mtrain_cli.training.memory import size
+from mtrain_cli.training.resolution import resolve_run
+from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.stage_choice import named_on
 
 
@@ -62,17 +60,10 @@ def _context_alone(plan: RunPlan) -> RunPlan | None:
     dims = ParallelDims.of(dims.workers, pp=dims.pp, cp=context, tp=1)
     environment = replace(plan.environment, dims=dims)
     try:
-        chosen = resolution.context_layout(config, environment)
-        dtype, kernel = getattr(torch, plan.dtype), make_kernel(plan.kernel)
-        needs = resolution.exchange_needs(
-            config, environment, chosen.layout, dtype, kernel, plan.capacity
-        )
-        exchange = resolution.run_exchange(chosen, config, needs, environment.device)
+        choices = resolve_run(config, environment, plan.hardware)
     except ConfigError:
         return None
-    return replace(
-        plan, config=config, environment=environment, layout=chosen.layout, exchange=exchange
-    )
+    return RunPlan.of(config, environment, plan.hardware, choices)
 
 
 def pipeline_rows(plan: RunPlan) -> list[tuple[str, str]]:

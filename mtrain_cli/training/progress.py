@@ -360,21 +360,14 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
 
 
 def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
-    """Return "MFU" and its value, or "HFU" and its value for a step with a dynamic index.
-
-    The value is a share of the peak FLOP/s, or None if unknown.
-    """
+    """Return "MFU", or "HFU" with a dynamic index, and its share of the peak, None if unknown."""
     if metrics.mfu_model is None:
         return "HFU", metrics.mfu_executed
     return "MFU", metrics.mfu_model
 
 
 def _special_parts(metrics: StepMetrics) -> list[str]:
-    """Return the number of targets, and what not every step has.
-
-    These are utilization and memory if a GPU measured them, the density of a sparse step, and the
-    largest load of an expert.
-    """
+    """Return the number of targets, and what only steps on GPUs or with index or experts have."""
     name, share = _utilization(metrics)
     parts = [] if metrics.targets is None else [f"targets {metrics.targets:,}"]
     if share is not None:

@@ -15,7 +15,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling.recorded_work import Estimated, estimated, own_work
-from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
 
 SEQ, BLOCK, HEADS = 64, 16, 2
 
@@ -60,7 +60,8 @@ def test_each_kind_of_layer_has_the_work_of_its_masks():
     layout = make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     rule = MaskRule(True, SlidingWindow(5, full_every=3))
-    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=rule, layers=7)
+    setups = AttentionSetup(SdpaKernel(), rule).by_kind(7)
+    make = Batches(Layouts(exchange), setups, torch.device("cpu"), layers=7)
     documents = np.repeat(np.arange(2, dtype=np.int32), SEQ // 2)
     tokens = np.zeros(SEQ, np.int32)
     batches = [make([Sample(tokens, tokens, of)]) for of in (documents, np.zeros_like(documents))]

@@ -27,7 +27,7 @@ from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.step.interpreters import MessageCost
 from mtrain_cli.step.program import Message
 from mtrain_cli.training.flops import causal_pairs, recomputed_pair_share, training_flops
-from mtrain_cli.training.run_plan import make_plan
+from mtrain_cli.training.planning import make_plan
 from mtrain_cli.training.state_memory import StateMemory
 
 H200 = load_cluster("h200_1x8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,15 @@ from mtrain_cli.attention.mask_rule import MaskRule
 from mtrain_cli.attention.named_masks import SlidingWindow
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.mask_settings import MASKS, MaskSettings
+from mtrain_cli.parallel.dispatch import Balancer
+from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import Balanced, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.fixed import FixedPattern
-from mtrain_cli.training.batch import BatchMaker
+from mtrain_cli.sparsity.pattern import Pattern
+from mtrain_cli.training.batch import AttentionSetup, Batches, Layouts
 from mtrain_cli.training.evaluation import _bucket_of_tokens
 
 SEQ = 64
@@ -37,17 +39,24 @@ class Sample:
     positions: np.ndarray | None = None
 
 
+def batches(
+    exchange: Exchange,
+    mask: MaskRule,
+    pattern: Pattern | None = None,
+    *,
+    balancer: Balancer | None = None,
+    layers: int = 0,
+    dense_layers: frozenset[int] = frozenset(),
+) -> Batches:
+    setups = AttentionSetup(SdpaKernel(), mask, pattern).by_kind(layers, dense_layers)
+    return Batches(Layouts(exchange, balancer), setups, torch.device("cpu"), layers=layers)
+
+
 def test_batches_share_the_causal_mask_but_not_the_index():
     layout = make_layout("striped", 1, SEQ, 1)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
-    make = BatchMaker(
-        exchange,
-        SdpaKernel(),
-        torch.device("cpu"),
-        mask=MaskRule(document_mask=False),
-        pattern=pattern,
-    )
+    make = batches(exchange, MaskRule(document_mask=False), pattern)
     samples = [Sample(*(np.arange(SEQ, dtype=np.int32) for _ in range(3)))] * 2
     first, second = make(samples).attend, make(samples).attend
     assert second.plan is first.plan
@@ -64,8 +73,8 @@ def test_dense_layers_equal_dense_attention_and_the_others_the_pattern():
     """Also if the batch was prepared for the dense first steps of the run."""
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
-    make = partial(BatchMaker, exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(True))
-    mixed = make(pattern=pattern, dense_layers=frozenset({2}), layers=3)
+    mixed = batches(exchange, MaskRule(True), pattern, dense_layers=frozenset({2}), layers=3)
+    dense = batches(exchange, MaskRule(True))
     tokens = np.arange(SEQ, dtype=np.int32)
     samples = [Sample(tokens, tokens, np.zeros(SEQ, np.int32))]
     q, k, v = (torch.randn(1, SEQ, heads, 8) for heads in (4, 2, 2))
@@ -73,7 +82,7 @@ def test_dense_layers_equal_dense_attention_and_the_others_the_pattern():
     seen = torch.from_numpy(mask.spans(places, places).seen())
     index = pattern.draw(1, 1, 4, SEQ).allowed(torch.arange(SEQ), torch.arange(SEQ))
     assert not bool((index & seen == seen).all())
-    for batch in (mixed(samples), mixed.to_device(make().on_host(samples))):
+    for batch in (mixed(samples), mixed.to_device(dense.on_host(samples))):
         for layer, allowed in ((1, index & seen), (2, seen[None, None])):
             expected, _ = definition.forward(*per_query_head(q, k, v), allowed, 8**-0.5)
             out = batch.attention(q, k, v, layer).transpose(1, 2)
@@ -86,9 +95,8 @@ def test_the_plan_is_made_with_the_host_batch(monkeypatch):
     """The training thread only moves it, unless another maker takes the batch."""
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
-    mask, cpu = MaskRule(document_mask=True), torch.device("cpu")
-    sparse = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask, pattern=pattern)
-    dense = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask)
+    mask = MaskRule(document_mask=True)
+    sparse, dense = batches(exchange, mask, pattern), batches(exchange, mask)
     documents = np.repeat(np.arange(4, dtype=np.int32), SEQ // 4)
     tokens = np.arange(SEQ, dtype=np.int32)
     hosts = [sparse.on_host([Sample(tokens, tokens, documents)]) for _ in range(2)]
@@ -109,9 +117,7 @@ def test_the_plan_is_made_with_the_host_batch(monkeypatch):
 def test_batches_with_other_documents_have_plans_of_their_own():
     """Only whole causal sequences share a plan, also when one of them comes first."""
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
-    make = BatchMaker(
-        exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(document_mask=True)
-    )
+    make = batches(exchange, MaskRule(document_mask=True))
     tokens = np.arange(SEQ, dtype=np.int32)
 
     def pairs(*lengths: int) -> tuple[int, float]:
@@ -127,9 +133,7 @@ def test_batches_with_other_documents_have_plans_of_their_own():
 def test_a_sequence_that_ends_early_has_a_plan_of_its_own():
     """Its mask leaves out the padding, even if it starts with one document."""
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
-    make = BatchMaker(
-        exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(document_mask=True)
-    )
+    make = batches(exchange, MaskRule(document_mask=True))
     tokens = np.arange(SEQ, dtype=np.int32)
     for length in (SEQ, 40, SEQ):
         batch = make([Sample(tokens, tokens, np.zeros(length, dtype=np.int32))])
@@ -152,19 +156,17 @@ def test_a_plan_has_the_layout_of_its_batch():
     balancer: Any = Shuffled()
     exchange = make_exchange("group_cast", balancer.layout(()), group)
     mask = MaskRule(True, SlidingWindow(1, full_every=2))
-    cpu, tokens = torch.device("cpu"), np.arange(SEQ, dtype=np.int32)
-    make = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask, layers=2, balancer=balancer)
+    tokens = np.arange(SEQ, dtype=np.int32)
+    make = batches(exchange, mask, layers=2, balancer=balancer)
     rule = MaskRule(document_mask=True)
-    first, then = (
-        BatchMaker(exchange, SdpaKernel(), cpu, mask=rule, balancer=balancer) for _ in range(2)
-    )
+    first, then = (batches(exchange, rule, balancer=balancer) for _ in range(2))
     layouts = []
     for lengths in ((16, 48), (32, 32), (8, 56)):
         documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         host = make.on_host([Sample(tokens, tokens, documents)])
-        assert host.full_plan is not None
         layouts.append(host.layout)
-        assert host.plan.placement.layout == host.full_plan.placement.layout == host.layout
+        of_kinds = [plan.placement.layout for plan in host.plans.values()]
+        assert of_kinds == [host.layout] * 2
         assert host.numbers[1, 0].tolist() == host.layout.positions(1).tolist()
         # A host batch keeps its layout when another maker takes it.
         host = first.on_host([Sample(tokens, tokens, documents)])
@@ -172,10 +174,10 @@ def test_a_plan_has_the_layout_of_its_batch():
     assert len(set(layouts)) == 3
 
 
-def maker(mask: MaskSettings, *, document_mask: bool = True) -> BatchMaker:
+def maker(mask: MaskSettings, *, document_mask: bool = True) -> Batches:
     exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
     rule = MaskRule(document_mask=document_mask, mask=mask)
-    return BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=rule)
+    return batches(exchange, rule)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +235,13 @@ def test_slices_and_positions_of_a_sample_replace_those_of_the_sequence():
     tokens, one = np.arange(SEQ, dtype=np.int32), np.zeros(SEQ, dtype=np.int32)
     restarting = np.concatenate([np.arange(16), *[np.arange(16, 40)] * 2]).astype(np.int32)
     exchange = make_exchange("all_gather", layout, ContextGroup(rank=1, ranks=(0, 1)))
-    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(True))
+    make = batches(exchange, MaskRule(True))
     host = make.on_host([Sample(tokens, tokens, one, question(16, 2, 24), restarting)] * 2)
     own = layout.positions(1)
     assert host.numbers[1].tolist() == [restarting[own].tolist()] * 2
     assert host.earlier.tolist() == [own.tolist()] * 2
-    (mask, _), pairs = host.plan.masks, 16 * 17 // 2 + 2 * (24 * 16 + 24 * 25 // 2)
+    (plan,) = host.plans.values()
+    (mask, _), pairs = plan.masks, 16 * 17 // 2 + 2 * (24 * 16 + 24 * 25 // 2)
     assert (mask.pairs, mask.intervals) == (pairs, 2)
     assert host.valid == 2 * SEQ
 

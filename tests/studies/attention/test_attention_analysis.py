@@ -55,7 +55,7 @@ def analyzed():
         recorded = Recorded(batch)
         measurement.start(7, sample=2, seed=5)
         attend = measurement.wrap_attention(batch, recorded)
-        trainer.forward_backward([batch], [attend], batch.valid)
+        trainer.run_step.forward_backward([batch], [attend], batch.valid)
         decoder = trainer.decoder
         frequencies = decoder.inverse_frequencies_F.double(), decoder.attention_factor
     assert measurement.records == []  # only sample 0 has them

@@ -7,7 +7,7 @@ import pytest
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.training.checked_plan import checked_plan
+from mtrain_cli.training.planning import checked_plan
 from mtrain_cli.training.resolution import resolve_run
 
 
