@@ -90,7 +90,7 @@ def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
-    kind = flat.get("mask.kind")
+    kind = str(flat.get("mask.kind"))
     own = MASKS[kind].own_keys() if kind in MASKS else ()
     mask: dict[str, Any] = {f"mask.{key}": None for key in own}
     if kind == "sliding_window":
