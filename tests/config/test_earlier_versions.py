@@ -27,6 +27,12 @@ def test_missing_keys_get_the_behaviour_of_the_version_that_lacked_them():
         assert completed({"mask.kind": kind}).get("mask.full_first") == full_first
 
 
+def test_masks_of_earlier_versions_lack_keys():
+    assert completed({"mask.kind": "video"})["mask.causal"] is None
+    old = completed({"mask.kind": "sliding_window", "mask.window": 64})
+    assert (old["mask.window"], old["mask.global_tokens"], old["mask.full_every"]) == (64, 0, 0)
+
+
 def test_chunks_that_saw_earlier_chunks_are_called_block_window():
     old = completed({"mask.kind": "chunked", "mask.chunk": 64, "mask.back": 2})
     found = {key: old.get(f"mask.{key}") for key in ("kind", "block", "chunk", "back")}

@@ -1,4 +1,4 @@
-"""The command `mtrain lowest-loss`."""
+"""The command lowest-loss of mtrain."""
 
 from pathlib import Path
 
