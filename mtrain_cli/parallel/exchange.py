@@ -327,8 +327,8 @@ class Exchange:
             _, keys, _, _, *columns = (tensors[name] for name in run.program.saved)
             saved = q, keys, out, lse, *columns
         else:
-            inputs = (tensors[buffer] for buffer in (buffers.Q, buffers.K, buffers.V))
-            out, saved = self._restored(*inputs, kept)
+            q, k, v = (tensors[buffer] for buffer in (buffers.Q, buffers.K, buffers.V))
+            out, saved = self._restored(q, k, v, kept)
         tensors[buffers.OUT] = out
         run.run(operations[inside.stop :])
         run.transport.end()
