@@ -322,11 +322,7 @@ def _going_on(failed: list[str]) -> Iterator[None]:
 
 
 def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[str, ModelSource]:
-    """Return the model under each attention, by the name of the pattern.
-
-    Raises:
-        ConfigError: the path names no model, or a pattern or a setting is wrong.
-    """
+    """Return the model under each attention, by the name of the pattern."""
     from mtrain_cli.commands.options import parse_names
     from mtrain_cli.commands.profile import keys_for, require_known_keys
     from mtrain_cli.config.pattern_settings import PATTERNS
@@ -355,13 +351,7 @@ def _sources(model: Path, words: Sequence[str], attention: str | None) -> dict[s
 
 
 def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...], list[str]]:
-    """Return the weights to evaluate, by their steps. Of all checkpoints, leave out damaged ones.
-
-    The second result has a line on each that is left out.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or the checkpoint is damaged.
-    """
+    """Return the weights by their steps, and a line on each damaged one that ``all`` leaves out."""
     from mtrain_cli.commands.options import parse_items, parse_whole_number
     from mtrain_cli.evaluation.request import Weights
     from mtrain_cli.training.checkpoint_source import checkpoints_of
@@ -397,11 +387,7 @@ def _weights(source: ModelSource, checkpoints: str) -> tuple[tuple[Weights, ...]
 
 
 def _newest(path: Path) -> Weights:
-    """Return the weights of the newest intact checkpoint, which `mtrain generate` would load.
-
-    Raises:
-        ConfigError: all are damaged.
-    """
+    """Return the weights of the newest intact checkpoint, which `mtrain generate` would load."""
     from mtrain_cli.evaluation.request import Weights
     from mtrain_cli.training.checkpoint_files import CheckpointReader
     from mtrain_cli.training.checkpointer import CheckpointError, newest_intact
@@ -528,11 +514,7 @@ def _show(request: EvaluationRequest, *, as_json: bool) -> None:
 
 
 def _one_length(name: str, text: str | None) -> int | None:
-    """Parse one number of tokens.
-
-    Raises:
-        ConfigError: it is not a number of tokens from 2 on.
-    """
+    """Parse one number of tokens."""
     from mtrain_cli.config.sizes import EXPECTED, parse_size
 
     if text is None:

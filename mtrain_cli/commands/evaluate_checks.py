@@ -75,12 +75,7 @@ def check_work(request: EvaluationRequest, source: ModelSource, *, beyond: bool)
 
 
 def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: bool) -> CheckedWork:
-    """Make the first samples, so that mistakes are reported before any work.
-
-    Raises:
-        ConfigError: there is no tokenizer, or it is that of another model, a text or file is
-            missing, a length is too short, or all files are damaged.
-    """
+    """Make the first samples, so that mistakes are reported before any work."""
     from mtrain_cli.evaluation.generated import Generated
     from mtrain_cli.evaluation.perplexity import Perplexity
     from mtrain_cli.evaluation.request import open_measurement
@@ -119,14 +114,7 @@ def _check_samples(request: EvaluationRequest, source: ModelSource, *, beyond: b
 
 
 def _without(request: EvaluationRequest, damaged: Mapping[str, Sequence[str]]) -> CheckedWork:
-    """Return a request without damaged tasks and files.
-
-    Args:
-        damaged: why each is damaged, by its name in the results.
-
-    Raises:
-        ConfigError: nothing is left.
-    """
+    """Return a request without damaged tasks and files, which ``damaged`` names with a reason."""
     from mtrain_cli.evaluation.generated import FILE, PREFIX
 
     options = request.ruler

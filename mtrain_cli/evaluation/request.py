@@ -266,14 +266,7 @@ def _remarks(
 
 
 def _keys(folder: Path, short: int | None) -> dict[str, list[int]]:
-    """Return the key tokens in a folder of results, of its dense results if it has any.
-
-    Args:
-        short: the short context with which they were found.
-
-    Raises:
-        ConfigError: there are none, or they were found with another short context.
-    """
+    """Return the key tokens in a folder of results, of its dense results if it has any."""
     results = {result.key: result for result in read_results(folder)}
     try:
         samples = read_sample_rows(folder)

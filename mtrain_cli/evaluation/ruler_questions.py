@@ -37,11 +37,7 @@ class QuestionPrompts(Prompts):
         return Draft(prompt, asked.outputs)
 
     def _choose(self, stream: Stream, asked: Question, size: int) -> list[int]:
-        """Return the numbers of ``size`` documents, those of the question among them.
-
-        Raises:
-            ValueError: the question has more documents.
-        """
+        """Return the numbers of ``size`` documents, those of the question among them."""
         own, related = list(asked.documents), list(asked.related)
         missing = size - len(own)
         if missing <= len(related):

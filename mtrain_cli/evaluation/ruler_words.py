@@ -138,11 +138,7 @@ class FrequentWords:
         return words - self._step
 
     def _draft(self, vocabulary: list[str], words: int) -> Draft:
-        """Return a prompt with about ``words`` words.
-
-        Raises:
-            TooShortError: the words to name would not be the most frequent.
-        """
+        """Return a prompt with about ``words`` words."""
         ranks = np.arange(1, len(vocabulary) + 1)
         counts = (words * (ranks**-2.0) / _ZETA_2).astype(int)
         if counts[_NAMED] == counts[_NAMED + 1]:
