@@ -129,7 +129,7 @@ def _draw(plot: Path, masks: Sequence[MaskView], config: Config) -> None:
 
 
 def _facts(config: Config, view: MaskView) -> Table:
-    from mtrain_cli.console import two_columns
+    from mtrain_cli.console import grid
     from mtrain_cli.training.flops import causal_pairs
 
     seq, mask = config.seq, view.mask
@@ -137,7 +137,7 @@ def _facts(config: Config, view: MaskView) -> Table:
     sparse = config.mask.keeps_causal_intervals and not config.mask.is_mixed
     sparse = sparse and config.data.mask_key is None
     fits = "with sparse patterns" if sparse else "dense attention only"
-    return two_columns(
+    return grid(
         [
             ("mask", f"{view.title}; seq {seq:,}"),
             ("pairs", f"{mask.pairs:,}, {mask.pairs / causal_pairs(seq):.3g} of causal"),

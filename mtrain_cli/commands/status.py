@@ -204,13 +204,13 @@ def _cells(run: RunStatus) -> tuple[Text, ...]:
 def _sheet(run: RunStatus) -> RenderableType:
     from rich.text import Text
 
-    from mtrain_cli.console import two_columns
+    from mtrain_cli.console import grid
 
     folder, here = Path(run.folder), Path.cwd()
     shown = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
     state = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
     state.append("".join(f"; {part}" for part in _state_parts(run)), style="not bold default")
-    return two_columns([("run", shown), ("state", state), *_rows(run)])
+    return grid([("run", shown), ("state", state), *_rows(run)])
 
 
 def _state_parts(run: RunStatus) -> list[str]:
