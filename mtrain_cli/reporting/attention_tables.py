@@ -16,7 +16,8 @@ from mtrain_cli.reporting.attention_findings import (
     overlap_label,
     rank_correlation,
 )
-from mtrain_cli.reporting.terminal_width import TextTable, new_table, print_table, say
+from mtrain_cli.reporting.table import text_table
+from mtrain_cli.reporting.terminal_width import TextTable, print_table, say
 
 
 def tables(files: AttentionFiles) -> list[TextTable]:
@@ -30,7 +31,7 @@ def show_attention(console: Console, files: AttentionFiles) -> None:
     for table in tables(files):
         # A title or caption of the table would wrap at its width, which may be 20 characters.
         say(console, table.title, style="italic")
-        print_table(console, new_table(table.heads, table.words, rows=table.rows))
+        print_table(console, text_table(table.heads, table.rows, table.words))
         for line in filter(None, (table.finding, table.note)):
             say(console, line, style="dim" if line == table.note else None)
 

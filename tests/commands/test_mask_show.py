@@ -42,7 +42,7 @@ def test_it_counts_pairs_labels_and_the_work_of_layouts(tmp_path):
     page = file.read_text()
     assert page.startswith("<!doctype html>")
     assert "<h1>prefix_lm, prefix 100, seq 1,000</h1>" in page
-    assert all(f"<th>{name}: rows received</th>" in page for name in NAMES)
+    assert all(f"<th>{name}, rows received</th>" in page for name in NAMES)
 
 
 def test_it_draws_the_mask_alone_to_svg(tmp_path):

@@ -10,6 +10,7 @@ from reporting.test_html import figures_in
 
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.reporting import mask_page
+from mtrain_cli.reporting.mask_page import layouts_table
 from mtrain_cli.reporting.mask_view import MaskView, density, holders, views
 
 SEQ = 8192
@@ -132,8 +133,7 @@ def test_the_page_has_tables_of_layouts_and_ranks(masks, tmp_path):
                 f"{share.costs[3]:.3f}",
             ]
         assert "<tr><td class=words>3</td>" + "".join(f"<td>{c}</td>" for c in cells) in text
-        for share in view.shares:
-            row = mask_page.layout_cells(share)
+        for share, row in zip(view.shares, layouts_table(view, "").cells(), strict=True):
             assert row[0] == share.layout.name
             first, *rest = row
             assert f"<td class=words>{first}</td>" + "".join(f"<td>{c}</td>" for c in rest) in text
