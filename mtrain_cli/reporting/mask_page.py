@@ -34,18 +34,16 @@ def write(path: Path, title: str, masks: Sequence[MaskView], cluster: str = "aut
     cluster: `topology.cluster` of the prices.
     """
     picture, travels = mask_figure(masks), travel_figure(masks)
-    work = work_figure(masks)
     pair = "".join(f'<div class="panel">{elements.figure(one)}</div>' for one in (picture, travels))
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
         *(elements.report_section(_layouts(view, len(masks) > 1)) for view in masks),
         elements.note(layouts_note(masks[0].shares[0].prices, cluster)),
         f'<div class="panels">{pair}</div>',
-        elements.figure(work),
         *(_ranks(view, len(masks) > 1) for view in masks),
         f"<footer>written by mtrain {escape(__version__)}</footer>",
     ]
-    elements.write(path, title, body, (picture, travels, work))
+    elements.write(path, title, body, (picture, travels))
 
 
 def _layouts(view: MaskView, named: bool) -> Section:
@@ -200,51 +198,6 @@ def _short(rows: int) -> str:
     return f"{rows / 1024:.3g}k" if rows < 1000 * 1024 else f"{rows / 1024**2:.3g}m"
 
 
-def work_figure(masks: Sequence[MaskView]) -> plots.Figure:
-    """Draw the cost of each rank: its pairs, and the rows that it receives."""
-    highest = max((max(share.costs) for view in masks for share in view.shares), default=1)
-    drawn = []
-    for view in masks:
-        for share in view.shares:
-            traffic, prices = share.traffic, share.prices
-            shown = plots.evenly(range(share.layout.workers), _SHOWN)
-            names = [str(rank) for rank in shown]
-            mean = max(1.0, float(traffic.pairs.mean()))
-            parts = (
-                ("pairs", plots.PALETTE[0], traffic.pairs),
-                (
-                    "rows from the node",
-                    plots.link_colour("inner"),
-                    prices.inner * traffic.inner.received,
-                ),
-                (
-                    "rows from other nodes",
-                    plots.link_colour("outer"),
-                    prices.outer * traffic.outer.received,
-                ),
-            )
-            data = [
-                plots.bar(
-                    names,
-                    plots.numbers(values[shown] / mean),
-                    colour,
-                    f"rank %{{x}}, {name}: %{{y:.3f}}",
-                    orientation="v",
-                    name=name,
-                )
-                for name, colour, values in parts
-                if values.any() or name == "pairs"
-            ]
-            shape = plots.layout(
-                320,
-                plots.axis("rank", type="category"),
-                plots.from_zero("cost", range=[0, 1.05 * highest]),
-                barmode="stack",
-            )
-            drawn.append(plots.FigureView((view.title, share.layout.name), data, shape))
-    return plots.Figure("work", "Cost of each rank", ("layers", "layout"), drawn, linked=True)
-
-
 def layouts_table(view: MaskView, title: str) -> Table:
     """Return a table with a row per layout."""
     columns = [
@@ -262,10 +215,12 @@ def layouts_table(view: MaskView, title: str) -> Table:
 def _ranks(view: MaskView, named: bool) -> str:
     columns = [Column("rank", lambda rank: rank, words=True)]
     for share in view.shares:
-        name, traffic = share.layout.name, share.traffic
+        name, traffic, outer = share.layout.name, share.traffic, share.traffic.outer.received
+        far = [Column("rows from other nodes", outer.__getitem__, count, group=name)]
         columns += [
             Column("pairs", traffic.pairs.__getitem__, count, group=name),
             Column("rows received", traffic.received.__getitem__, count, group=name),
+            *(far if outer.any() else []),
             Column("cost", share.costs.__getitem__, fixed(3), group=name),
         ]
     title = f"Ranks: {view.title}" if named else "Ranks"

@@ -306,18 +306,8 @@ def layers_over_steps(
             continue
         table = np.array([getattr(m, key) for m in kept], float).T
         first = _first_layer(source, len(table))
-        layers = range(first, first + len(table))
-        trace = plots.heat(
-            plots.numbers(table, 4),
-            [m.step for m in kept],
-            layers,
-            unit,
-            hover,
-            zmax=float(table.max(initial=0)) or 1.0,
-        )
-        y = plots.downward("layer", **plots.whole(len(layers)))
-        shape = layout(200 + 14 * min(40, len(layers)), axis("step"), y)
-        views.append(FigureView((source.name,), [trace], shape))
+        x, y = ("step", [m.step for m in kept]), ("layer", range(first, first + len(table)))
+        views.append(plots.heat_view((source.name,), table, x, y, unit, hover))
     return Figure(name, title, ("run",), views)
 
 
