@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -436,43 +437,69 @@ def shipped_table(document: dict[str, Any]) -> Table:
 
 
 def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """Return a table of means over heads, with a row per layer.
+    """Return a table of means over heads, with a row per layer."""
+    layers = sorted(grouped(rows, lambda row: row["layer"]).items())
+    columns = [Column("layer", itemgetter(0)), *_measures(rows)]
+    groups = [*layers, ("all", rows)]
+    note = f"means over heads; {_measures_note(rows)}"
+    return Table(title, columns, groups, note, state=lambda row: TOTAL * (row[0] == "all"))
+
+
+def _measures(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """Return the columns of rows whose last item is a list of records of heads.
 
     `density in mask` has a column only if it differs from the density.
     """
 
-    def mean(name: str) -> Callable[[tuple[str, Any]], float]:
-        return lambda layer: statistics.fmean(row[name] for row in layer[1])
+    def mean(name: str, form: Callable[[float], str]) -> Column:
+        label = {"of_mask": "density in mask"}.get(name, name)
+        return Column(label, lambda row: statistics.fmean(head[name] for head in row[-1]), form)
 
-    masked = any(abs(r["of_mask"] - r["density"]) >= 5e-5 for r in rows)
-    in_mask = Column("density in mask", mean("of_mask"), "{:.2%}".format)
-    columns = [
-        Column("layer", lambda layer: layer[0]),
-        Column("recall", mean("recall"), fixed(4)),
-        Column("worst", lambda layer: min(row["worst"] for row in layer[1]), fixed(3)),
-        Column("density", mean("density"), "{:.2%}".format),
-        *([in_mask] if masked else []),
-        Column("slashes", mean("slashes"), fixed(1)),
-        Column("columns", mean("columns"), fixed(0)),
+    share = "{:.2%}".format
+    return [
+        mean("recall", fixed(4)),
+        Column("worst", lambda row: min(head["worst"] for head in row[-1]), fixed(3)),
+        mean("density", share),
+        *([mean("of_mask", share)] if _is_masked(rows) else []),
+        mean("slashes", fixed(1)),
+        mean("columns", fixed(0)),
     ]
-    note = (
-        "means over heads; recall: over sampled queries that the pattern does not probe; "
-        "worst: recall of the worst query; density: computed share of all causal pairs"
-        f"{'; density in mask: computed share of the pairs inside documents' if masked else ''}"
+
+
+def _is_masked(rows: Sequence[dict[str, Any]]) -> bool:
+    return any(abs(row["of_mask"] - row["density"]) >= 5e-5 for row in rows)
+
+
+def _measures_note(rows: Sequence[dict[str, Any]]) -> str:
+    inside = "; density in mask: computed share of the pairs inside documents"
+    return (
+        "recall: over sampled queries that the pattern does not probe; worst: recall of the worst "
+        "query; density: computed share of all causal pairs"
+        f"{inside if _is_masked(rows) else ''}"
     )
-    layers = sorted(grouped(rows, lambda row: row["layer"]).items())
-    state = {"all": TOTAL}
-    groups = [*layers, ("all", rows)]
-    return Table(title, columns, groups, note, state=lambda layer: state.get(layer[0], ""))
 
 
 def sparsity_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
-    """Return a table per pattern, for the first and the last measured step."""
+    """Return a table per pattern, for the first and the last measured step, and one of all steps.
+
+    With at most two steps, the last one says nothing new, so it is left out.
+    """
     steps = sorted({row["step"] for row in rows}) or [0]
     found = grouped(rows, lambda row: (row["pattern"], row["step"]))
-    return [
+    patterns = list(dict.fromkeys(row["pattern"] for row in rows))
+    tables = [
         sparsity_table(found[pattern, step], f"{pattern}, step {step}")
-        for pattern in dict.fromkeys(row["pattern"] for row in rows)
+        for pattern in patterns
         for step in dict.fromkeys((steps[0], steps[-1]))
         if (pattern, step) in found
     ]
+    if len(steps) > 2:
+        groups = [(p, s, found[p, s]) for p in patterns for s in steps if (p, s) in found]
+        columns = [
+            Column("pattern", itemgetter(0), words=True, once=True),
+            Column("step", itemgetter(1)),
+            *_measures(rows),
+        ]
+        note = f"means over layers and heads; {_measures_note(rows)}"
+        tables.append(Table("All steps", columns, groups, note))
+    return tables
