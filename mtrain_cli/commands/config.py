@@ -193,11 +193,7 @@ def _command_for(key: str, options: dict[str, dict[str, Path]]) -> str:
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table.
-
-    On a terminal, or if COLUMNS is set, the table wraps at the width, and shows the allowed values
-    below the description. For a pipe, rows do not wrap.
-    """
+    """Print a table."""
     from rich.text import Text
 
     from mtrain_cli.console import Console

@@ -90,11 +90,7 @@ def show(
 
 
 def _first_of_data(config: Config) -> Sample | None:
-    """Return the first sequence of data that bring masks; None if `mask` gives the mask.
-
-    Raises:
-        ConfigError: the data are missing or broken.
-    """
+    """Return the first sequence of data that bring masks; None if `mask` gives the mask."""
     from mtrain_cli.data.open_dataset import open_dataset
 
     data = config.data

@@ -118,10 +118,7 @@ def what_if(
 
 @contextmanager
 def _errors_by_option(usual: str | None) -> Iterator[None]:
-    """In errors about impossible setups, name the options.
-
-    usual: text about the number of workers per node if --per-node is not typed, else None.
-    """
+    """In errors about impossible setups, name the options."""
     from mtrain_cli.simulation.what_if import InvalidSetup
 
     try:
@@ -134,11 +131,7 @@ def _errors_by_option(usual: str | None) -> Iterator[None]:
 
 
 def _parse_workers(workers: str) -> list[int]:
-    """Return the numbers of workers, without repeats.
-
-    Raises:
-        ConfigError: an item is not a number, or out of range.
-    """
+    """Return the numbers of workers, without repeats."""
     counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
     for count in counts:
         if not 1 <= count <= _MOST_WORKERS:
@@ -243,10 +236,7 @@ def _workers(row: ReplayedSetup) -> str:
 
 
 def _bar(shares: Sequence[float]) -> str:
-    """Return a bar chart with a character per worker. The largest share has the full height.
-
-    With too many workers, a character shows the largest share of several consecutive workers.
-    """
+    """Return a bar chart with a character per worker. The largest share has the full height."""
     group = -(-len(shares) // _BAR)
     heights = [max(shares[i : i + group]) for i in range(0, len(shares), group)]
     largest = max(heights) or 1.0

@@ -174,11 +174,7 @@ def _document(source: ReportSource) -> dict[str, Any]:
 
 
 def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
-    """Return the folder for the files, and create it if needed.
-
-    Raises:
-        ConfigError: --out is missing for several runs, or the folder cannot be written to.
-    """
+    """Return the folder for the files, and create it if needed."""
     if len(sources) > 1 and out is None:
         raise ConfigError(
             "--out DIR: required for several runs, to say where the files go; "

@@ -115,11 +115,7 @@ def attention_table(
 
 
 def _mean_degree(prediction: Prediction, of: str, name: str) -> float:
-    """Return an imbalance degree, averaged over both passes.
-
-    of: ``time`` or ``work``.
-    name: ``worker`` or ``step``.
-    """
+    """Return an imbalance degree, averaged over both passes."""
     passes = prediction.passes
     return sum(getattr(getattr(passes[d], of), name) for d in _BOTH) / 2
 
@@ -333,10 +329,7 @@ def _days(days: BoundedTime) -> str:
 
 
 def _layers_with_products(plan: RunPlan) -> int:
-    """Return the number of layers that keep their MLP products for backward.
-
-    All layers keep them if nothing is recomputed and the MLP is not tiled.
-    """
+    """Return how many layers keep MLP products: all if nothing is recomputed or tiled."""
     model, train = plan.config.model, plan.config.train
     tokens, rows = own_tiles(plan.config, plan.layout, plan.dtype_bytes)
     by_hand = train.activation_checkpoint != "none" or rows < tokens or plan.dims.tp > 1

@@ -348,10 +348,7 @@ def _column(
     whole: Callable[[CaseComparison], str] = lambda _: "",
     drop: int = 0,
 ) -> Column:
-    """Return a column with a line per pass and one for the whole case.
-
-    A case is one row, so that a long name wraps next to the passes of the case.
-    """
+    """Return a column of one row per case, with a line per pass, so that long names wrap."""
 
     def lines(case: CaseComparison) -> str:
         return "\n".join([*map(of_pass, case.passes.values()), whole(case)])

@@ -40,10 +40,7 @@ _TIMES = ("start_us", "dur_us")
 
 @dataclass(frozen=True)
 class _Shown:
-    """One pipeline of a report.
-
-    source, case: where its records are; case is None for a prediction.
-    """
+    """One pipeline of a report."""
 
     label: str
     times: PipelineTimes

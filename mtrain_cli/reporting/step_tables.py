@@ -270,10 +270,7 @@ def short_name(name: str, width: int = NAME) -> str:
 
 
 def _without(text: str, brackets: str) -> str:
-    """Return the text without brackets and the text inside brackets.
-
-    brackets: "<>" or "()".
-    """
+    """Return the text without brackets and the text inside brackets."""
     depth, kept = 0, []
     for character in text:
         if character == brackets[0]:

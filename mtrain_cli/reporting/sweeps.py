@@ -169,12 +169,7 @@ def _label_of(row: Row, with_seq: bool) -> str:
 def _view(
     labels: tuple[str, ...], rows: Sequence[Row], value: Any, *, gpus: bool, ideal: bool
 ) -> FigureView:
-    """Draw a line per layout and exchange, and a band between the bounds of the fastest line.
-
-    Args:
-        value: function of a row and a bound that returns the quantity to draw. The bound is
-            ``value`` (the prediction), ``low`` or ``high``.
-    """
+    """Draw a line per layout and exchange, and a band between the bounds of the fastest line."""
     lines = grouped(rows, lambda row: (row["layout"], row["exchange"].partition(" (")[0]))
     at = "workers" if gpus else "seq"
     exchanges = list(dict.fromkeys(exchange for _, exchange in lines))

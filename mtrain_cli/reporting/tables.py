@@ -73,11 +73,7 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class _Row:
-    """A case of a run, or one of its passes.
-
-    mark: what to add to the label of the case.
-    direction: name of the pass, or `both` for the means of forward and backward.
-    """
+    """A case of a run, or one of its passes."""
 
     run: str
     case: CaseAnalysis
@@ -318,10 +314,7 @@ def _steps(names: dict[str, Any], analysis: PassAnalysis) -> Iterator[dict[str, 
 
 
 def _time_by_rank(run: str, case: CaseAnalysis) -> Iterator[dict[str, Any]]:
-    """Yield the time of each category per iteration, in ms: a row per direction and rank.
-
-    The categories of a row add up to pass_ms.
-    """
+    """Yield the time of each category per iteration, in ms: a row per direction and rank."""
     columns = [f"{name.replace(' ', '_')}_ms" for name in BINS]
     for d, direction in enumerate(case.directions):
         for rank in case.present:
@@ -373,11 +366,7 @@ def heat_map(
 
 
 def _tensor_note(case: CaseAnalysis) -> str:
-    """Return which ranks a worker of a heat map is with tensor parallelism, else "".
-
-    Ranks of a tensor group compute other heads of the same tokens, each in a context group of its
-    own. Workers are places in these context groups.
-    """
+    """Return which ranks, of other heads, a worker of a heat map is with tensor parallelism."""
     degree = int(case.facts.get("tp") or 1)
     if degree == 1:
         return ""
@@ -446,10 +435,7 @@ def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def _measures(rows: Sequence[dict[str, Any]]) -> list[Column]:
-    """Return the columns of rows whose last item is a list of records of heads.
-
-    `density in mask` has a column only if it differs from the density.
-    """
+    """Return the columns of rows whose last item is a list of records of heads."""
 
     def mean(name: str, form: Callable[[float], str]) -> Column:
         label = {"of_mask": "density in mask"}.get(name, name)

@@ -45,10 +45,7 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
 
 
 def _numbered(console: Console, sources: Sequence[ReportSource]) -> list[ReportSource]:
-    """Return the sources, with numbers instead of names if the names are too long for tables.
-
-    A line above each source's tables shows its number and its name.
-    """
+    """Return the sources, with numbers instead of names if the names are too long for tables."""
     width = limit(console)
     if (
         width is None

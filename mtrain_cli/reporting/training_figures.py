@@ -175,10 +175,7 @@ def _curve(
 
 
 def _marks(source: ReportSource, key: str, colour: str) -> list[Trace]:
-    """Return vertical lines at restarts of the run.
-
-    For loss, lr and grad_norm, also return lines at restarts of the learning-rate schedule.
-    """
+    """Return vertical lines at restarts of the run and, for some keys, of the learning rate."""
     rates = rate_restarts(source.metrics) if key in ("loss", "lr", "grad_norm") else []
     steps = [(step, "dot") for step in rates] + [(r.step, "dash") for r in source.restarts]
     common = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
