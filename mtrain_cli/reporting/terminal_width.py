@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from mtrain_cli.console import Console, columns_table
@@ -134,11 +135,11 @@ class _Stack:
 
     @property
     def width(self) -> int:
-        return max(len(line) for text in self._texts for line in text.split("\n"))
+        return max(cell_len(line) for text in self._texts for line in text.split("\n"))
 
     @property
     def longest_word(self) -> int:
-        return max((len(word) for text in self._texts for word in text.split()), default=0)
+        return max((cell_len(word) for text in self._texts for word in text.split()), default=0)
 
     @property
     def _texts(self) -> list[str]:
@@ -161,7 +162,7 @@ def _stacks(table: Table, *, narrow: bool) -> list[_Stack]:
         first, names = columns[at[0]], [columns[i].name for i in at]
         top, *below = [first.group, *names] if first.group else names
         if narrow or first.group:
-            top = _broken(top, max(map(len, [*lines, *below]), default=0))
+            top = _broken(top, max(map(cell_len, [*lines, *below]), default=0))
         name = " ".join((first.group or first.name).split())
         drop = max(columns[i].drop for i in at)
         stacks.append(_Stack(name, "\n".join([top, *below]), joined, first.words, drop))

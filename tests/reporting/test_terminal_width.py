@@ -108,6 +108,17 @@ def test_names_that_repeat_the_row_above_are_blank_but_not_in_lines_of_their_own
     assert file.getvalue().count("a" * 9) == 2
 
 
+def test_names_of_wide_characters_are_not_broken(monkeypatch):
+    name = "実験一番目"  # each character is two columns wide
+    table = text_table(("run", "n", "spare"), [[name, "1", "22"]], spare=("spare",))
+    for width in (18, 24, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        file = io.StringIO()
+        print_table(Console(file=file, width=width), table)
+        assert sum(name in line for line in file.getvalue().splitlines()) == 1
+        assert ("22" in file.getvalue()) == (width > 18)
+
+
 def test_states_of_rows_have_styles():
     states = {"fast": BEST, "large": NOT}
     table = Table("", [Column("n", str, words=True)], list(states), state=states.__getitem__)
