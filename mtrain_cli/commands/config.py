@@ -14,7 +14,6 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=True)
 
@@ -190,11 +189,7 @@ def _command_for(key: str, options: dict[str, dict[str, Path]]) -> str:
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table.
-
-    On a terminal, or if COLUMNS is set, the table wraps at the width, and shows the allowed values
-    below the description. For a pipe, rows do not wrap.
-    """
+    """Print a table."""
     from rich.text import Text
 
     from mtrain_cli.console import Console
@@ -219,32 +214,22 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
     console.print()
 
 
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich.table import Table
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
     from rich.text import Text
 
-    table = Table(
-        title=Text(title),
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        header_style="dim",
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
+    from mtrain_cli.console import grid
+
     below = header[-1] == ALLOWED
-    for index, name in enumerate(header[:-1] if below else header):
-        table.add_column(
-            name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold"
-        )
+    heads = header[:-1] if below else header
+    lines = [[Text(name, style="dim") for name in heads]]
     for row in rows:
         cells = [Text(cell) for cell in row]
         if below:
             *cells, allowed = cells
             if "," in allowed.plain:
                 cells[-1].append(f"\n{allowed.plain}", style="dim")
-        table.add_row(*cells)
-    return table
+        lines.append(cells)
+    return grid(lines, ["cyan", *[""] * (len(heads) - 1)], title)
 
 
 def _block(header: Sequence[str], row: Sequence[str]) -> list[RenderableType]:

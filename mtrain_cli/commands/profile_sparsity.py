@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -136,7 +135,7 @@ def sparsity(
         analyzer.finish()
     names = {p.name: display_name(p) for p in patterns}
     done = sorted({record.step for record in records})
-    _print_tables(console, records, names, done)
+    _print_tables(console, records, names)
     if out is None:
         about = {"patterns": list(names), "steps": done, "rows": rows, "samples": samples or 1}
         if source is not None:
@@ -248,17 +247,14 @@ def _of_checkpoints(
     return checkpoint_source.checkpoints_of(source)[::-1], config, patterns
 
 
-def _print_tables(
-    console: Console, records: list[HeadRecord], names: dict[str, str], steps: list[int]
-) -> None:
+def _print_tables(console: Console, records: list[HeadRecord], names: dict[str, str]) -> None:
     """Print a table for each pattern at the first and at the last measured step."""
-    from mtrain_cli.reporting.tables import sparsity_table
+    from mtrain_cli.reporting.tables import sparsity_tables
     from mtrain_cli.reporting.terminal_width import print_table
 
-    measured = dict.fromkeys(r.pattern for r in records)
-    for name, step in itertools.product(measured, dict.fromkeys((steps[0], steps[-1]))):
-        rows = [dataclasses.asdict(r) for r in records if (r.pattern, r.step) == (name, step)]
-        print_table(console, sparsity_table(rows, f"{names[name]}, step {step}"))
+    shown = [dataclasses.replace(r, pattern=names[r.pattern]) for r in records]
+    for table in sparsity_tables([dataclasses.asdict(r) for r in shown]):
+        print_table(console, table)
 
 
 def _save_measurement(

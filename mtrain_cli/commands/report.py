@@ -174,11 +174,7 @@ def _document(source: ReportSource) -> dict[str, Any]:
 
 
 def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
-    """Return the folder for the files, and create it if needed.
-
-    Raises:
-        ConfigError: --out is missing for several runs, or the folder cannot be written to.
-    """
+    """Return the folder for the files, and create it if needed."""
     if len(sources) > 1 and out is None:
         raise ConfigError(
             "--out DIR: required for several runs, to say where the files go; "
@@ -202,17 +198,15 @@ def _write(
 ) -> tuple[list[str], Path | None]:
     """Write the page and the tables. Return a line about each file, and the path of the page."""
     from mtrain_cli.reporting.html import write_page
-    from mtrain_cli.reporting.sheets import sheets
-    from mtrain_cli.reporting.sweeps import sheet as sweep_sheet
+    from mtrain_cli.reporting.sections import files
 
     lines, page = [], None
     with writing(folder):
         if csv:
             tables = folder / TABLES
             tables.mkdir(exist_ok=True)
-            swept = [(source.name, source.swept) for source in sources if source.swept]
-            written = [*sheets(sources), *([sweep_sheet(swept)] if swept else [])]
-            lines.append(f"{tables}: {', '.join(sheet.write(tables).name for sheet in written)}")
+            written = [table.write(tables).name for table in files(sources)]
+            lines.append(f"{tables}: {', '.join(written)}")
         if html:
             page = write_page(folder / PAGE, sources)
             lines.append(str(page))

@@ -28,13 +28,10 @@ class RecordKind(Protocol):
         """Return {name of a CSV file: rows of text and numbers}."""
 
     def tables(self, records: Any) -> Sequence[Any]:
-        """Return each `TextTable`, with its title and note, for the page."""
+        """Return each `TextTable`, with its title, note and finding."""
 
     def figures(self, named: Named) -> Sequence[Any]:
         """Return each `plots.Figure` for the page."""
-
-    def show(self, console: Any, records: Any) -> None:
-        """Print the records."""
 
 
 def kinds() -> list[RecordKind]:

@@ -10,9 +10,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
-
-from rich.table import Table
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
@@ -43,7 +42,7 @@ from mtrain_cli.records.record_sums import LATE
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace
 from mtrain_cli.reporting.report_source import RESOLVED, ReportSource
-from mtrain_cli.reporting.terminal_width import new_table
+from mtrain_cli.reporting.table import Column, Table
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.index_memory import column_width
 from mtrain_cli.training.layout_choice import choose_layout
@@ -323,8 +322,7 @@ def program_table(source: ReportSource, case: CaseAnalysis) -> Table | None:
     exchange = DrawnExchange.of(source, case)
     if exchange is None:
         return None
-    headings = ("pass", "step", "computes", "sends meanwhile", "holds")
-    table = new_table(headings, title=f"{case.label}: one layer of rank 0")
+    rows = []
     for direction in DIRECTIONS:
         (program,) = exchange.programs(direction, 1)
         if program.steps > MOST_STEPS:
@@ -340,8 +338,13 @@ def program_table(source: ReportSource, case: CaseAnalysis) -> Table | None:
                 for post, begin, end in moving
                 if begin.end <= p.begin and end.begin >= p.end
             ]
-            cells = direction, str(op.step), shards, "\n".join(meanwhile)
-            table.add_row(*cells, format_bytes(sum(p.held.values())))
-    for column in table.columns[2:4]:
-        column.justify = "left"
-    return table
+            held = format_bytes(sum(p.held.values()))
+            rows.append((direction, op.step, shards, "\n".join(meanwhile), held))
+    columns = [
+        Column("pass", itemgetter(0), words=True),
+        Column("step", itemgetter(1)),
+        Column("computes", itemgetter(2), words=True),
+        Column("sends meanwhile", itemgetter(3), words=True),
+        Column("holds", itemgetter(4)),
+    ]
+    return Table(f"{case.label}: one layer of rank 0", columns, rows)

@@ -110,12 +110,7 @@ def _missing(run: RunDir) -> list[str]:
 
 
 def _whole(path: Path, read: Callable[[Path], Any], lost: str, damage: list[str]) -> Any:
-    """Return what `read` makes of a file; None for a missing or damaged file.
-
-    Args:
-        lost: what a report without the file lacks.
-        damage: gets a line about a damaged file, or a folder in its place.
-    """
+    """Return what `read` makes of a file; None for a missing or damaged file."""
     if path.is_dir():
         damage.append(f"{path}: is a folder; {lost}")
     if not path.is_file():

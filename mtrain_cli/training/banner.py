@@ -11,7 +11,7 @@ from mtrain_cli import __version__
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.config.unused_settings import unused_after_auto
-from mtrain_cli.console import two_columns
+from mtrain_cli.console import grid
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.memory import size
@@ -75,7 +75,7 @@ def banner(
             for line in (*_unused_cluster(plan), *_unused_after_auto(plan, run_dir))
         ),
     ]
-    return Group(Text(f"mtrain {__version__}", style="bold"), two_columns(rows))
+    return Group(Text(f"mtrain {__version__}", style="bold"), grid(rows))
 
 
 def _memory(plan: RunPlan) -> str:

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.attention.mask_rule import MaskRule
@@ -15,7 +14,7 @@ from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.dense_layers import last_layers
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import count, format_size, with_count
-from mtrain_cli.console import two_columns
+from mtrain_cli.console import grid
 from mtrain_cli.data.open_dataset import most_intervals
 from mtrain_cli.model.huggingface import SINGLE, has_weights
 from mtrain_cli.model.rope import rope_factor
@@ -115,7 +114,7 @@ def render(
         f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained", style="bold"
     )
     return Group(
-        title, two_columns(rows), Text(""), memory_table(plan), *search_rows(plan), *verdict(plan)
+        title, grid(rows), Text(""), memory_table(plan), *search_rows(plan), *verdict(plan)
     )
 
 
@@ -369,16 +368,19 @@ def _few_labels(config: Config, share: float) -> str:
 def memory_table(plan: RunPlan) -> RenderableType:
     """Render the peak memory of a worker by part, its fit, and the memory at other moments."""
     memory, peak = plan.memory, plan.memory.peak
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
-    for name, part in (*peak.parts.items(), ("CUDA and NCCL", memory.reserve)):
-        if part:
-            bar = Text("█" * round(30 * part / memory.total), style="cyan")
-            table.add_row(name.replace("_", " "), size(part), bar)
-    total = Text("total", style="bold not dim"), Text(size(memory.total), style="bold")
-    table.add_row(*total, describe_fit(plan))
+    parts = {**peak.parts, "CUDA and NCCL": memory.reserve}
+    width = max(len(size(part)) for part in (*parts.values(), memory.total))
+    rows = [
+        (
+            name.replace("_", " "),
+            size(part).rjust(width),
+            Text("█" * round(30 * part / memory.total), style="cyan"),
+        )
+        for name, part in parts.items()
+        if part
+    ]
+    total = Text("total", style="bold not dim")
+    last = total, Text(size(memory.total).rjust(width), style="bold"), describe_fit(plan)
     moments = [f"{m.name} {size(m.allocated)}" for m in memory.moments if m is not peak]
     choices = [f"{name} {size(total)}" for name, total in totals_by_recomputation(plan).items()]
     workers = plan.environment.local_workers
@@ -389,7 +391,7 @@ def memory_table(plan: RunPlan) -> RenderableType:
     note = " (while a checkpoint is written)" if copies else ""
     return Group(
         Text.assemble(("Peak memory of a worker", "bold"), f", at the {peak.name}"),
-        table,
+        grid([*rows, last], ("dim", "", "")),
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
         *([Text(f"Offloaded: {offloaded}.")] if memory.host else []),
         *([Text(f"While a checkpoint is written: {saving}.")] if memory.saving else []),

@@ -16,10 +16,9 @@ import rich.console
 from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-from mtrain_cli.console import Console
+from mtrain_cli.console import Console, full_width
 from mtrain_cli.launch.run_status import StateReporter
 from mtrain_cli.printable import one_line
 from mtrain_cli.records.metrics import (
@@ -277,13 +276,9 @@ class TrainingProgress:
         """Render the live display for a terminal of `width` columns."""
         done = self.last.step if self.last is not None else self.start_step
         left = format_duration(self.seconds_left())
-        top = Table.grid(padding=(0, 1), expand=True)
-        top.add_column(no_wrap=True)
-        top.add_column(ratio=1)
-        top.add_column(no_wrap=True, justify="right")
         share = f"{done / max(1, self.total_steps):4.0%}"
         since = format_duration(self._clock() - self._started)
-        top.add_row(
+        top = full_width(
             Text(f"step {done}/{self.total_steps}", style="bold"),
             ProgressBar(total=max(1, self.total_steps), completed=done),
             Text.assemble(share, ("  elapsed ", "dim"), since, ("  left ", "dim"), left),

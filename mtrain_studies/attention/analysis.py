@@ -19,7 +19,7 @@ from mtrain_studies.attention.choices import Choices, require_memory
 from mtrain_studies.attention.files import AttentionFiles, HeadMap, RopeRow, TopKeyRow
 from mtrain_studies.attention.request import AttentionRequest
 from mtrain_studies.attention.rope_analysis import RopeAnalysis, RotaryFrequencies, analyze_rope
-from mtrain_studies.attention.tables import show_attention
+from mtrain_studies.attention.tables import tables
 from mtrain_studies.attention.top_keys import TopKeys, top_keys
 
 _BINS = 256  # most bins of a curve over distances
@@ -70,7 +70,8 @@ class AttentionAnalyzer:
 
     def show(self, console: Console) -> None:
         """Print the results."""
-        show_attention(console, self.files)
+        for table in tables(self.files):
+            table.print(console)
 
     @torch.no_grad()
     def scores(

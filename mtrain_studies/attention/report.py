@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.console import Console
 from mtrain_cli.reporting.plots import Figure
 from mtrain_cli.reporting.terminal_width import TextTable
 from mtrain_studies.attention.figures import attention_figures
@@ -16,7 +15,7 @@ from mtrain_studies.attention.files import (
     read_attention_files,
     without_lists,
 )
-from mtrain_studies.attention.tables import show_attention, tables
+from mtrain_studies.attention.tables import tables
 
 
 class AttentionKind:
@@ -33,9 +32,6 @@ class AttentionKind:
 
     def figures(self, named: Sequence[tuple[str, AttentionFiles]]) -> list[Figure]:
         return attention_figures(named)
-
-    def show(self, console: Console, records: AttentionFiles) -> None:
-        show_attention(console, records)
 
 
 ATTENTION = AttentionKind()

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mtrain_cli.console import Console
-from mtrain_cli.reporting.terminal_width import TextTable, new_table, print_table, say
+from mtrain_cli.reporting.terminal_width import TextTable
 from mtrain_studies.attention import findings as attention_findings
 from mtrain_studies.attention.files import AttentionFiles
 from mtrain_studies.attention.findings import (
@@ -23,16 +22,6 @@ def tables(files: AttentionFiles) -> list[TextTable]:
     """Return the tables that have rows."""
     made = [_top_keys(files), _overlap(files), _maps(files), _rope(files)]
     return [table for table in made if table.rows]
-
-
-def show_attention(console: Console, files: AttentionFiles) -> None:
-    """Print each table, what it shows, and how to read it."""
-    for table in tables(files):
-        # A title or caption of the table would wrap at its width, which may be 20 characters.
-        say(console, table.title, style="italic")
-        print_table(console, new_table(table.heads, table.words, rows=table.rows))
-        for line in filter(None, (table.finding, table.note)):
-            say(console, line, style="dim" if line == table.note else None)
 
 
 def _share(value: float | None) -> str:

@@ -163,8 +163,8 @@ def test_the_terminal_lists_what_rank_0_sends_while_it_computes(tmp_path):
     source = source_of(tmp_path, "ring")
     table = program_table(source, source.cases[0])
     assert table is not None
-    columns = [list(column.cells) for column in table.columns]
-    assert columns[2] == [f"keys of {shard}" for shard in (0, 3, 2, 1, 1, 2, 3, 0)]
+    columns = list(zip(*table.cells(), strict=True))
+    assert list(columns[2]) == [f"keys of {shard}" for shard in (0, 3, 2, 1, 1, 2, 3, 0)]
     assert columns[3][0] == "send kv 0, 1.0 MiB, to rank 1"
     assert columns[3][3] == ""
     large = ring(16)
