@@ -82,9 +82,8 @@ class NeedlePrompts(Prompts):
             values.append([_DRAW[kinds.value](stream) for _ in range(kinds.values)])
             needles += [self._needle(keys[-1], value) for value in values[-1]]
         Random(self._seed).shuffle(needles)
-        context = self._essay(stream, size, needles)
-        if context is None:
-            context = self._lines(stream, size, needles)
+        hide = self._essay if kinds.haystack == "essay" else self._lines
+        context = hide(stream, size, needles)
         asked = stream.python.sample(range(len(keys)), kinds.queries)
         query = ", ".join(keys[i] for i in asked[:-1])
         query = f"{query}, and {keys[asked[-1]]}" if query else keys[asked[-1]]
@@ -106,13 +105,8 @@ class NeedlePrompts(Prompts):
             lines.insert(place, needle)
         return "\n".join(lines)
 
-    def _essay(self, stream: Stream, size: int, needles: list[str]) -> str | None:
-        """Return ``size`` words of essays, with the needles between sentences at random depths.
-
-        Return None if the haystack is not an essay.
-        """
-        if self._kinds.haystack != "essay":
-            return None
+    def _essay(self, stream: Stream, size: int, needles: list[str]) -> str:
+        """Return ``size`` words of essays, with the needles between sentences at random depths."""
         repeats = -(-size // len(self._haystack))
         text = " ".join((self._haystack * repeats if repeats > 1 else self._haystack)[:size])
         sentences = split_sentences(text.strip())
