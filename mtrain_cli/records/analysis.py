@@ -12,6 +12,7 @@ import numpy as np
 
 from mtrain_cli.config.dense_layers import EVERY_KIND
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
+from mtrain_cli.records.estimate import Estimate
 from mtrain_cli.records.imbalance import degrees, ratios
 from mtrain_cli.records.pipeline_times import PipelineTimes
 from mtrain_cli.records.record_files import LINKS, RecordedFolder
@@ -35,44 +36,6 @@ BINS = (*BUSY, LATE, *(f"{EXPOSED} {link}".strip() for link in LINKS))
 MOST_VALUES = 1 << 21  # step times kept for percentiles
 MOST_TABLES = 48  # samples kept for distributions
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Mean and standard deviation of n samples.
-
-    error: standard error of the mean; NaN with only one iteration.
-    """
-
-    mean: float
-    std: float
-    n: int
-    error: float = field(default=float("nan"), compare=False)
-
-    @staticmethod
-    def of(values: np.ndarray, iterations: np.ndarray | None = None) -> Estimate:
-        """Return the estimate from samples.
-
-        Args:
-            values: the samples, in any shape.
-            iterations: number of the iteration of each sample. `error` is then the standard error
-                over iteration means, because the layers of one iteration are correlated. None
-                treats all samples as independent.
-        """
-        values = np.asarray(values, np.float64).reshape(-1)
-        if not len(values):
-            return Estimate(float("nan"), float("nan"), 0)
-        means = values
-        if iterations is not None:
-            _, owner = np.unique(iterations, return_inverse=True)
-            means = np.bincount(owner, values) / np.bincount(owner)
-        error = float(means.std(ddof=1)) / len(means) ** 0.5 if len(means) > 1 else float("nan")
-        return Estimate(
-            float(values.mean()),
-            float(values.std(ddof=1)) if len(values) > 1 else 0.0,
-            len(values),
-            error,
-        )
 
 
 @dataclass(frozen=True)

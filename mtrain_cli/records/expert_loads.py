@@ -16,7 +16,7 @@ import numpy as np
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.parallel.recording import BACKWARD, DIRECTIONS, EXPERTS, FORWARD, KINDS
 from mtrain_cli.records import record_files
-from mtrain_cli.records.analysis import Estimate
+from mtrain_cli.records.estimate import Estimate
 from mtrain_cli.records.record_files import RecordedFolder
 
 LOADS, LOAD_PARTS = "experts.parquet", "experts"

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mtrain_cli.records.analysis import CaseAnalysis, Estimate
+from mtrain_cli.records.analysis import CaseAnalysis
+from mtrain_cli.records.estimate import Estimate
 from mtrain_cli.records.metrics import StepMetrics, rate_unit, steady_steps, timed_steps
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.table import Column, Table

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from mtrain_cli.config.atomic_files import replacing
-from mtrain_cli.records.analysis import Estimate
+from mtrain_cli.records.estimate import Estimate
 
 BEST, NOT, TOTAL = "best", "not", "total"  # states of rows
 

@@ -14,7 +14,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from mtrain_cli.grouping import grouped
-from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, Estimate, PassAnalysis
+from mtrain_cli.records.analysis import BINS, DEGREES, CaseAnalysis, PassAnalysis
+from mtrain_cli.records.estimate import Estimate
 from mtrain_cli.reporting.table import (
     TOTAL,
     Column,

@@ -68,10 +68,13 @@ class TrainState:
         else:
             initialize(self.states.masters, config.seed, worker.device)
         self.states.send()
-        self.optimizer = self.states.optimizer
         self.spikes = SpikeWatch(config.run.spike_sigma)
         self._schedule = LearningRateSchedule.of(config)
         self.step = self.tokens = 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.states.optimizer
 
     def _empty_decoder(self) -> Decoder:
         config, stage = self._worker.config, self._worker.stage

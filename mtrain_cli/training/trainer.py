@@ -47,7 +47,7 @@ class Trainer:
         self.dataset, self.sampler, self.loader = data.dataset, data.sampler, data.loader
         self.held_out, self.places = data.held_out, data.places
         self.train_state = state = TrainState(worker, data.loader)
-        self.decoder, self.states, self.optimizer = state.decoder, state.states, state.optimizer
+        self.decoder, self.states = state.decoder, state.states
         self.compute_timer = self._make_timer()
         self.callbacks: list[Callback] = [self.compute_timer]
         self.run_step = Step(worker, state, self.compute_timer)
@@ -60,6 +60,10 @@ class Trainer:
     def step(self) -> int:
         """Number of finished steps."""
         return self.train_state.step
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.states.optimizer
 
     @property
     def recorder(self) -> Recorder | None:

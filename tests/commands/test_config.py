@@ -117,7 +117,7 @@ def test_show_accepts_a_group_alone_and_an_equals_sign():
         ("sparsity.p_v", "`mtrain config show sparsity/vertical_slash` shows it"),
         ("sparsity.top_k", "`mtrain config show sparsity/moba` shows it"),
         ("sparsity.pattern", "`mtrain config show sparsity` shows it"),
-        ("", "no such group"),
+        ("", "is empty; give a value"),
     ],
 )
 def test_an_unknown_option_is_one_line(name, message):

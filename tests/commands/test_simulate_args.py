@@ -25,14 +25,14 @@ def _here(tmp_path, monkeypatch):
 
 
 def test_a_slow_rank_needs_a_group_of_one_size():
-    words = ("recommend", DENSE, "train.global_batch=8 --slow 3=2 --no-files", STRIPED)
-    refused = simulate(*words)
+    words = ("recommend", DENSE, "train.global_batch=8 --no-files", STRIPED)
+    refused = simulate(*words, "--slow 3=2")
     assert refused.exit_code == 2, refused.output
     assert (
         "--slow 3=2: this command tries context groups of several sizes; add "
         "topology.context_parallel=N" in refused.stderr
     )
-    fixed = simulate(*words, "topology.context_parallel=4")
+    fixed = simulate(*words, "--slow 3=2 topology.context_parallel=4")
     assert fixed.exit_code == 0, fixed.output
     # Ranks are numbered over all workers and groups.
     assert simulate(*words, "--slow 7=2 topology.context_parallel=4").exit_code == 0
@@ -42,7 +42,7 @@ def test_a_slow_rank_needs_a_group_of_one_size():
         "--slow 8=2: there is no rank 8; allowed: 0 to 7" in beyond.stderr,
     ) == (2, True)
     # `auto` is no size.
-    assert simulate(*words, "topology.context_parallel=auto").exit_code == 2
+    assert simulate(*words, "--slow 3=2 topology.context_parallel=auto").exit_code == 2
 
 
 def test_cpu_workers_get_no_message_about_cuda(tmp_path):

@@ -129,7 +129,7 @@ def test_options_beyond_the_bounds_of_a_users_pattern_are_refused(nearest, optio
 
 def test_a_relative_file_of_a_cluster_is_the_cluster_of_the_prediction(tmp_path):
     (tmp_path / "mine.yaml").write_text(shipped()["h200_1x8"].read_text())
-    words = "model=tiny seq=16k --workers 4 --exchange ring --no-files"
+    words = "model=tiny seq=16k --workers 4 --no-files"
     for cluster in ("topology.cluster=mine.yaml", "topology.cluster=mine.yaml cluster=mine.yaml"):
         assert simulate(cluster, words, STRIPED).exit_code == 0
 

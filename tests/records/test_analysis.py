@@ -11,7 +11,8 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.parallel.recording import KINDS
-from mtrain_cli.records.analysis import BINS, Estimate, _CaseTotals, analyse
+from mtrain_cli.records.analysis import BINS, _CaseTotals, analyse
+from mtrain_cli.records.estimate import Estimate
 from mtrain_cli.records.imbalance import imbalance, ratios
 from mtrain_cli.records.record_files import open_records
 from mtrain_cli.records.record_sums import iterations, survey

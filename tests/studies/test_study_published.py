@@ -70,7 +70,7 @@ def test_a_table_without_numbers_says_why():
     ("words", "problem"),
     [
         (("published", "tabel3"), "tabel3: no such published table"),
-        (("published", ""), "'': no such published table"),
+        (("published", ""), "'': is empty; give a value"),
         (("table3", "--csv", "--json"), "--csv: --json prints JSON; give one of the two"),
         (("table3", "--out", "x", "--no-files"), "--out x: --no-files writes no files"),
         (("table3", "--out", "other"), "--out other: holds another measurement"),

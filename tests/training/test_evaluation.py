@@ -162,7 +162,7 @@ def test_a_run_evaluates_at_both_ends_and_periodically_also_after_a_resume(
     assert read_evaluations(tmp_path) == (again, [])
     table = positions_table([open_source(tmp_path)])
     assert table is not None
-    assert table.row_count == 4
+    assert len(table.rows) == 4
 
 
 def test_a_resume_removes_later_rows_and_cut_lines(tmp_path: Path) -> None:

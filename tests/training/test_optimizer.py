@@ -31,7 +31,7 @@ def compare_with_pytorch(rank: int, world: int, offload: bool) -> dict[str, bool
     ours, reference = (trainer(rank, world, world, words) for _ in range(2))
     assert type(ours.optimizer) is ShardedAdamW
     of = reference.states
-    of.optimizer = reference.optimizer = AdamW(
+    of.optimizer = AdamW(
         [{"params": group["params"]} for group in reference.optimizer.param_groups], fused=True
     )
     set_hyperparameters(reference.optimizer, reference.config.optim)

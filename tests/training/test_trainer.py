@@ -29,6 +29,7 @@ from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.optimizer import local_gradients, make_optimizer, squared_norm
 from mtrain_cli.training.step_result import NonFiniteError, StepReport, StepResult, check_finite
+from mtrain_cli.training.train_data import TrainData
 from mtrain_cli.training.trainer import Trainer
 
 SMALL = [
@@ -498,10 +499,11 @@ def test_a_run_without_checkpoint_suggests_no_command(tmp_path):
 def test_auto_reads_small_data_at_each_start_and_large_data_when_resuming(
     verify, tokens, resumed, restarts, read
 ):
-    trainer = mock.Mock(config=compose([f"data.verify={verify}"]))
-    trainer.dataset.num_tokens, trainer.environment.restarts = tokens, restarts
-    Trainer.check_data(trainer, resumed=resumed)
-    assert trainer.dataset.verify.called is read
+    data = mock.Mock()
+    data._worker.config = compose([f"data.verify={verify}"])
+    data._worker.environment.restarts, data.dataset.num_tokens = restarts, tokens
+    TrainData.check(data, resumed=resumed)
+    assert data.dataset.verify.called is read
 
 
 def group_timeouts(rank: int, world: int) -> list[float]:
