@@ -120,7 +120,7 @@ CARD = (
         "The card's second command shows imbalance of workers and of steps, sparse and dense.",
         "mtrain profile imbalance --layout zigzag; degrees",
         (
-            r"imbalance +imbalance *\n +of workers +of steps",
+            r"worker +step +computation[^\n]*\n +imbalance +imbalance",
             lines(r"steps 0-1 across", 2),
             r"^dense zigzag ring: work 1\.00 of workers, 1\.00 of steps, 2 steps$",
             r"^vertical_slash zigzag ring: work 1\.\d\d of workers, 1\.[2-9]\d of steps, 2 steps$",
@@ -132,7 +132,7 @@ CARD = (
         "The card's name `profile-balance` is a command, the same as `profile imbalance`.",
         "mtrain profile-balance --layout zigzag seq=1k --steps 1; degrees",
         (
-            r"imbalance +imbalance *\n +of workers +of steps",
+            r"worker +step +computation[^\n]*\n +imbalance +imbalance",
             r"^dense zigzag ring: .* 2 steps$",
             r"^vertical_slash zigzag ring: work 1\.\d\d of workers, 1\.[2-9]\d of steps, 2 steps$",
         ),
