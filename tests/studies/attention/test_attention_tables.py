@@ -9,7 +9,7 @@ from studies.attention.test_attention_findings import files
 from mtrain_cli.console import Console
 from mtrain_studies.attention import findings as attention_findings
 from mtrain_studies.attention.files import AttentionFiles
-from mtrain_studies.attention.tables import show_attention, tables
+from mtrain_studies.attention.tables import tables
 
 
 def test_tables_have_a_row_per_layer_and_one_for_all():
@@ -30,14 +30,13 @@ def test_tables_have_a_row_per_layer_and_one_for_all():
 def test_text_of_a_narrow_table_does_not_wrap_at_its_width(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     console = Console(file=io.StringIO())
-    show_attention(console, files())
+    for table in tables(files()):
+        table.print(console)
     lines = console.file.getvalue().splitlines()
     for table in tables(files()):
         assert {table.title, table.note, table.finding} <= set(lines)
     assert attention_findings.largest_keys(files()) in lines
 
 
-def test_without_results_nothing_is_printed():
-    console = Console(file=io.StringIO())
-    show_attention(console, AttentionFiles())
-    assert console.file.getvalue() == ""
+def test_without_results_there_are_no_tables():
+    assert tables(AttentionFiles()) == []
