@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # A wheel holds conf/, kernels/ and profiles/ inside this package; a source checkout holds them next
 # to it. Add the checkout to this package's path so that `mtrain_cli.kernels` imports in both cases
