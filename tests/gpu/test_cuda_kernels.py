@@ -127,7 +127,7 @@ def test_masks_equal_the_oracle(name, kind, layout_name, heads, kv_heads, head_d
 
 def test_triton_repeats_the_bits_under_a_mask():
     kernel = make_kernel("triton", 16, 2, 128, 9)
-    sequence = MaskRule(document_mask=False, mask=NAMED["video"])(None, SEQ, SEQ)
+    sequence = MaskRule(document_mask=False, mask=MASKS["video"])(None, SEQ, SEQ)
     tiles = Tiles.make([sequence.spans(np.arange(SEQ), np.arange(SEQ))], "cuda")
     torch.manual_seed(0)
     q, k, v, dout = (
