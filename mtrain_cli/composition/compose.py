@@ -11,18 +11,17 @@ All problems are reported together.
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli.composition import derived
 from mtrain_cli.composition.yaml_groups import compose_groups
-from mtrain_cli.config import keys, validate
+from mtrain_cli.config import keys, sparsity_checks, topology_checks, validate
 from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
-from mtrain_cli.config.overrides import OverrideProblem, convert, parse
-from mtrain_cli.config.problem import Allowed, Problem
+from mtrain_cli.config.overrides import convert, parse
+from mtrain_cli.config.problem import Problem, contains
 from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
 
 # Keys that a resumed run keeps: its weights, its loss, the order of its data and its name depend on
@@ -76,7 +75,7 @@ def compose(
     if leaves.get("optim.rewarm"):
         value = keys.show(leaves["optim.rewarm"])
         line = f"optim.rewarm={value}: needs --resume RUN; a new run always warms up. Leave it out"
-        wrong.append(OverrideProblem(line, ("optim.rewarm",)))
+        wrong.append(Problem(line, "optim.rewarm"))
     problems = [*parsed.problems, *unresolved, *underivable, *wrong]
     if plan:
         ignore = ("data.path", "data.mix", "data.tokenizer") if data_elsewhere else ()
@@ -117,7 +116,7 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
 
 def _kept(
     name: str, value: Any, before: Any, choices: Mapping[str, str], is_typed: bool
-) -> OverrideProblem:
+) -> Problem:
     """Return the problem that an override changes a key whose value a resumed run keeps."""
     group = name.partition(".")[0]
     if group in choices and not is_typed:
@@ -126,12 +125,12 @@ def _kept(
     else:
         line = f"{name}={keys.show(value)}: a resumed run keeps its {name}={keys.show(before)}"
         blamed = name
-    return OverrideProblem(f"{line}; start a new run to change it", (blamed,))
+    return Problem(f"{line}; start a new run to change it", blamed)
 
 
 def _recipe_conflicts(
     groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]
-) -> list[OverrideProblem]:
+) -> list[Problem]:
     """Return one problem if the chosen recipe sets keys to other values than the run has.
 
     A recipe that agrees with the run is allowed, so the command line that started the run can be
@@ -158,12 +157,12 @@ def _recipe_conflicts(
         f"recipe={recipe}: a resumed run keeps its recipe, but this recipe sets "
         f"{keys.first_few(shown)}; start a new run with this recipe, or set single keys"
     )
-    return [OverrideProblem(line, tuple(different))]
+    return [Problem(line, *different)]
 
 
 def _required_keys(
     raw: Mapping[str, Any], choices: Mapping[str, str]
-) -> tuple[list[OverrideProblem], dict[str, Any]]:
+) -> tuple[list[Problem], dict[str, Any]]:
     """Return a problem per key with the value REQUIRED, and ``raw`` with null for these keys."""
     required = []
     for name in (name for name, value in raw.items() if value == _OPEN):
@@ -176,7 +175,7 @@ def _required_keys(
         )
         if name in _DISPENSABLE:
             line += f", or {name}=null to do without"
-        required.append(OverrideProblem(line, (name,)))
+        required.append(Problem(line, name))
     return required, {name: None if value == _OPEN else value for name, value in raw.items()}
 
 
@@ -294,7 +293,7 @@ def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) 
 
 def _checked(
     leaves: Mapping[str, Any],
-    problems: Sequence[OverrideProblem],
+    problems: Sequence[Problem],
     files: Mapping[str, Path],
     ignore: tuple[str, ...] = (),
     tolerated: Sequence[str] = (),
@@ -302,20 +301,21 @@ def _checked(
     """Check the values against each other and return the configuration.
 
     A conflict is a value that does not fit another value. A key with a problem takes its default,
-    so that the check finds the conflicts between other keys. A conflict that names a key with a
-    problem is dropped, because the problem may be the cause.
+    so that the check finds the conflicts between other keys. A conflict about a key with a problem
+    is dropped, because the problem may be the cause.
 
     Args:
         files: each group's YAML file, for messages.
-        ignore: drop conflicts whose line begins with one of these keys.
-        tolerated: drop conflicts that name one of these keys.
+        ignore: drop conflicts in which one of these keys is wrong.
+        tolerated: drop conflicts about one of these keys.
 
     Raises:
         ConfigError: there are ``problems`` or conflicts.
     """
     blamed = {name for problem in problems for name in problem.keys}
-    missing = [name for name in keys.all_keys() if name not in leaves and not _is_in(name, blamed)]
-    lines = _with_degrees(problems, leaves, blamed)
+    absent = [name for name in keys.all_keys() if name not in leaves]
+    missing = [name for name in absent if not any(contains(one, name) for one in blamed)]
+    lines: list[str] = [*_with_degrees(problems, leaves, blamed)]
     for section in dict.fromkeys(name.partition(".")[0] for name in missing):
         names = keys.first_few([name for name in missing if name.partition(".")[0] == section])
         lines.append(
@@ -326,11 +326,11 @@ def _checked(
     complete = {**_defaults(), **leaves} if blamed else dict(leaves)
     if blamed & _DEGREES:
         complete["topology.workers"] = "auto"  # nobody knows how many share a sequence
+    conflicts = [*sparsity_checks.pattern_keys(complete), *validate.problems(keys.build(complete))]
     lines += [
-        line
-        for line in _conflicts(complete)
-        if not line.startswith(ignore)
-        and not any(_is_in(name, blamed | {*tolerated}) for name in _keys_in(line))
+        conflict
+        for conflict in conflicts
+        if conflict.key not in ignore and not conflict.is_about(blamed | {*tolerated})
     ]
     if lines:
         raise ConfigError(*lines)
@@ -338,38 +338,22 @@ def _checked(
 
 
 def _with_degrees(
-    problems: Sequence[OverrideProblem], leaves: Mapping[str, Any], blamed: set[str]
-) -> list[str]:
-    """Return the lines of problems. A word instead of a degree gets the degrees that are allowed.
+    problems: Sequence[Problem], leaves: Mapping[str, Any], blamed: set[str]
+) -> list[Problem]:
+    """Add the degrees that are allowed to problems of a word instead of a degree.
 
     blamed: keys with a problem. The degrees depend on the model and the workers.
     """
     if any(name == "topology.workers" or name.startswith("model.") for name in blamed):
-        return [problem.line for problem in problems]
-    degrees = validate.allowed_degrees(keys.build({**_defaults(), **leaves}))
-    lines = []
-    for problem in problems:
-        line = problem.line
-        name = "".join(problem.keys)
-        if name in degrees and line.endswith(keys.all_keys()[name].expected):
-            words = [str(one) if isinstance(one, Allowed) else one for one in Problem(line).parts]
-            line = Problem(*words, "; allowed: ", Allowed(degrees[name]))
-        lines.append(line)
-    return lines
-
-
-def _conflicts(leaves: Mapping[str, Any]) -> Iterator[str]:
-    yield from validate.pattern_keys(leaves)
-    yield from validate.problems(keys.build(leaves))
-
-
-def _keys_in(line: str) -> list[str]:
-    return re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\bseq\b|\bseed\b", line)
-
-
-def _is_in(name: str, blamed: set[str]) -> bool:
-    """Return whether ``blamed`` contains the key ``name`` or its section, such as ``train.``."""
-    return name in blamed or any(b.endswith(".") and name.startswith(b) for b in blamed)
+        return [*problems]
+    degrees = topology_checks.allowed_degrees(keys.build({**_defaults(), **leaves}))
+    return [
+        Problem(f"{one}; allowed: {allowed}", *one.keys, value=one.value, allowed=allowed)
+        if (allowed := degrees.get(one.key or ""))
+        and one.allowed == f"expected {keys.all_keys()[one.keys[0]].expected}"
+        else one
+        for one in problems
+    ]
 
 
 def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.overrides import OverrideProblem
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 
 AUTO = "auto"
@@ -31,7 +31,7 @@ def fill(
     *,
     chose_mask: bool = False,
     mask_keys: Collection[str] = (),
-) -> tuple[dict[str, Any], list[OverrideProblem]]:
+) -> tuple[dict[str, Any], list[Problem]]:
     """Return ``raw`` with values for the keys that other files decide, and the problems found.
 
     Args:
@@ -46,7 +46,7 @@ def fill(
     """
     leaves = dict(raw)
     of_model = [name for name in leaves if name.startswith("model.")]
-    problems: list[OverrideProblem] = []
+    problems: list[Problem] = []
     given = {name for name in given if not (name == VOCABULARY and leaves.get(name) == AUTO)}
     folder = folder_of(leaves.get(INIT_FROM))
     if folder is not None:
@@ -60,7 +60,7 @@ def fill(
             f"model=auto: takes the model from {INIT_FROM}=FOLDER; set {INIT_FROM}, or choose "
             "another model"
         )
-        problems.append(OverrideProblem(line, ("model.",)))
+        problems.append(Problem(line, "model."))
     if problems:
         _take(leaves, defaults, of_model)
     if leaves.get(TOKENIZER) == AUTO:
@@ -70,7 +70,7 @@ def fill(
             leaves[VOCABULARY] = _vocabulary(leaves)
         except ConfigError as error:
             blamed = (VOCABULARY, TOKENIZER, "data.path", "data.mix")
-            problems += [OverrideProblem(line, blamed) for line in error.problems]
+            problems += [Problem(line, *blamed) for line in error.problems]
     if leaves.get(VOCABULARY) == AUTO:
         leaves[VOCABULARY] = defaults[VOCABULARY]
     return leaves, problems
@@ -101,7 +101,7 @@ def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str
 
 def _from_folder(
     leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
-) -> list[OverrideProblem]:
+) -> list[Problem]:
     """Copy the folder's model into ``leaves``, without the keys in ``given``. Return the problems.
 
     A key in ``given`` is a problem if its value does not fit the folder's weights.
@@ -111,7 +111,7 @@ def _from_folder(
     try:
         theirs = _leaves_of(read_config(folder)[0])
     except ConfigError as error:
-        return [OverrideProblem(line, ("model.",)) for line in error.problems]
+        return [Problem(line, "model.") for line in error.problems]
     scaling = "model.rope.scaling"
     if scaling in given and leaves[scaling] == "yarn" != theirs[scaling]:
         # The folder's factor belongs to the folder's scaling; YaRN needs another factor.
@@ -130,12 +130,10 @@ def _from_folder(
         f"{keys.first_few(shown)}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another "
         f"shape; leave out {leave_out}"
     )
-    return [OverrideProblem(line, ("model.",))]
+    return [Problem(line, "model.")]
 
 
-def _take_window(
-    leaves: dict[str, Any], folder: Path, typed: Collection[str]
-) -> list[OverrideProblem]:
+def _take_window(leaves: dict[str, Any], folder: Path, typed: Collection[str]) -> list[Problem]:
     """Set the mask to the sliding window of the folder's layers, if they have one.
 
     Return the problem that a typed key under ``mask`` has another value than the folder.
@@ -155,7 +153,7 @@ def _take_window(
         f"{given}: the layers of {INIT_FROM}={leaves[INIT_FROM]} have {own}; leave out "
         f"{', '.join(other)} to keep that, or add mask=sliding_window to train with another window"
     )
-    return [OverrideProblem(line, ("mask.",))]
+    return [Problem(line, "mask.")]
 
 
 def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
