@@ -46,30 +46,32 @@ def require_manifest(data: DataConfig) -> None:
     raise ConfigError(line)
 
 
-def problems(config: Config) -> Iterator[Problem]:
+def problems(config: Config) -> Iterator[str]:
     """Yield the conflicts of the data, of their tokenizer, and of masks that come from them."""
     yield from _path(config)
     yield from _tokenizer(config)
     yield from _columns(config)
 
 
-def _path(config: Config) -> Iterator[Problem]:
+def _path(config: Config) -> Iterator[str]:
     data, expected = config.data, _INPUTS.get(config.data.kind, "")
     if data.kind == "stdlib":
         for name in ("path", "mix"):
             if getattr(data, name) is not None:
-                line = f"{{data.{name}}}: data=stdlib has no {name}; add data=text, "
-                yield conflict(config, f"{line}data=tokens or data=mds")
+                yield (
+                    f"{{data.{name}}}: data=stdlib has no {name}; add data=text, data=tokens or "
+                    "data=mds"
+                )
     elif data.mix is not None:
         yield from _mix(config, expected)
     elif data.path is None:
         line = f"data.path is not set: data={data.kind} needs it, or data.mix; give {expected}"
         yield Problem(line, "data.path", "data.mix")
     elif not Path(data.path).expanduser().exists():
-        yield conflict(config, f"{{data.path}}: no such file or folder; give {expected}")
+        yield f"{{data.path}}: no such file or folder; give {expected}"
 
 
-def _mix(config: Config, expected: str) -> Iterator[Problem]:
+def _mix(config: Config, expected: str) -> Iterator[str]:
     """Yield what is wrong with the weights and folders of ``data.mix``.
 
     A YAML file of weights must exist. Opening the dataset checks its content.
@@ -80,16 +82,14 @@ def _mix(config: Config, expected: str) -> Iterator[Problem]:
     mix, path = config.data.mix, config.data.path
     if isinstance(mix, str):
         if not Path(mix).expanduser().is_file():
-            yield conflict(
-                config,
+            yield (
                 "{data.mix}: no such file; give weights such as data.mix={{code: 0.3, book: 0.7}}, "
-                "or a YAML file of them",
+                "or a YAML file of them"
             )
         return
     assert mix is not None
     if not mix:
-        example = "give weights such as {{code: 0.3, book: 0.7}}, or null"
-        yield conflict(config, f"{{data.mix}}: names no corpus; {example}")
+        yield "{data.mix}: names no corpus; give weights such as {{code: 0.3, book: 0.7}}, or null"
     for name, weight in mix.items():
         if weight <= 0:
             yield conflict(
@@ -106,14 +106,13 @@ def _mix(config: Config, expected: str) -> Iterator[Problem]:
         yield Problem(f"{line}; each name must be {expected}", "data.mix", "data.path")
 
 
-def _tokenizer(config: Config) -> Iterator[Problem]:
+def _tokenizer(config: Config) -> Iterator[str]:
     data = config.data
     if data.kind in ("tokens", "mds"):
         return  # already tokenized; the vocabulary is checked when the data are opened
     if data.tokenizer == "bytes":
         if 2 <= config.model.vocab_size < BYTE_VOCABULARY:
-            line = f"{{model.vocab_size}}: {{data.tokenizer}} needs at least {BYTE_VOCABULARY}"
-            yield conflict(config, line)
+            yield f"{{model.vocab_size}}: {{data.tokenizer}} needs at least {BYTE_VOCABULARY}"
         return
     tokenizer = Path(data.tokenizer).expanduser()
     if tokenizer.is_dir():
@@ -124,14 +123,13 @@ def _tokenizer(config: Config) -> Iterator[Problem]:
             inside=f", {inside}" if inside.is_file() else "",
         )
     elif not tokenizer.is_file():
-        yield conflict(
-            config,
+        yield (
             "{data.tokenizer}: no such file; give the path of a Hugging Face tokenizer.json, or "
-            "bytes",
+            "bytes"
         )
 
 
-def _columns(config: Config) -> Iterator[Problem]:
+def _columns(config: Config) -> Iterator[str]:
     """Yield the conflicts of masks and positions that come from the data."""
     data = config.data
     columns = {"masks": "mask_key", "positions": "positions_key"}
@@ -139,27 +137,22 @@ def _columns(config: Config) -> Iterator[Problem]:
     shown, what = [f"{{data.{name}}}" for name in given.values()], " and ".join(given)
     if given and data.kind != "tokens":
         options = " ".join(f"--{name.replace('_', '-')}" for name in given.values())
-        yield conflict(
-            config,
+        yield (
             f"{', '.join(shown)}: data={data.kind} has no {what} for its documents; give "
-            f"data=tokens and what `mtrain data prepare --tokens-key {options}` wrote",
+            f"data=tokens and what `mtrain data prepare --tokens-key {options}` wrote"
         )
     if given and not data.document_mask:
         verb = "gives" if len(given) == 1 else "give"
-        yield conflict(
-            config,
+        yield (
             f"{{data.document_mask}}: {' and '.join(shown)} {verb} each document {what} of its "
-            "own, so attention stays inside; give data.document_mask=true",
+            "own, so attention stays inside; give data.document_mask=true"
         )
     if data.mask_key is None:
         return
     if config.mask.kind != "causal":
-        yield conflict(
-            config, "{mask.kind}: {data.mask_key} takes the mask from the data; give mask=causal"
-        )
+        yield "{mask.kind}: {data.mask_key} takes the mask from the data; give mask=causal"
     if config.sparsity.pattern != "dense":
-        yield conflict(
-            config,
+        yield (
             "{sparsity.pattern}: needs a mask in which each query sees one interval of keys up to "
-            "itself, which {data.mask_key} does not promise; give sparsity=dense",
+            "itself, which {data.mask_key} does not promise; give sparsity=dense"
         )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from mtrain_cli.config.keys import all_keys, conflict, show
 from mtrain_cli.config.option import MOST_TOKENS
 from mtrain_cli.config.pattern_settings import PATTERNS
-from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import EVAL_TASKS, NIAH, PERPLEXITY, SENTENCES, Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.config.suggest import no_such
@@ -15,7 +14,7 @@ from mtrain_cli.config.suggest import no_such
 _COMMON = ("eval.length", "eval.samples")  # keys of all tasks
 
 
-def problems(config: Config) -> Iterator[Problem]:
+def problems(config: Config) -> Iterator[str]:
     """Yield a line for each mistake in ``train.eval_tasks`` and ``eval``."""
     tasks, chosen = config.train.eval_tasks, config.eval
     for task in tasks:
@@ -27,21 +26,18 @@ def problems(config: Config) -> Iterator[Problem]:
     lengths = chosen.lengths(config.seq)
     if not lengths or not all(2 <= length <= MOST_TOKENS for length in lengths):
         most = format_size(MOST_TOKENS)
-        yield conflict(config, f"{{eval.length}}: must be from 2 to {most} tokens")
+        yield f"{{eval.length}}: must be from 2 to {most} tokens"
     if chosen.chains and chosen.form == SENTENCES:
-        yield conflict(config, "{eval.chains}: only with eval.form=python", "eval.form")
+        yield "{eval.chains}: only with {eval.form!s}=python"
     if PERPLEXITY in tasks and not config.data.eval_sequences:
-        yield conflict(
-            config,
+        yield (
             f"{{train.eval_tasks}}: {PERPLEXITY} needs held-out sequences; add "
-            "data.eval_sequences=4",
-            "data.eval_sequences",
+            "{data.eval_sequences!s}=4"
         )
     if PATTERNS[config.sparsity.pattern].synthetic:
-        yield conflict(
-            config,
+        yield (
             f"{{train.eval_tasks}}: sparsity={config.sparsity.pattern} chooses keys without regard "
-            "to the text, so the tasks would measure another text",
+            "to the text, so the tasks would measure another text"
         )
 
 

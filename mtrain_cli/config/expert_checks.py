@@ -7,8 +7,6 @@ from math import gcd
 from operator import attrgetter
 
 from mtrain_cli.config.expert_settings import DENSE_KEYS
-from mtrain_cli.config.keys import conflict
-from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import divisors
 from mtrain_cli.config.tensor_parallel import unsupported
@@ -25,7 +23,7 @@ _OF_ROUTERS = {
 }
 
 
-def problems(config: Config) -> Iterator[Problem]:
+def problems(config: Config) -> Iterator[str]:
     """Yield a line for each setting that contradicts ``model.moe``."""
     yield from _model(config) if config.model.moe.experts else _dense(config)
 
@@ -38,26 +36,25 @@ def balance_loss(config: Config) -> float:
     return BALANCE_LOSS if isinstance(given, str) else float(given)
 
 
-def _dense(config: Config) -> Iterator[Problem]:
+def _dense(config: Config) -> Iterator[str]:
     hint = "leave this setting out, or choose experts, such as model=tiny_moe"
     has_no = "a model with {model.moe.experts} has no"
     others = [key for key, value in DENSE_KEYS.items() if attrgetter(key)(config) != value]
     if config.model.moe.top_k and config.model.moe.expert_size:  # a model with experts, but none
         given = ", ".join(f"{{{key}}}" for key in others)
-        yield conflict(
-            config,
+        yield (
             f"{{model.moe.experts}}: contradicts {given}; give a number of experts, or choose a "
-            "dense model, such as model=tiny",
+            "dense model, such as model=tiny"
         )
         others = []
     others += [key for key, off in _OF_ROUTERS.items() if attrgetter(key)(config) not in off]
     for key in others:
-        yield conflict(config, f"{{{key}}}: {has_no} router; {hint}")
+        yield f"{{{key}}}: {has_no} router; {hint}"
     if config.topology.expert_parallel not in ("auto", 1):
-        yield conflict(config, f"{{topology.expert_parallel}}: {has_no} experts; {hint}")
+        yield f"{{topology.expert_parallel}}: {has_no} experts; {hint}"
 
 
-def _expert_parallel(config: Config) -> Iterator[Problem]:
+def _expert_parallel(config: Config) -> Iterator[str]:
     degree, experts = config.topology.expert_parallel, config.model.moe.experts
     if degree == 1:
         return
@@ -65,29 +62,24 @@ def _expert_parallel(config: Config) -> Iterator[Problem]:
         workers, stages = config.topology.workers, max(1, config.topology.pipeline_parallel)
         of_stage = workers // stages if isinstance(workers, int) else 0  # 0: unknown
         more = "" if of_stage else ", if it divides the workers"
-        yield conflict(
-            config,
-            "{topology.expert_parallel}: must divide {model.moe.experts}; allowed: auto, {allowed}",
-            allowed=f"{divisors(gcd(experts, of_stage))}{more}",
+        yield (
+            "{topology.expert_parallel}: must divide {model.moe.experts}; allowed: auto, "
+            f"{divisors(gcd(experts, of_stage))}{more}"
         )
     yield from unsupported(config, "topology.expert_parallel", NEED_ALL_EXPERTS)
 
 
-def _model(config: Config) -> Iterator[Problem]:
+def _model(config: Config) -> Iterator[str]:
     moe, layers = config.model.moe, config.model.num_layers
     yield from _expert_parallel(config)
     if not 1 <= moe.top_k <= moe.experts:
-        yield conflict(config, "{model.moe.top_k}: must be between 1 and {model.moe.experts}")
+        yield "{model.moe.top_k}: must be between 1 and {model.moe.experts}"
     if moe.expert_size < 1:
-        line = "{model.moe.expert_size}: must be at least 1; give an expert's width"
-        yield conflict(config, line)
+        yield "{model.moe.expert_size}: must be at least 1; give an expert's width"
     if moe.dense_layers >= layers >= 1:
-        yield conflict(
-            config,
+        yield (
             "{model.moe.dense_layers}: leaves no layer of {model.num_layers} with experts; "
-            "allowed: 0 to {most}, or model.moe.experts=0",
-            most=layers - 1,
+            f"allowed: 0 to {layers - 1}, or model.moe.experts=0"
         )
     if config.train.keep_mlp:
-        line = "{train.keep_mlp}: does not support experts; give train.keep_mlp=false"
-        yield conflict(config, line)
+        yield "{train.keep_mlp}: does not support experts; give train.keep_mlp=false"

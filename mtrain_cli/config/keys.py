@@ -373,8 +373,22 @@ def first_few(texts: Sequence[str]) -> str:
     return ", ".join(texts[:3]) + more
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """A key in a text: ``{seq}`` becomes ``seq=4096``, and ``{seq!s}`` becomes ``seq``."""
+
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.name}={show(self.value)}"
+
+
 class _Values(string.Formatter):
-    """Fills ``{seq}`` in a text with ``seq=4096``, and keeps the names of these keys."""
+    """Fills the keys in a text, and keeps their names."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.names = config, list[str]()
@@ -383,20 +397,22 @@ class _Values(string.Formatter):
         if field_name not in all_keys():
             return super().get_field(field_name, args, kwargs)
         self.names.append(field_name)
-        return f"{field_name}={show(_value(self.config, field_name))}", field_name
+        return _Shown(field_name, _value(self.config, field_name)), field_name
 
 
-def conflict(config: Config, text: str, *others: str, **words: object) -> Problem:
-    """Return a problem of keys whose values contradict each other.
+def conflict(config: Config, text: str, **words: object) -> Problem:
+    """Return a problem of keys whose values contradict each other. A `Problem` stays as it is.
 
     Args:
-        text: the line. ``{seq}`` in it becomes ``seq=4096``. Its first key is the wrong one.
-        others: keys that the line is about, too, without their values in ``text``.
+        text: the line. ``{seq}`` in it becomes ``seq=4096``, and ``{seq!s}`` only ``seq``. The line
+            is about these keys, of which the first is wrong.
         words: texts for other fields of ``text``, such as names that the user chose.
     """
+    if isinstance(text, Problem):
+        return text
     values = _Values(config)
     line = values.vformat(text, (), words)
-    return Problem(line, *values.names, *others, value=_value(config, values.names[0]))
+    return Problem(line, *values.names, value=_value(config, values.names[0]))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ NEED_WHOLE_MODEL = {
 _DEFAULTS = {"schedule": "auto", "virtual_stages": 1, "stage_layers": "auto"}
 
 
-def problems(config: Config) -> Iterator[Problem]:
+def problems(config: Config) -> Iterator[str]:
     """Yield a line for each setting that contradicts ``topology.pipeline_parallel``."""
     topology, layers = config.topology, config.model.num_layers
     stages, parts = topology.pipeline_parallel, topology.virtual_stages
@@ -29,31 +29,25 @@ def problems(config: Config) -> Iterator[Problem]:
     if stages == 1:
         for name, value in _DEFAULTS.items():
             if getattr(topology, name) != value:
-                line = f"{{topology.{name}}}: needs topology.pipeline_parallel of at least 2"
-                yield conflict(config, line, "topology.pipeline_parallel")
+                yield f"{{topology.{name}}}: needs {{topology.pipeline_parallel!s}} of at least 2"
         return
     yield from unsupported(config, "topology.pipeline_parallel", NEED_WHOLE_MODEL)
     if topology.schedule == "interleaved" and parts == 1:
-        line = "{topology.schedule}: needs topology.virtual_stages of at least 2"
-        yield conflict(config, line, "topology.virtual_stages")
+        yield "{topology.schedule}: needs {topology.virtual_stages!s} of at least 2"
     elif topology.schedule in ("gpipe", "1f1b") and parts > 1:
-        yield conflict(
-            config,
+        yield (
             "{topology.virtual_stages}: {topology.schedule} has one per worker; give "
-            "topology.schedule=interleaved, or topology.virtual_stages=1",
+            "topology.schedule=interleaved, or topology.virtual_stages=1"
         )
     if stages * parts > layers:
         what = with_count(stages, "stage") + f" x {parts} virtual stages" * (parts > 1)
-        line = (
-            f"{{topology.pipeline_parallel}}: {what} for {{model.num_layers}}; each needs a layer"
-        )
-        yield conflict(config, line)
+        yield f"{{topology.pipeline_parallel}}: {what} for {{model.num_layers}}; each needs a layer"
     else:
         yield from _stage_layers(config)
     yield from _degrees(config)
 
 
-def _stage_layers(config: Config) -> Iterator[Problem]:
+def _stage_layers(config: Config) -> Iterator[str]:
     """Yield an error if ``topology.stage_layers`` does not deal out the layers."""
     topology = config.topology
     counts, expected = topology.stage_layers, topology.pipeline_parallel * topology.virtual_stages
@@ -64,16 +58,14 @@ def _stage_layers(config: Config) -> Iterator[Problem]:
         if topology.virtual_stages > 1:
             by += " x {topology.virtual_stages}"
         has = with_count(len(counts), "number")
-        line = f"{{topology.stage_layers}}: has {has}; must have {expected} ({by})"
-        yield conflict(config, line)
+        yield f"{{topology.stage_layers}}: has {has}; must have {expected} ({by})"
     elif min(counts) < 1:
-        yield conflict(config, "{topology.stage_layers}: each stage needs at least 1 layer")
+        yield "{topology.stage_layers}: each stage needs at least 1 layer"
     elif sum(counts) != config.model.num_layers:
-        line = f"{{topology.stage_layers}}: adds up to {sum(counts)}; must be {{model.num_layers}}"
-        yield conflict(config, line)
+        yield f"{{topology.stage_layers}}: adds up to {sum(counts)}; must be {{model.num_layers}}"
 
 
-def _degrees(config: Config) -> Iterator[Problem]:
+def _degrees(config: Config) -> Iterator[str]:
     """Yield an error if the degrees do not divide the workers, or the stages not the step."""
     topology, train = config.topology, config.train
     workers, context = topology.workers, topology.context_workers
@@ -89,8 +81,7 @@ def _degrees(config: Config) -> Iterator[Problem]:
         more, allowed = f" = {product}", ""
         if len(above) == 1:
             more, allowed = "", f"; allowed: {divisors(workers, config.model.num_layers)}"
-        line = f"{' x '.join(above)}{more}: does not divide {{topology.workers}}{allowed}"
-        yield conflict(config, line)
+        yield f"{' x '.join(above)}{more}: does not divide {{topology.workers}}{allowed}"
         return
     assert isinstance(context, int)
     data = workers // (topology.pipeline_parallel * topology.tensor_parallel * context)
@@ -112,9 +103,8 @@ def uneven_rounds(config: Config, data: int) -> Iterator[Problem]:
     yield conflict(
         config,
         f"{{train.global_batch}}: gives each stage {count} micro-batch{'es' * (count != 1)}; "
-        "topology.schedule=interleaved needs a multiple of {topology.pipeline_parallel}, so a "
+        "{topology.schedule!s}=interleaved needs a multiple of {topology.pipeline_parallel}, so a "
         f"multiple of {sequences * stages} sequences",
-        "topology.schedule",
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.keys import conflict
 from mtrain_cli.config.pattern_settings import PATTERNS
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
 from mtrain_cli.config.problem import Problem
@@ -60,7 +59,7 @@ def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[Problem]:
             )
 
 
-def problems(config: Config) -> Iterator[Problem]:
+def problems(config: Config) -> Iterator[str]:
     """Yield the conflicts of the pattern and the mask, which depend on the sequence, too."""
     settings = config.sparsity
     # `pattern_keys` reports null keys.
@@ -73,27 +72,23 @@ def problems(config: Config) -> Iterator[Problem]:
     layers = config.model.num_layers
     if (settings.dense_layers or 0) >= layers >= 1:
         allowed = f"at most {layers - 1}" if layers > 1 else "0"
-        yield conflict(
-            config,
+        yield (
             "{sparsity.dense_layers}: leaves no sparse layer of {model.num_layers}; give "
-            "{allowed}, or sparsity=dense",
-            allowed=allowed,
+            f"{allowed}, or sparsity=dense"
         )
 
 
-def _mixed_layers(config: Config) -> Iterator[Problem]:
+def _mixed_layers(config: Config) -> Iterator[str]:
     mask, layers = config.mask, config.model.num_layers
     if layers < 1 or not mask.is_mixed:
         return
     if (mask.full_first or 0) and all(map(mask.is_full, range(layers))):
-        yield conflict(
-            config,
+        yield (
             "{mask.full_first}: leaves no layer of {model.num_layers} with the window; give fewer, "
-            "or mask=causal",
+            "or mask=causal"
         )
     if (mask.full_every or 0) > layers:
-        yield conflict(
-            config,
+        yield (
             f"{{mask.full_every}}: exceeds {{model.num_layers}}, so no layer would be full; "
-            f"allowed: 0 and 2 to {layers}",
+            f"allowed: 0 and 2 to {layers}"
         )

@@ -7,8 +7,7 @@ from math import gcd
 from operator import attrgetter
 from typing import Any
 
-from mtrain_cli.config.keys import conflict, show
-from mtrain_cli.config.problem import Problem
+from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
 from mtrain_cli.config.sizes import divisors
 
@@ -25,23 +24,21 @@ def common_divisor(model: ModelConfig) -> int:
     return gcd(*(getattr(model, name) for name in _SIZES))
 
 
-def problems(config: Config) -> Iterator[Problem]:
+def problems(config: Config) -> Iterator[str]:
     """Yield a line for each setting that contradicts ``topology.tensor_parallel``."""
     degree, model = config.topology.tensor_parallel, config.model
     sizes = [getattr(model, name) for name in _SIZES]
     if degree <= 1 or min(sizes) < 1:
         return
     if any(size % degree for size in sizes):
-        yield conflict(
-            config,
+        yield (
             "{topology.tensor_parallel}: must divide {model.num_heads}, {model.num_kv_heads} and "
-            "{model.intermediate_size}; allowed: {allowed}",
-            allowed=divisors(common_divisor(model)),
+            f"{{model.intermediate_size}}; allowed: {divisors(common_divisor(model))}"
         )
     yield from unsupported(config, "topology.tensor_parallel", NEED_WHOLE_LAYERS)
 
 
-def unsupported(config: Config, degree: str, turned_off: Mapping[str, Any]) -> Iterator[Problem]:
+def unsupported(config: Config, degree: str, turned_off: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each setting that a kind of parallelism does not support.
 
     Args:
@@ -50,8 +47,7 @@ def unsupported(config: Config, degree: str, turned_off: Mapping[str, Any]) -> I
     """
     for key, off in turned_off.items():
         if attrgetter(key)(config) != off:
-            line = f"{{{degree}}}: does not support {{{key}}}; give {key}={show(off)}"
-            yield conflict(config, line)
+            yield f"{{{degree}}}: does not support {{{key}}}; give {key}={show(off)}"
 
 
 def require_whole_layers(config: Config, command: str) -> None:

@@ -20,7 +20,7 @@ from mtrain_cli.config.schema import (
 from mtrain_cli.config.sizes import divisors, with_count
 
 
-def problems(config: Config) -> Iterator[Problem]:
+def problems(config: Config) -> Iterator[str]:
     """Yield the conflicts among the keys of ``topology``, and with the sequence and the batch."""
     if config.topology.cluster != "auto":
         try:
@@ -62,7 +62,7 @@ def _workers_left(topology: TopologyConfig, degree: int) -> int:
     return topology.workers // taken if fits else topology.workers
 
 
-def _degrees(config: Config) -> Iterator[Problem]:
+def _degrees(config: Config) -> Iterator[str]:
     topology = config.topology
     workers, context, tensor = (
         topology.workers,
@@ -82,39 +82,32 @@ def _degrees(config: Config) -> Iterator[Problem]:
     for name, allowed in fitting.items():
         value = getattr(topology, name)
         if isinstance(value, int) and workers % value:
-            line = f"{{topology.{name}}}: does not divide {{topology.workers}}; allowed: {allowed}"
-            yield conflict(config, line)
+            yield f"{{topology.{name}}}: does not divide {{topology.workers}}; allowed: {allowed}"
     if isinstance(context, int) and workers % context == 0 and workers % tensor == 0:
         groups = workers // context
         if groups % tensor:
-            yield conflict(
-                config,
-                "{topology.tensor_parallel}: does not divide the {groups} that "
-                "{topology.context_parallel} leaves of {topology.workers}; allowed: {allowed}",
-                groups=with_count(groups, "worker"),
-                allowed=divisors(groups),
+            yield (
+                f"{{topology.tensor_parallel}}: does not divide the {with_count(groups, 'worker')} "
+                "that {topology.context_parallel} leaves of {topology.workers}; allowed: "
+                f"{divisors(groups)}"
             )
 
 
-def _blocks(config: Config) -> Iterator[Problem]:
+def _blocks(config: Config) -> Iterator[str]:
     topology, sparse = config.topology, config.sparsity.block
     if topology.block_size < 1 or config.seq < 2 or config.layout != "striped":
         return
     if sparse in BLOCKS and topology.block_size % sparse:
-        yield conflict(
-            config,
+        yield (
             "{topology.block_size}: must be a multiple of {sparsity.block}, since the striped "
-            "layout deals out whole pattern blocks",
+            "layout deals out whole pattern blocks"
         )
     workers = topology.context_workers
     blocks = -(-config.seq // topology.block_size)
     if isinstance(workers, int) and workers > max(1, blocks):
-        yield conflict(
-            config,
-            "{topology.block_size}: {seq} has only {blocks} for {workers} workers; {advice}",
-            blocks=with_count(blocks, "such block"),
-            workers=workers,
-            advice=_smaller(config.seq, workers, blocks),
+        yield (
+            f"{{topology.block_size}}: {{seq}} has only {with_count(blocks, 'such block')} for "
+            f"{workers} workers; {_smaller(config.seq, workers, blocks)}"
         )
 
 
@@ -132,22 +125,20 @@ def _smaller(seq: int, workers: int, blocks: int) -> str:
     return f"give fewer workers{if_has('seq', ', a longer seq')} or blocks of at most {block}"
 
 
-def _balanced_chunk(config: Config) -> Iterator[Problem]:
+def _balanced_chunk(config: Config) -> Iterator[str]:
     topology, sparse = config.topology, config.sparsity.block
     chunk, workers = topology.balanced_chunk, topology.context_workers
     if not isinstance(chunk, int) or chunk < 1 or config.seq < 2:
         return
     if topology.layout not in ("balanced", "auto"):
-        yield conflict(
-            config,
+        yield (
             "{topology.balanced_chunk}: only topology.layout=balanced has chunks, not "
-            "{topology.layout}; give topology.layout=balanced, or topology.balanced_chunk=auto",
+            "{topology.layout}; give topology.layout=balanced, or topology.balanced_chunk=auto"
         )
     elif sparse in BLOCKS and chunk % sparse:
-        yield conflict(
-            config,
+        yield (
             "{topology.balanced_chunk}: must be a multiple of {sparsity.block}, since workers hold "
-            "whole pattern blocks",
+            "whole pattern blocks"
         )
     else:
         yield from number_of_chunks(config, workers if isinstance(workers, int) else 1)
@@ -181,23 +172,21 @@ def number_of_chunks(config: Config, workers: int) -> Iterator[Problem]:
     yield conflict(config, line)
 
 
-def _batch(config: Config) -> Iterator[Problem]:
+def _batch(config: Config) -> Iterator[str]:
     train, topology = config.train, config.topology
     if train.global_batch < 1 or train.micro_batch < 1:
         return
     workers, context = topology.workers, topology.context_parallel
     sharing = topology.tensor_parallel * topology.pipeline_parallel
     if train.global_batch % train.micro_batch:
-        yield conflict(config, "{train.global_batch}: must be a multiple of {train.micro_batch}")
+        yield "{train.global_batch}: must be a multiple of {train.micro_batch}"
     elif not isinstance(workers, int) or not isinstance(context, int) or context < 1:
         return
     elif workers >= 1 and workers % (context * sharing) == 0:
         groups = workers // (context * sharing)
         if train.global_batch % (groups * train.micro_batch):
-            yield conflict(
-                config,
-                "{train.global_batch}: must be a multiple of {least}: {train.micro_batch} for each "
-                "of the {groups} context groups ({topology.workers}, {topology.context_parallel})",
-                least=groups * train.micro_batch,
-                groups=groups,
+            yield (
+                f"{{train.global_batch}}: must be a multiple of {groups * train.micro_batch}: "
+                f"{{train.micro_batch}} for each of the {groups} context groups "
+                "({topology.workers}, {topology.context_parallel})"
             )
