@@ -131,14 +131,8 @@ def _kept(
 def _recipe_conflicts(
     groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]
 ) -> list[Problem]:
-    """Return one problem if the chosen recipe sets keys to other values than the run has.
-
-    A recipe that agrees with the run is allowed, so the command line that started the run can be
-    repeated.
-
-    raw: values by dotted key, without the keys that the user typed.
-    before: values of the run.
-    """
+    """Return one problem if the recipe sets keys that the user did not type to other values."""
+    # A recipe that agrees is allowed, so the command line that started the run can be repeated.
     recipe = choices.get("recipe", "none")
     if recipe == "none":
         return []
@@ -182,11 +176,7 @@ def _required_keys(
 def _given_model(
     groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> tuple[set[str], str]:
-    """Return the keys under ``model`` that the user or a file set, and the chosen option as text.
-
-    The text, such as ``model=qwen3b``, is empty if neither the user nor a file chose an option. The
-    default option of the group does not count as a choice.
-    """
+    """Return the keys under ``model`` that the user or a file set, and the choice as text."""
     given = {name for name in values if name.startswith("model.")}
     option, source = choices.get("model"), ""
     if option is None:
@@ -210,10 +200,7 @@ def _chose_mask(
 
 
 def _model_in(file: Path) -> tuple[str | None, set[str]]:
-    """Return the ``model`` option that a recipe or top file chooses, and its keys under ``model``.
-
-    The option is None if the file chooses no option.
-    """
+    """Return the ``model`` option that a file chooses, or None, and its keys under ``model``."""
     try:
         content = read_yaml(file)
     except (OSError, ValueError):
@@ -266,20 +253,11 @@ def _holds(name: str, value: Any, composed: Mapping[str, Any]) -> bool:
 
 
 def _describes_the_replaced(name: str, own: Mapping[str, Any], composed: Mapping[str, Any]) -> bool:
-    """Return whether a key of a recipe says nothing about the option that replaces its own.
-
-    - The shape of a model belongs to its weights.
-    - Positions that neither model scales need no factor or original length.
-    - A topology that leaves the device to mtrain takes the GPU if there is one.
-
-    Args:
-        own: keys of the recipe.
-        composed: values with the options that the user chose.
-    """
-    if name == "topology.device":
+    """Return whether a key of a recipe says nothing about the option that replaces its own."""
+    if name == "topology.device":  # auto takes the GPU if there is one
         return composed.get(name) == derived.AUTO
     section = name.rpartition(".")[0]
-    if section in ("model", "model.moe"):
+    if section in ("model", "model.moe"):  # the shape of a model belongs to its weights
         return name.removeprefix("model.") in ModelConfig.SHAPE
     scaling = "model.rope.scaling"
     scaled = own.get(scaling, composed.get(scaling)) != "none" or composed.get(scaling) != "none"
@@ -298,19 +276,9 @@ def _checked(
     ignore: tuple[str, ...] = (),
     tolerated: Sequence[str] = (),
 ) -> Config:
-    """Check the values against each other and return the configuration.
+    """Return the configuration, if there are no problems and its values fit each other.
 
-    A conflict is a value that does not fit another value. A key with a problem takes its default,
-    so that the check finds the conflicts between other keys. A conflict about a key with a problem
-    is dropped, because the problem may be the cause.
-
-    Args:
-        files: each group's YAML file, for messages.
-        ignore: drop conflicts in which one of these keys is wrong.
-        tolerated: drop conflicts about one of these keys.
-
-    Raises:
-        ConfigError: there are ``problems`` or conflicts.
+    Drop conflicts in which a key of ``ignore`` is wrong, and those about ``tolerated`` keys.
     """
     blamed = {name for problem in problems for name in problem.keys}
     absent = [name for name in keys.all_keys() if name not in leaves]
@@ -323,6 +291,8 @@ def _checked(
             "option, begin the file with `defaults: [OPTION]`"
         )
     blamed.update(missing)
+    # With defaults for keys that have a problem, the conflicts between other keys are found. The
+    # problem may cause a conflict that is about its key, so that one is dropped.
     complete = {**_defaults(), **leaves} if blamed else dict(leaves)
     if blamed & _DEGREES:
         complete["topology.workers"] = "auto"  # nobody knows how many share a sequence
@@ -340,10 +310,8 @@ def _checked(
 def _with_degrees(
     problems: Sequence[Problem], leaves: Mapping[str, Any], blamed: set[str]
 ) -> list[Problem]:
-    """Add the degrees that are allowed to problems of a word instead of a degree.
-
-    blamed: keys with a problem. The degrees depend on the model and the workers.
-    """
+    """Add the degrees that are allowed to problems of a word instead of a degree."""
+    # The degrees depend on the model and the workers.
     if any(name == "topology.workers" or name.startswith("model.") for name in blamed):
         return [*problems]
     degrees = topology_checks.allowed_degrees(keys.build({**_defaults(), **leaves}))

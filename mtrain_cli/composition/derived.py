@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,7 @@ def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str
 def _from_folder(
     leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
 ) -> list[Problem]:
-    """Copy the folder's model into ``leaves``, without the keys in ``given``. Return the problems.
-
-    A key in ``given`` is a problem if its value does not fit the folder's weights.
-    """
+    """Copy the folder's model into ``leaves``, except keys in ``given``, which must fit it."""
     from mtrain_cli.model.huggingface_config import read_config
 
     try:
@@ -117,7 +114,8 @@ def _from_folder(
         # The folder's factor belongs to the folder's scaling; YaRN needs another factor.
         theirs["model.rope.factor"] = AUTO
     _take(leaves, theirs, (name for name in theirs if name not in given))
-    other = [name for name in _wrong_shape(leaves, theirs) if name in given]
+    shape = (f"model.{field}" for field in ModelConfig.SHAPE)
+    other = [name for name in shape if name in given and _differs(leaves, theirs, name)]
     if not other:
         return []
     shown = [
@@ -134,10 +132,7 @@ def _from_folder(
 
 
 def _take_window(leaves: dict[str, Any], folder: Path, typed: Collection[str]) -> list[Problem]:
-    """Set the mask to the sliding window of the folder's layers, if they have one.
-
-    Return the problem that a typed key under ``mask`` has another value than the folder.
-    """
+    """Set the mask to the window of the folder's layers, which keys in ``typed`` must equal."""
     from mtrain_cli.model.huggingface_config import read_mask
 
     if (mask := read_mask(folder)) is None:
@@ -156,15 +151,6 @@ def _take_window(leaves: dict[str, Any], folder: Path, typed: Collection[str]) -
     return [Problem(line, "mask.")]
 
 
-def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys of the model's shape whose values differ from the folder's.
-
-    Skip values of a wrong type, which the conversion reports.
-    """
-    names = (f"model.{field}" for field in ModelConfig.SHAPE)
-    return (name for name in names if _differs(leaves, theirs, name))
-
-
 def _differs(leaves: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> bool:
     """Return whether a key has another value than in the folder; False for a wrong type."""
     try:
@@ -178,28 +164,19 @@ def _leaves_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
-    """Return the folder's tokenizer.json for text data. Return "bytes" if there is no such file.
-
-    Also return "bytes" for the file of mtrain's own export of a byte model: the ids are the same,
-    and need no tokenizers package.
-    """
+    """Return the folder's tokenizer.json for text data, or "bytes"."""
     reads_text = leaves.get("data.kind") in ("text", "stdlib")
     if folder is not None and reads_text and (folder / "tokenizer.json").is_file():
         from mtrain_cli.model.tokenizer_files import encodes_bytes
 
+        # An exported byte model has a file with the same ids, which needs another package.
         if not encodes_bytes(folder / "tokenizer.json"):
             return str(folder / "tokenizer.json")
     return "bytes"
 
 
 def _vocabulary(leaves: Mapping[str, Any]) -> int | str:
-    """Return the vocabulary size of the data's tokenizer, rounded up to a multiple of 8.
-
-    Return "auto" if the data have a problem that `validate` reports.
-
-    Raises:
-        ConfigError: the data do not give the size of their vocabulary.
-    """
+    """Return the vocabulary size of the data, or auto if `validate` reports what is wrong."""
     kind = leaves.get("data.kind")
     if kind in ("text", "stdlib"):
         from mtrain_cli.data.tokenizers import open_tokenizer

@@ -119,10 +119,7 @@ def _file_with(groups: Groups, choices: Mapping[str, str], text: str) -> Path:
 
 
 def _resolved_together(composed: Any) -> dict[str, Any]:
-    """Return all values by dotted key. Return none if some value cannot be resolved.
-
-    This is quicker than resolving them one by one.
-    """
+    """Return all values by dotted key, which is quicker than one by one; none if one is wrong."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -174,10 +171,7 @@ def _compose_anew(own: Sequence[Path], shipped: Path, words: Sequence[str]) -> A
 
 
 def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``leaves`` with values for all keys of ``sparsity``, given the chosen pattern.
-
-    values: the user's values by dotted key.
-    """
+    """Return ``leaves`` with values for all keys of ``sparsity``. values: what users typed."""
     pattern = leaves.get("sparsity.pattern")
     if settings := PATTERNS.get(str(pattern)):
         for name, other in settings.instead.items():
@@ -190,10 +184,7 @@ def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 @contextlib.contextmanager
 def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
-    """Set Hydra's global state for this block only, and search ``folders`` first.
-
-    Hydra's setting `hydra.searchpath` would search ``folders`` after mtrain's own folder.
-    """
+    """Set Hydra's global state for this block only. `hydra.searchpath` would search us first."""
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc

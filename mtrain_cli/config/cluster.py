@@ -514,10 +514,7 @@ class _Reader:
 
 
 def _default_of(key: str, left_out: Sequence[str]) -> str:
-    """Return the name of the constant that replaces a link's missing ``key``.
-
-    left_out: names of all constants that the file omits.
-    """
+    """Return the name of the constant of a file that replaces a link's missing ``key``."""
     other = _DEFAULTS[key]
     return _default_of(other, left_out) if other in left_out else other
 

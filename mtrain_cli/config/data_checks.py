@@ -72,13 +72,7 @@ def _path(config: Config) -> Iterator[str]:
 
 
 def _mix(config: Config, expected: str) -> Iterator[str]:
-    """Yield what is wrong with the weights and folders of ``data.mix``.
-
-    A YAML file of weights must exist. Opening the dataset checks its content.
-
-    Args:
-        expected: text that says what the name of a corpus must be.
-    """
+    """Yield what is wrong with ``data.mix``. Opening the data checks the content of its file."""
     mix, path = config.data.mix, config.data.path
     if isinstance(mix, str):
         if not Path(mix).expanduser().is_file():

@@ -433,10 +433,7 @@ def _flatten(owner: type, prefix: str) -> Iterator[ConfigKey]:
 
 
 def _pattern_keys(prefix: str) -> Iterator[ConfigKey]:
-    """Yield the keys of all patterns.
-
-    If only some of the sparse patterns have a key, its help begins with their names.
-    """
+    """Yield the keys of all patterns. The help of a key that some lack begins with their names."""
     yield ConfigKey(f"{prefix}pattern", str, "method that estimates the index", tuple(PATTERNS))
     owners: dict[str, list[Any]] = {}
     for settings in PATTERNS.values():

@@ -9,7 +9,7 @@ from mtrain_cli.config.keys import conflict
 from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import divisors, with_count
-from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS, refuse, unsupported
+from mtrain_cli.config.tensor_parallel import NEED_WHOLE_LAYERS, unsupported
 
 # Settings that need the whole model on each worker, and the value that turns each of them off.
 NEED_WHOLE_MODEL = {
@@ -106,12 +106,3 @@ def uneven_rounds(config: Config, data: int) -> Iterator[Problem]:
         "{topology.schedule!s}=interleaved needs a multiple of {topology.pipeline_parallel}, so a "
         f"multiple of {sequences * stages} sequences",
     )
-
-
-def require_whole_model(config: Config, command: str) -> None:
-    """Raise ConfigError if a command without pipeline parallelism is to use it.
-
-    Args:
-        command: the command, such as ``mtrain simulate``.
-    """
-    refuse(config, "pipeline_parallel", command)

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from mtrain_cli.config.keys import show
+from mtrain_cli.config.problem import Problem
 from mtrain_cli.config.schema import Config, ConfigError, ModelConfig
 from mtrain_cli.config.sizes import divisors
 
@@ -50,16 +51,7 @@ def unsupported(config: Config, degree: str, turned_off: Mapping[str, Any]) -> I
             yield f"{{{degree}}}: does not support {{{key}}}; give {key}={show(off)}"
 
 
-def require_whole_layers(config: Config, command: str) -> None:
-    """Raise ConfigError if a command without tensor parallelism is to use it.
-
-    Args:
-        command: the command, such as ``mtrain simulate``.
-    """
-    refuse(config, "tensor_parallel", command)
-
-
-def refuse(config: Config, degree: str, command: str) -> None:
+def require_degree_1(config: Config, degree: str, command: str) -> None:
     """Raise ConfigError if a degree of parallelism that a command does not support is above 1.
 
     Args:
@@ -67,6 +59,6 @@ def refuse(config: Config, degree: str, command: str) -> None:
         command: the command, such as ``mtrain simulate``.
     """
     if (value := getattr(config.topology, degree)) > 1:
-        raise ConfigError(
-            f"topology.{degree}={value}: not supported by `{command}`; leave this setting out"
-        )
+        key = f"topology.{degree}"
+        line = f"{key}={value}: not supported by `{command}`; leave this setting out"
+        raise ConfigError(Problem(line, key, value=value))

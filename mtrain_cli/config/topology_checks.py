@@ -51,10 +51,7 @@ def allowed_degrees(config: Config) -> dict[str, str]:
 
 
 def _workers_left(topology: TopologyConfig, degree: int) -> int:
-    """Return the number of workers beside a degree and context_parallel, if these divide them.
-
-    Otherwise return the number of all workers: another error names the degree that does not fit.
-    """
+    """Return the workers divided by a degree and context_parallel, or all if these do not fit."""
     assert isinstance(topology.workers, int)
     context = topology.context_parallel
     taken = degree * (context if isinstance(context, int) else 1)
